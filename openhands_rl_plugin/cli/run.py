@@ -68,13 +68,10 @@ def run(args: argparse.Namespace) -> int:
     given = args.task is not None or args.file is not None
     if given == bool(args.agent):
         raise ConfigError("give either a task (-t TEXT, -f FILE) or a command after --")
+    if args.create:
+        args.workspace.mkdir(parents=True, exist_ok=True)
     if not args.workspace.is_dir():
-        if not args.create:
-            raise ConfigError(f"--workspace: there is no folder {args.workspace}; --create makes it")
-        try:
-            args.workspace.mkdir(parents=True)
-        except OSError as error:
-            raise ConfigError(f"--workspace: {args.workspace} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"--workspace: there is no folder {args.workspace}; --create makes it")
     if args.agent:
         if args.attempts > 1:
             raise ConfigError("--attempts: of a task; a command is run again by the same line again")
@@ -124,20 +121,21 @@ async def _run_command(words: Sequence[str], folder: Path, options: WorkOptions)
     )
     storage = open_storage(settings)
     try:
-        async with running_gateway(config, storage, settings=settings) as url:
+        async with (
+            running_gateway(config, storage, settings=settings) as url,
+            httpx.AsyncClient(trust_env=False, timeout=None) as client,
+        ):
             base = f"{url}/session/{session}"
             versioned = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{base}/v1")
             keys = {name: key if key != "none" else os.environ.get(name, key) for name in _KEYS}
             environ = {**os.environ, **versioned, **keys, "ANTHROPIC_BASE_URL": base}
             if options.strategy or options.max_turns is not None:
-                async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
-                    opened = await client.post(f"{url}/session", json={"session": session})
-                    if opened.is_error:
-                        raise ConfigError(opened.json()["error"]["message"])
+                opened = await client.post(f"{url}/session", json={"session": session})
+                if opened.is_error:
+                    raise ConfigError(opened.json()["error"]["message"])
             code, interrupted = await _executed(words, folder, environ)
             if not interrupted:
-                async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
-                    await client.post(f"{base}/end", json={"evidence": {"exit_code": code}})
+                await client.post(f"{base}/end", json={"evidence": {"exit_code": code}})
         recorded = [each async for each in storage.find(TrajectoryFilter(run_id=config.run_id, finished=None))]
     finally:
         await storage.close()

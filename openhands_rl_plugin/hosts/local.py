@@ -14,12 +14,12 @@ import tomllib
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.toml import read_document, starting_config, table_of, toml_of
+from openhands_rl_plugin.config.toml import read_document, starting_config, toml_of
 from openhands_rl_plugin.config.work import NO_KEY, OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
@@ -69,8 +69,7 @@ def local_runner(
         )
     if options.environment_mode:
         return EnvironmentSessions(settings, options, storage=storage)
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+    os.environ.update({**_QUIET, **os.environ})
     with without_collection():
         if host_of(settings) == "v0":
             from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner as Runner
@@ -91,8 +90,7 @@ def run_task(
     """
     work = work_of(options)
     host = host_of(work.settings)
-    for name, value in {**_QUIET, **({"LOG_LEVEL": "WARNING"} if host == "v1" else {})}.items():
-        os.environ.setdefault(name, value)
+    os.environ.update({**_QUIET, **({"LOG_LEVEL": "WARNING"} if host == "v1" else {}), **os.environ})
     from openhands_rl_plugin.hosts.shared.run_checks import check_model, check_workspace_strategy
     from openhands_rl_plugin.hosts.shared.sessions import RUN_VARIABLE, OwnRun, group_summary, run_summary
 
@@ -111,9 +109,9 @@ def run_task(
             from openhands_rl_plugin.hosts.v1.task import run_task as run_in_sdk
 
             codes.append(run_in_sdk(task, folder, work, show))
-        os.environ.pop(RUN_VARIABLE, None)
         if codes[-1] == _INTERRUPTED:
             break
+    os.environ.pop(RUN_VARIABLE, None)
     recorded = background().wait_for(_recorded(work.settings, run.run_id))
     for trajectory, scores in recorded if host == "v1" else ():
         show(run_summary(trajectory, scores, work.settings))
@@ -121,10 +119,9 @@ def run_task(
         show(group_summary(recorded, work.settings))
     if _INTERRUPTED in codes:
         return _INTERRUPTED
-    failed = any(trajectory.failure is not None for trajectory, _ in recorded)
-    if not any(codes) and len(recorded) < attempts:
+    if (lost := len(recorded) < attempts) and not any(codes):
         show("not recorded: the log of the host says why")
-    return int(failed or any(codes) or len(recorded) < attempts)
+    return int(lost or any(codes) or any(trajectory.failure is not None for trajectory, _ in recorded))
 
 
 def _copies(workspace: Path, settings: RLSettings, attempts: int) -> list[Path]:
@@ -149,16 +146,14 @@ async def _recorded(settings: RLSettings, group: str) -> list[tuple[Trajectory, 
 
 def _run_main(task: str, workspace: Path, work: OwnWork) -> int:
     """``python -m openhands.core.main``, in a process of its own, without the working folder on the path."""
-    environ = {**os.environ, "LLM_MODEL": str(work.llm["model"])}
-    for name, variable in (("base_url", "LLM_BASE_URL"), ("api_key", "LLM_API_KEY")):
-        # OpenHands takes the value of such a variable out of all that it logs: the word for no key is none.
-        if (given := work.llm.get(name)) and given != NO_KEY:
-            environ[variable] = str(given)
+    # OpenHands takes the value of such a variable out of all that it logs: the word for no key is none.
+    given = {name: str(work.llm.get(name) or NO_KEY) for name in ("model", "base_url", "api_key")}
+    environ = {f"LLM_{name.upper()}": value for name, value in given.items() if value != NO_KEY}
     with scratch_folder("run") as folder:
         file = Path(folder) / "config.toml"
         file.write_text(toml_of(_main_document(work, workspace)), encoding="utf-8")
         command = [sys.executable, "-P", "-c", _MAIN, "--config-file", str(file), "-c", "RLAgent", "-t", task]
-        process = subprocess.Popen(command, env=environ)
+        process = subprocess.Popen(command, env={**os.environ, **environ})
         try:
             return process.wait()
         except KeyboardInterrupt:
@@ -167,20 +162,12 @@ def _run_main(task: str, workspace: Path, work: OwnWork) -> int:
             return _INTERRUPTED
 
 
-def _main_document(work: OwnWork, workspace: Path) -> dict[str, object]:
+def _main_document(work: OwnWork, workspace: Path) -> dict[str, Any]:
     """The file of ``work``, or a new one, with its ``[rl]`` in one place, and no key."""
-    if work.file is not None:
-        document = dict(read_document(work.file))
-    else:
-        document = tomllib.loads(starting_config(model="", base_url="", workspace=str(workspace)))
-    core, llm, agents, extended = (
-        dict(table_of(document, (name,)) or {}) for name in ("core", "llm", "agent", "extended")
-    )
-    extended.pop("rl", None)
-    if own := table_of(agents, ("RLAgent",)):
-        agents["RLAgent"] = {name: value for name, value in own.items() if name != "rl"}
-    llm.pop("api_key", None)
-    if work.llm.get("api_key") == NO_KEY:
-        llm["api_key"] = NO_KEY
-    core = {"runtime": _WORKSPACE_RUNTIME, **core, "workspace_base": str(workspace)}
-    return {**document, "core": core, "llm": llm, "agent": agents, "extended": extended, "rl": work.rl}
+    example = starting_config(model="", base_url="", workspace=str(workspace))
+    document: Any = read_document(work.file) if work.file else tomllib.loads(example)
+    document.get("extended", {}).pop("rl", None)
+    document.get("agent", {}).get("RLAgent", {}).pop("rl", None)
+    llm = {**document.get("llm", {}), "api_key": NO_KEY if work.llm.get("api_key") == NO_KEY else None}
+    core = {"runtime": _WORKSPACE_RUNTIME, **document.get("core", {}), "workspace_base": str(workspace)}
+    return {**document, "core": core, "llm": llm, "rl": work.rl}

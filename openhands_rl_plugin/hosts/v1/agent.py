@@ -5,13 +5,11 @@ Importing this module registers it: the SDK finds an agent's class by its name (
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import openhands.sdk.agent.agent as stock
@@ -35,15 +33,6 @@ from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
 
 log = logging.getLogger("openhands")
-
-
-def _dumps(value: object, **named: Any) -> str:
-    """A step writes its whole prompt for a log of level DEBUG, which takes milliseconds: only where it is kept."""
-    shown = named.get("indent") != 2 or stock.logger.isEnabledFor(logging.DEBUG)
-    return json.dumps(value, **named) if shown else ""
-
-
-stock.json = SimpleNamespace(**{**vars(json), "dumps": _dumps})  # type: ignore[assignment]
 
 # Absent before 1.23, whose conversations have no ``arun``.
 _stock_astep: Callable[..., Awaitable[None]] | None = getattr(Agent, "astep", None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from openhands.sdk import LLM, Conversation, Tool
+from openhands.sdk import LLM, Tool
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, MessageEvent, ObservationEvent
@@ -31,30 +31,29 @@ from openhands_rl_plugin.hosts.v1.conversations import BOUNDARY
 
 log = logging.getLogger("openhands")
 
-DONE, FAILED, INTERRUPTED = 0, 1, 130
+INTERRUPTED = 130
 
 _LONGEST = 200
 _LONGEST_TITLE = 120
-
-_SAYING = frozenset({FinishTool.name, ThinkTool.name})
-"""Tools that only say something."""
 
 # What the SDK would ask of a model that it does not know, and servers of open models refuse or ignore.
 _DEFAULTS: JsonObject = {"reasoning_effort": None, "usage_id": "agent"}
 
 
 def run_task(task: str, workspace: Path, work: OwnWork, show: Callable[[str], None]) -> int:
-    """Work until the agent has finished. Returns the exit code, 130 after Ctrl-C, which ends a completion at once.
+    """Work until the agent has finished. Returns 0 or 1, or 130 after Ctrl-C, which ends a completion at once.
 
     ``show`` prints a line. Raises ``ConfigError`` for settings that the SDK refuses.
     """
     tools = [Tool(name=tool.name) for tool in (TerminalTool, FileEditorTool, TaskTrackerTool)]
     agent = RLAgent.model_validate({"llm": make_llm(work.llm), "tools": tools, "rl": work.rl})
-    failed: list[str] = []
-    callbacks = [_show_event(show, failed)]
-    conversation = Conversation(agent=agent, workspace=str(workspace), visualizer=None, callbacks=callbacks)
-    assert isinstance(conversation, LocalConversation)
-    stopped: list[int] = []
+
+    def show_event(event: Event) -> None:
+        for line in filter(None, _lines_of(event)):
+            show(line)
+
+    conversation = LocalConversation(agent=agent, workspace=str(workspace), visualizer=None, callbacks=[show_event])
+    stopped, errors = list[int](), list[str]()
 
     def stop(pressed: int, _: object) -> None:
         stopped.append(pressed)
@@ -68,48 +67,36 @@ def run_task(task: str, workspace: Path, work: OwnWork, show: Callable[[str], No
             conversation.send_message(task)
             asyncio.run(arun()) if (arun := getattr(conversation, "arun", None)) else conversation.run()
     except CaughtFailure as caught:
-        failed.append(caught.failure.message)
+        errors.append(caught.failure.message)
     finally:
         signal.signal(signal.SIGINT, before)
     status, recorded = conversation.state.execution_status, agent.episode_of(conversation)
+    ended = [event for event in conversation.state.events if isinstance(event, ConversationErrorEvent)]
     conversation.close()
     if recorded is not None and isinstance(recorded.episode.error, ConfigError):
         raise recorded.episode.error
+    failed = [*(f"{event.code}: {event.detail}" for event in ended), *errors]
     for line in failed[:1]:
         show(f"failed: {one_line(line, 500)}")
-    if stopped:
-        return INTERRUPTED
-    return DONE if status == Status.FINISHED and not failed else FAILED
+    return INTERRUPTED if stopped else int(status != Status.FINISHED or bool(failed))
 
 
-def _show_event(show: Callable[[str], None], failed: list[str]) -> Callable[[Event], None]:
-    """A callback that shows what the agent says, which tools it calls, and how they fail; what ends the conversation
-    is added to ``failed``."""
-
-    def show_event(event: Any) -> None:
-        quiet, text = getattr(event, "tool_name", "") in _SAYING, ""
-        if isinstance(event, ActionEvent):
-            if thought := getattr(event.action, "thought", "") or event.reasoning_content:
-                show(f"({one_line(thought, _LONGEST)})")
-            text = event.action.message if isinstance(event.action, FinishAction) else _text_of(event.thought)
-        elif isinstance(event, MessageEvent) and event.source == "agent":
-            text = _text_of(event.llm_message.content)
-        elif isinstance(event, ConversationErrorEvent):
-            failed.append(f"{event.code}: {event.detail}")
-        elif isinstance(event, AgentErrorEvent) and not quiet:
-            text = f"  failed: {one_line(event.error, _LONGEST)}"
-        elif isinstance(event, ObservationEvent) and event.observation.is_error and not quiet:
-            text = f"  failed: {one_line(_text_of(event.observation.to_llm_content), _LONGEST)}"
-        if text:
-            show(text)
-        if isinstance(event, ActionEvent) and not quiet:
-            fields = event.action.model_dump() if event.action is not None else {}
-            what = " ".join(str(fields[name]) for name in ("command", "path") if fields.get(name))
-            first, _, more = (what or event.tool_call.arguments).strip().partition("\n")
-            cut = first[:_LONGEST_TITLE]
-            show(f"[{event.tool_name}: {cut}{' ...' if more or cut != first else ''}]")
-
-    return show_event
+def _lines_of(event: Any) -> Iterator[str]:
+    """What the agent says, which tools it calls, and how they fail; an empty line where it says nothing."""
+    if isinstance(event, ActionEvent):
+        if thought := getattr(event.action, "thought", "") or event.reasoning_content:
+            yield f"({one_line(thought, _LONGEST)})"
+        yield event.action.message if isinstance(event.action, FinishAction) else _text_of(event.thought)
+        if event.tool_name not in (FinishTool.name, ThinkTool.name):
+            given = (getattr(event.action, name, None) for name in ("command", "path"))
+            what = " ".join(str(each) for each in given if each) or event.tool_call.arguments
+            yield f"[{event.tool_name}: {one_line(what, _LONGEST_TITLE)}]"
+    elif isinstance(event, MessageEvent) and event.source == "agent":
+        yield _text_of(event.llm_message.content)
+    elif isinstance(event, AgentErrorEvent):
+        yield f"  failed: {one_line(event.error, _LONGEST)}"
+    elif isinstance(event, ObservationEvent) and event.observation.is_error:
+        yield f"  failed: {one_line(_text_of(event.observation.to_llm_content), _LONGEST)}"
 
 
 def _text_of(parts: Sequence[Any]) -> str:
