@@ -36,8 +36,8 @@ _TEXTS = {
     TOOLS["v1"].editor: _EDITOR,
     "finish": "End the task with a message.",
 }
+# Tools of the hosts' own that are not offered: a task is done without them, and they take hundreds of tokens.
 _LEFT_OUT = frozenset({"think", "task_tracker", "browser", "execute_ipython_cell"})
-"""Tools of the hosts' own that are not offered: a task is done without them, and they take hundreds of tokens."""
 
 # How the hosts name the project's folder: V1 in the editor's description, V0 in that of its argument ``path``.
 _PROJECT = re.compile(r"current working directory is: (/\S+)|e\.g\. `[^`]+` or `(/[^`]*)`")

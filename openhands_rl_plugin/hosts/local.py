@@ -38,8 +38,8 @@ _INTERRUPTED = 130
 _MAIN = "import runpy, openhands_rl_plugin.hosts.shared.litellm_calls\n"
 _MAIN += "runpy.run_module('openhands.core.main', run_name='__main__', alter_sys=True)"
 
+# No price list from the network, no banner; read when OpenHands is imported.
 _QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1"}
-"""No price list from the network, no banner; read when OpenHands is imported."""
 
 
 class HostRunner(Protocol):

@@ -91,8 +91,8 @@ MOST_OPEN = 100_000
 """Sessions that have not ended; all are in memory."""
 TOOLS = "tools"
 """The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
+# Characters without white space; a shorter answer is in many texts by chance.
 _SHORTEST_QUOTE = 8
-"""Characters without white space; a shorter answer is in many texts by chance."""
 
 
 class SessionName(NamedTuple):

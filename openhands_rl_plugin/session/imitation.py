@@ -28,9 +28,10 @@ from openhands_rl_plugin.session.wire import (
 
 # Claude Code's first system block differs from request to request, and is no part of the prompt.
 _ATTRIBUTION = "x-anthropic-billing-header:"
+# Where a streamed tool's input is kept as the model wrote it.
 _EXACT = "partial_json"
-"""Where a streamed tool's input is kept as the model wrote it."""
 _PARAMETERS = ("max_tokens", "temperature", "top_p", "top_k", "tool_choice", "parallel_tool_calls")
+# What chat completions call the reasons of other protocols; one that is not here keeps its name.
 _FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -40,7 +41,6 @@ _FINISH_REASONS = {
     "refusal": "content_filter",
     "max_output_tokens": "length",
 }
-"""What chat completions call the reasons of other protocols; one that is not here keeps its name."""
 
 
 def _parts(content: Any) -> Any:

@@ -67,8 +67,8 @@ _KEPT = frozenset({"model", "max_tokens", "max_completion_tokens"})
 _OF_TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _OF_STREAMS = frozenset({"stream", "stream_options"})
 _TRIES, _PAUSES = 3, Backoff(0.5, 8.0)
+# Seconds that a server may ask to wait (Retry-After).
 _LONGEST_PAUSE = 60.0
-"""Seconds that a server may ask to wait (``Retry-After``)."""
 
 
 class NodeTokens:

@@ -50,8 +50,8 @@ LENGTH_BYTES = 8
 """An answer is sent after its length."""
 
 _MODULE = "openhands_rl_plugin.hosts.pool.worker"
+# Bytes of the output that are read: a traceback ends with its cause.
 _LONGEST_LINE = 10_000
-"""Bytes of the output that are read: a traceback ends with its cause."""
 
 
 type Outcome = tuple[Any, RLError | None]

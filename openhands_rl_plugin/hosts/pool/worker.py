@@ -22,10 +22,10 @@ from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.pool.runner import LENGTH_BYTES, Given, Outcome, outcome
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
+# What open sessions have to close in, when the pool is gone.
 _CLOSE_SECONDS = 2.0
-"""What open sessions have to close in, when the pool is gone."""
+# OpenHands has a dozen threads a session: at Python's 0.005 most time goes into switches when many sessions begin.
 _SWITCH_SECONDS = 0.1
-"""OpenHands has a dozen threads a session: at Python's 0.005 most time goes into switches when many sessions begin."""
 
 
 class EpisodeWorker:

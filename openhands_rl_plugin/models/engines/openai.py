@@ -86,6 +86,7 @@ class OpenAIEngine:
         self._tokens: tuple[str, ...] = (TOKEN_IDS, LOGPROBS) if token_ids else ()
         self._key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
         self._client: httpx.AsyncClient | None = None
+        self._single = False
 
     def __repr__(self) -> str:
         return f"OpenAIEngine(model={self.model!r}, base_url={self.base_url!r})"
@@ -102,12 +103,17 @@ class OpenAIEngine:
         wanted = merge_sampling(sampling, self._sampling)
         completions: list[Completion] = []
         while len(completions) < n:
-            # Some servers ignore n and return one choice; the missing ones are requested with other seeds.
-            asked = _with_seed_offset(wanted, len(completions))
-            body = request_body(self.model, messages, tools=tools, n=n - len(completions), sampling=asked)
+            # Some servers ignore n and return one choice, or refuse it; the others are requested with other seeds.
+            asked, many = _with_seed_offset(wanted, len(completions)), 1 if self._single else n - len(completions)
+            body = request_body(self.model, messages, tools=tools, n=many, sampling=asked)
             asking = self._extensions.attempt(self.model, (*self._tokens, SAMPLING))
-            async for answer in self._asked(body, asked, asking):
-                completions += answer if isinstance(answer, list) else ()
+            try:
+                async for answer in self._asked(body, asked, asking):
+                    completions += answer if isinstance(answer, list) else ()
+            except ModelError:
+                if many == 1:
+                    raise
+                self._single = True
         return completions[:n]
 
     async def stream(
