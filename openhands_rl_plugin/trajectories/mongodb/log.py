@@ -144,12 +144,9 @@ class MongoLog(Log):
         if before is None:
             done = await self._insert(header, state)
         elif place.generation != before.place.generation:
-            done = await self._update({"generation": before.place.generation, "open": True}, header, state)
-            if done:
-                await self._delete(before.place.generation)
+            done = await self._replace(before, header, state)
         else:
-            where = {"generation": place.generation, "open": True, "chunks": {"$lt": length}}
-            done = before.revision == length or await self._update(where, header, state)
+            done = before.revision == length or await self._make_valid(header, state)
         if done:
             return state
         if place.length == 0:
@@ -169,6 +166,16 @@ class MongoLog(Log):
         except DuplicateKeyError:
             return False
         return True
+
+    async def _replace(self, before: Episode, header: EpisodeHeader, state: Episode) -> bool:
+        done = await self._update({"generation": before.place.generation, "open": True}, header, state)
+        if done:
+            await self._delete(before.place.generation)
+        return done
+
+    async def _make_valid(self, header: EpisodeHeader, state: Episode) -> bool:
+        where = {"generation": state.place.generation, "open": True, "chunks": {"$lt": state.revision}}
+        return await self._update(where, header, state)
 
     async def _update(self, where: Query, header: EpisodeHeader, state: Episode) -> bool:
         """Make an episode this one; a judgement that it has still decides what it is found by, unless it failed."""

@@ -122,36 +122,46 @@ class Log(Protocol):
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         """The ids of the matches, in the requested order. Raises ``StorageError`` when ``after`` is gone."""
+        ...
 
     async def count(self, where: TrajectoryFilter) -> int:
         """How many match, ``offset`` and ``limit`` aside."""
+        ...
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         """The episodes of ``ids`` that are there, without content, in any order."""
+        ...
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
+        ...
 
     async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
         """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
 
         Returns its new state, or ``None`` when it is not as ``before`` any more, and nothing is changed.
         """
+        ...
 
     async def correct(self, episode: Episode, header: EpisodeHeader) -> None:
         """Change the header of a finished episode."""
+        ...
 
     async def drop(self, episode: Episode) -> bool:
         """Forget an open episode with its scores and labels, unless it has changed."""
+        ...
 
     async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
         """Append scores or labels; a label whose id is known stays as it is."""
+        ...
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         """The scores, or labels, of these episodes, oldest first."""
+        ...
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         """Note the newest judgements in the headers, and by which reward the episodes are found."""
+        ...
 
     async def unjudged(self) -> Sequence[str]:
         """The episodes whose newest scores no header says yet."""
@@ -163,6 +173,7 @@ class Log(Protocol):
 
     async def last(self) -> Mapping[Kind, int]:
         """The numbers that were given last, also to what is gone."""
+        ...
 
     async def gaps(self, kind: Kind, last: int) -> Sequence[int]:
         """Numbers up to ``last`` that were given to what is perhaps still to be written."""
@@ -170,9 +181,11 @@ class Log(Protocol):
 
     async def later(self, kind: Kind, after: int, among: Sequence[int], most: int) -> list[Noted]:
         """What has a number above ``after`` or ``among`` these, in order."""
+        ...
 
     async def open_ones(self, most: int) -> Mapping[int, int]:
         """Number -> revision of the newest open episodes."""
+        ...
 
 
 @dataclass
