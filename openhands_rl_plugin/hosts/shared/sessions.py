@@ -193,13 +193,13 @@ def task_from_environment_variable(settings: RLSettings) -> Task:
 class StandaloneRun:
     """Stores an episode while it runs; ends it once, by a call or when the process ends. Raises ``ConfigError``.
 
-    ``session``: the host's, which has the evidence. ``parent``: a sub-agent's, whose runner stores both; such an
-    episode is neither judged nor summed up here. ``before_exit`` is called when the process ends first, to note why
-    the episode ended.
+    ``session``: the host's, which has the evidence. ``parent``: the episode above a sub-agent's, whose runner stores
+    both; such an episode is neither judged nor summed up here. ``before_exit`` is called when the process ends first,
+    to note why the episode ended.
     """
 
     def __init__(self, episode: Session, session: str = "", *, parent: Session | None = None) -> None:
-        self._episode, self._session = episode, session
+        self._episode, self._session, self.parent = episode, session, parent
         self._storage: TrajectoryStorage | None = None
         self._ended = False
         self._lock = threading.Lock()

@@ -457,7 +457,7 @@ def _begin(agent: RLAgent, conversation: LocalConversation, calls: SampledCalls)
         own = exact and other is None
         strategy = registry.build("strategies", spec.name, spec.options) if exact else type(by.episode.strategy)()
         episode = sub_agent_episode(by.episode, kind, session, instruction, strategy, other)
-        run = StandaloneRun(episode, session, parent=None if by.standalone else by.episode)
+        run = StandaloneRun(episode, session, parent=by._standalone.parent if by._standalone else by.episode)
     elif (episode := current_episode()) is None:
         settings = agent.settings()
         serving, base_model = settings.serving, settings.serving.model or named
