@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from threading import Timer
+from time import monotonic
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -151,13 +152,12 @@ def _client(base_url: str, api_key: str | None, timeout: float) -> Iterator[http
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     secure = base_url.startswith("https:")
     with httpx.Client(headers=headers, timeout=timeout, verify=secure, trust_env=secure) as client:
-        limit = Timer(timeout, client.close)
-        limit.daemon = True
+        limit, end = Timer(timeout, client.close), monotonic() + timeout
         limit.start()
         try:
             yield client
         except httpx.TransportError as error:
-            if limit.finished.is_set():
+            if monotonic() >= end:  # a closed socket fails in several ways
                 raise httpx.ReadTimeout(f"the answer is not whole after {timeout:g} s") from error
             raise
         finally:
