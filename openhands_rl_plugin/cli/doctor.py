@@ -421,35 +421,35 @@ def check_environment(settings: RLSettings) -> Finding:
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
+_NO_IDS = "nothing to compare: `openhands-rl stats` says why turns have no token ids"
+
+
 def print_drift(console: Console, report: DriftReport) -> None:
     """Print the causes in a table, the costliest first, then the setting against each, with examples."""
     found = f"{report.episodes:,} episodes, {report.turns:,} turns with token ids in {report.segments:,} segments"
     tokens = f"{report.tokens:,} tokens, {report.sampled_tokens:,} of them sampled"
     console.print(Text(f"{found} ({report.segments_by_drift:,} because of drift): {tokens}"))
     if not report.causes:
-        console.print(Text("every turn extends the one before", "green"))
+        line, style = ("every turn extends the one before", "green") if report.turns else (_NO_IDS, "yellow")
+        console.print(Text(line, style))
         return
-    columns = ("cause", "breaks", "episodes", "tokens again", "of all", "lost turns")
+    columns = ("cause", "breaks", "episodes", "tokens again", "of all")
     rows = [
         (
             each.cause.value,
             f"{each.breaks:,}",
             f"{each.episodes:,}",
             f"{each.repeated_tokens:,}",
-            f"{each.repeated_tokens / report.tokens:.0%}" if report.tokens else "-",
-            f"{each.lost_turns:,}",
+            f"{each.repeated_tokens / report.tokens:.0%}",
         )
         for each in report.causes
     ]
     console.print(table(columns, rows, numbers=columns[1:]))
     for each in report.causes:
-        console.print()
-        console.print(Text(each.cause.value, "bold"))
+        console.print(Text(f"\n{each.cause.value}", "bold"))
         console.print(Text(f"  set: {each.setting}"), soft_wrap=True)
         for example in each.examples:
-            where = f"{example.trajectory_id} #{example.previous} -> #{example.node} at token {example.at}"
-            changed = f"{example.removed!r} became {example.inserted!r}"
-            console.print(Text(visible(f"  see: {where}: {changed}"), "dim"), soft_wrap=True)
+            console.print(Text(visible(f"  see: {example}"), "dim"), soft_wrap=True)
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:

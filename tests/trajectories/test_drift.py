@@ -21,10 +21,8 @@ from drifting import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from planted_secrets import SHAPES
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.redaction import redact_trajectory
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Tokens, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.drift import (
@@ -32,7 +30,6 @@ from openhands_rl_plugin.trajectories.drift import (
     Cause,
     DriftReport,
     breaks_of,
-    cause_of,
     context_of,
     difference_of,
     drift_of,
@@ -124,7 +121,7 @@ CASES: dict[str, tuple[Cause, Trajectory, int]] = {
 
 @pytest.mark.parametrize(("cause", "trajectory", "count"), CASES.values(), ids=CASES)
 def test_the_cause_of_a_break_is_named(cause: Cause, trajectory: Trajectory, count: int) -> None:
-    assert [cause_of(trajectory, each) for each in breaks_of(trajectory)] == [cause] * count
+    assert [each.cause for each in breaks_of(trajectory)] == [cause] * count
 
 
 def test_a_tokenizer_tells_other_tokens_from_another_text() -> None:
@@ -133,7 +130,7 @@ def test_a_tokenizer_tells_other_tokens_from_another_text() -> None:
     def text(ids: object) -> str:
         return decode(list(ids)).replace("<999>", "oo")  # pyright: ignore[reportArgumentType]
 
-    assert [cause_of(trajectory, each, text) for each in breaks_of(trajectory)] == [Cause.RETOKENISED]
+    assert [each.cause for each in breaks_of(trajectory, text)] == [Cause.RETOKENISED]
 
 
 @pytest.mark.parametrize("trajectory", [play(Server(), PLAIN), play(Server(), CALLING), example_trajectory(0)])
@@ -164,7 +161,7 @@ def test_a_difference_is_where_it_was_made(common: list[int], removed: list[int]
     if not removed and not inserted:
         assert found.at == len(common) + len(tail)
         return
-    assert (found.at, list(found.removed), list(found.inserted), found.meets) == (len(common), removed, inserted, True)
+    assert found == (len(common), tuple(removed), tuple(inserted), True)
 
 
 async def pairs(*trajectories: Trajectory) -> AsyncIterator[tuple[Trajectory, tuple[()]]]:
@@ -185,18 +182,8 @@ async def test_the_report_adds_up() -> None:
     )
     assert report.segments == 3 + 3
     example = next(each for each in report.causes if each.cause is Cause.ARGUMENTS).examples[0]
-    assert (example.trajectory_id, example.removed, example.inserted) == ("drifting", "", " ")
+    assert example.startswith("drifting #") and example.endswith(": '' became ' '")
     assert all(each.setting for each in report.causes)
-
-
-async def test_turns_without_ids_are_told_apart() -> None:
-    unrecorded = example_trajectory(0).model_copy(
-        update={"nodes": tuple(node.model_copy(update={"tokens": None}) for node in example_trajectory(0).nodes)}
-    )
-    key = SHAPES["github"]
-    secret = redact_trajectory(play(Server(), [PLAIN[0], Answer(f"export TOKEN={key}"), PLAIN[2]]))
-    report = await drift_of(pairs(unrecorded, secret))
-    assert {each.cause: each.lost_turns for each in report.causes} == {Cause.NO_IDS: 2, Cause.REDACTED: 2}
 
 
 async def stored(folder: Path) -> None:
@@ -214,6 +201,8 @@ def test_the_command_reads_a_store(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["doctor", "drift", str(tmp_path), "--run", "run-0"]) == 0
     printed = capsys.readouterr().out
     assert Cause.REASONING in printed and "enable_thinking" in printed
+    assert cli.main(["doctor", "drift", str(tmp_path), "--run", "none"]) == 0
+    assert "`openhands-rl stats` says why turns have no token ids" in capsys.readouterr().out
     assert cli.main(["doctor", "drift", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
 
