@@ -71,11 +71,11 @@ class Settings(BaseModel):
                 if new in found:
                     raise ConfigError(f"{old} is the old name of {new}: give only one of them")
                 found[new] = found.pop(old)
-                _warn_once(old, new)
+                warn_once(f"{old} is now written {new}; the old form is still read")
         for key, values in cls.renamed_values.items():
             if isinstance(value := found.get(key), str) and value in values:
                 found[key] = values[value]
-                _warn_once(f'{key} = "{value}"', f'{key} = "{values[value]}"')
+                warn_once(f'{key} = "{value}" is now written {key} = "{values[value]}"; the old form is still read')
         return found
 
     @model_validator(mode="before")
@@ -85,5 +85,6 @@ class Settings(BaseModel):
 
 
 @cache
-def _warn_once(old: str, new: str) -> None:
-    _LOG.warning("%s is now written %s; the old form is still read", old, new)
+def warn_once(message: str) -> None:
+    """Log a warning, each message once in a process."""
+    _LOG.warning("%s", message)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.engines import LOCAL, refused_by_engine, toml_value
-from openhands_rl_plugin.config.fields import Settings
+from openhands_rl_plugin.config.engines import LOCAL, refused_by_engine
+from openhands_rl_plugin.config.fields import Settings, warn_once
 from openhands_rl_plugin.core.errors import ConfigError
 
 AlgorithmName = Literal[
@@ -34,23 +34,14 @@ _UNSERVABLE = ("modules_to_save", "bias", "lora_bias", "use_dora", "trainable_to
 
 @dataclass(frozen=True)
 class _Only:
-    """The algorithms that a key has an effect on, and the values of another key (``where``) that it needs for that.
-
-    A key of ``TrainingSettings`` without this mark has an effect on every algorithm.
-    """
+    """The algorithms that a key has an effect on; a key without this mark has one on all."""
 
     algorithms: tuple[AlgorithmName, ...]
-    where: str = ""
-    values: tuple[str, ...] = ()
 
 
 _IMITATION: tuple[AlgorithmName, ...] = ("sft", "rejection-sampling")
 _NOT_DPO: tuple[AlgorithmName, ...] = tuple(name for name in get_args(AlgorithmName) if name != "dpo")
 _RL: tuple[AlgorithmName, ...] = tuple(name for name in _NOT_DPO if name not in _IMITATION)
-_PPO: tuple[AlgorithmName, ...] = tuple(name for name in _RL if name not in ("gspo", "cispo"))
-_KL = _Only(_RL, "kl", ("k1", "k2", "k3"))
-_CORRECTION = _Only(_RL, "correction", ("truncate", "mask"))
-_BRANCHES = ("tree", ("branches",))
 
 
 def _probed_targets(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -66,8 +57,7 @@ class TrainingSettings(Settings):
     """``[rl.training]``: the algorithm, its options, the adapter and its optimiser.
 
     0 or "auto" for a clip bound or the aggregation takes the value of the algorithm's paper; see
-    ``training/algorithms.py``. A key with another value than its default and no effect on the algorithm is refused;
-    not ``imitate_above``, as other algorithms fall back to fine-tuning where all rewards of a group are equal.
+    ``training/algorithms.py``. A key without an effect on the algorithm is named in one warning.
     """
 
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
@@ -117,7 +107,7 @@ class TrainingSettings(Settings):
     router_aux_loss_coef: float = Field(
         default=0.0, ge=0, le=1, description="weight of the load balancing loss of a mixture's routers; 0: off"
     )
-    clip_low: Annotated[float, _Only((*_PPO, "gspo"))] = Field(
+    clip_low: Annotated[float, _Only(_RL)] = Field(
         default=0.0,
         ge=0,
         lt=1,
@@ -126,22 +116,10 @@ class TrainingSettings(Settings):
     clip_high: Annotated[float, _Only(_RL)] = Field(
         default=0.0, ge=0, description="the probability ratio is clipped at 1 + this; 0: the algorithm's own bound"
     )
-    dual_clip: Annotated[float, _Only(_PPO)] = Field(
-        default=0.0, ge=0, description="dual-clip PPO: upper bound of the ratio for negative advantages; 0: off"
-    )
-    cispo_low: Annotated[float, _Only(("cispo",))] = Field(
-        default=0.2, gt=0, le=1, description="cispo: the importance weight is at least 1 - this"
-    )
-    variance: Annotated[Literal["biased", "unbiased"], _Only(("reinforce++", "reinforce++-baseline"))] = Field(
-        default="biased", description="estimator of the variance that advantages are whitened by"
-    )
-    std_epsilon: Annotated[float, _Only(("grpo", "dapo", "gspo", "cispo"))] = Field(
-        default=1e-6, ge=0, description="added to the group's standard deviation of rewards"
-    )
     aggregation: Annotated[Literal["auto", "token", "sequence", "fixed", "rollout"], _Only(_NOT_DPO)] = Field(
         default="auto", description="what the loss is averaged over; auto: as in the algorithm's paper"
     )
-    fixed_length: Annotated[int, _Only(_NOT_DPO, "aggregation", ("fixed",))] = Field(
+    fixed_length: Annotated[int, _Only(_NOT_DPO)] = Field(
         default=0,
         ge=0,
         description='aggregation "fixed": divisor of each rollout, in tokens; 0: the longest of the batch',
@@ -152,19 +130,15 @@ class TrainingSettings(Settings):
     kl: Annotated[Literal["none", "k1", "k2", "k3"], _Only(_RL)] = Field(
         default="none", description="estimator of the KL divergence to the base model"
     )
-    kl_coefficient: Annotated[float, _KL] = Field(
+    kl_coefficient: Annotated[float, _Only(_RL)] = Field(
         default=0.001, ge=0, description="weight of the KL divergence beside the reward"
     )
-    kl_in: Annotated[Literal["loss", "reward"], _KL] = Field(
+    kl_in: Annotated[Literal["loss", "reward"], _Only(_RL)] = Field(
         default="loss",
         description="where the KL divergence is subtracted: from the objective, or from each token's advantage",
     )
     entropy_coefficient: Annotated[float, _Only(_RL)] = Field(
         default=0.0, ge=0, description="weight of the entropy bonus (verl's entropy_coeff); 0: off"
-    )
-    kl_bias_correction: Annotated[bool, _KL] = Field(
-        default=True,
-        description='kl_in "loss": multiply the estimate by the ratio, so that its gradient is the divergence\'s',
     )
     old_logprobs: Annotated[Literal["auto", "recorded", "recomputed"], _Only(_RL)] = Field(
         default="auto",
@@ -174,13 +148,13 @@ class TrainingSettings(Settings):
         default="none",
         description="importance weights for off-policy rollouts: truncated, or masked outside of the bounds",
     )
-    correction_level: Annotated[Literal["token", "sequence", "sequence-product"], _CORRECTION] = Field(
+    correction_level: Annotated[Literal["token", "sequence", "sequence-product"], _Only(_RL)] = Field(
         default="token", description="importance weight per token, or a mean or product over the sequence"
     )
-    correction_low: Annotated[float, _Only(_RL, "correction", ("mask",))] = Field(
+    correction_low: Annotated[float, _Only(_RL)] = Field(
         default=0.5, ge=0, le=1, description='correction "mask": tokens with a lower weight are masked'
     )
-    correction_high: Annotated[float, _CORRECTION] = Field(
+    correction_high: Annotated[float, _Only(_RL)] = Field(
         default=2.0,
         ge=1,
         description='largest weight ("truncate"), or the weight above which tokens are masked ("mask")',
@@ -197,11 +171,6 @@ class TrainingSettings(Settings):
         ge=0,
         description="weight of the advantage among the group's turns in the same state (GiGPO); 0: off",
     )
-    repeat_penalty: Annotated[float, _Only(_RL)] = Field(
-        default=0.0,
-        ge=0,
-        description="taken off the advantage of a turn that repeats an earlier one and sees the same again; 0: off",
-    )
     tree: Annotated[Literal["path", "branches", "proposals"], _Only((*_RL, "dpo"))] = Field(
         default="path",
         description="what of a search tree is trained on: the acted path, also its branches, or each state's proposals",
@@ -210,10 +179,10 @@ class TrainingSettings(Settings):
         default=False,
         description="also train the summaries that the policy wrote when a host condensed an episode's history",
     )
-    tree_weight: Annotated[float, _Only(_RL, *_BRANCHES)] = Field(
+    tree_weight: Annotated[float, _Only(_RL)] = Field(
         default=1.0, ge=0, description="weight of an action's advantage over its siblings"
     )
-    tree_visits: Annotated[int, _Only((*_RL, "dpo"), *_BRANCHES)] = Field(
+    tree_visits: Annotated[int, _Only((*_RL, "dpo"))] = Field(
         default=1, ge=1, description="tree = branches: train on branches with at least so many visits of the search"
     )
     imitate_above: float = Field(
@@ -264,17 +233,9 @@ class TrainingSettings(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError("dual_clip must be 0 (off) or greater than 1: it bounds the ratio where it is above 1")
-        if found := [why for _, why in self._without_effect()]:
-            raise ValueError("; ".join(found))
-        if self.kl != "none" and not self.kl_bias_correction and (self.kl == "k1" or self.kl_in == "reward"):
-            raise ValueError(
-                "kl_bias_correction = false: the gradient of k1 in the loss is then noise with a mean of 0; "
-                'leave true, or set kl = "k2" or "k3"'
-                if self.kl_in == "loss"
-                else 'kl_bias_correction = false has no effect where kl_in = "reward": leave true'
-            )
+        idle = [name for name, only in _ONLY.items() if name in self.model_fields_set and self.algorithm not in only]
+        if idle := [name for name in idle if getattr(self, name) != type(self).model_fields[name].default]:
+            warn_once(f'[rl.training] {", ".join(idle)}: no effect on algorithm = "{self.algorithm}"')
         if self.old_logprobs == "recorded" and self.correction != "none":
             raise ValueError(
                 'old_logprobs = "recorded" leaves no importance weights to correct by: leave "auto", or set correction '
@@ -318,21 +279,11 @@ class TrainingSettings(Settings):
     def _check_proposals(self) -> None:
         if self.algorithm == "dpo":
             raise ValueError('tree = "proposals" is a policy gradient: for dpo set tree = "branches", which pairs them')
-        if self.step_rewards != "episode" or self.state_weight or self.repeat_penalty or self.condensations:
+        if self.step_rewards != "episode" or self.state_weight or self.condensations:
             raise ValueError(
                 'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
-                '"episode", state_weight = 0.0, repeat_penalty = 0.0 and condensations = false'
+                '"episode", state_weight = 0.0 and condensations = false'
             )
-
-    def as_fine_tuning(self) -> Self:
-        """``as_algorithm("sft")``."""
-        return self.as_algorithm("sft")
-
-    def as_algorithm(self, name: AlgorithmName) -> Self:
-        """The same with another algorithm; keys without effect on it are set to their defaults."""
-        chosen = self.model_copy(update={"algorithm": name})
-        fields = type(self).model_fields
-        return chosen.model_copy(update={name: fields[name].default for name, _ in chosen._without_effect()})
 
     def check_servable(self) -> None:
         """Raise ``ConfigError`` for settings whose result no running server can load as an adapter."""
@@ -347,20 +298,10 @@ class TrainingSettings(Settings):
                 'without publishing, or use "lora" or "rslora"'
             )
 
-    def _without_effect(self) -> Iterator[tuple[str, str]]:
-        """The keys whose value is not their default and has no effect, each with the reason and the remedy."""
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            only = next((each for each in field.metadata if isinstance(each, _Only)), None)
-            if only is None or value == field.default:
-                continue
-            other = getattr(self, only.where) if only.where else ""
-            if name == "fixed_length" and self.algorithm == "dr-grpo" and other == "auto":
-                continue  # the aggregation of Dr. GRPO's paper is "fixed"
-            said, leave = f"{name} = {toml_value(value)} has no effect", f"leave {toml_value(field.default)}"
-            if self.algorithm not in only.algorithms:
-                known = ", ".join(only.algorithms)
-                yield name, f'{said} on algorithm = "{self.algorithm}": {leave}; algorithms that use it: {known}'
-            elif only.where and other not in only.values:
-                wanted = " or ".join(map(toml_value, only.values))
-                yield name, f"{said} where {only.where} = {toml_value(other)}: {leave}, or set {only.where} = {wanted}"
+
+_ONLY = {
+    name: only.algorithms
+    for name, field in TrainingSettings.model_fields.items()
+    for only in field.metadata
+    if isinstance(only, _Only)
+}

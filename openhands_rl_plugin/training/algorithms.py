@@ -56,8 +56,7 @@ def algorithm_of(settings: TrainingSettings) -> Algorithm:
 def clip_bounds(settings: TrainingSettings) -> tuple[float, float]:
     """How far below and above 1 a ratio may be."""
     algorithm = algorithm_of(settings)
-    low = settings.cispo_low if algorithm.objective == "cispo" else settings.clip_low or algorithm.low
-    return low, settings.clip_high or algorithm.high
+    return settings.clip_low or algorithm.low, settings.clip_high or algorithm.high
 
 
 def aggregation_of(settings: TrainingSettings) -> Aggregation:

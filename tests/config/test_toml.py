@@ -146,80 +146,12 @@ WRONG = [
     ('[rl.training]\nalgorithm = "ppo"', "[rl.training] algorithm: must be 'sft', 'rejection-sampling', "),
     ('[rl.training]\nlora_variant = "full"', "[rl.training] lora_variant: must be 'lora', 'rslora' or 'dora'"),
     ('[rl.training]\nmethod = "full"\nkl = "k3"', '[rl] training: kl = "k3" is the divergence from the base model'),
-    ("[rl.training]\ndual_clip = 0.5", "[rl] training: dual_clip must be 0 (off) or greater than 1"),
     ("[rl.training]\ndiscount = 0.9", "[rl] training: discount needs rewards of steps: set step_rewards"),
-    ('[rl.training]\nalgorithm = "sft"\ntree = "branches"', '[rl] training: tree = "branches" has no effect on'),
-    ('[rl.training]\nalgorithm = "rejection-sampling"\ntree = "branches"', '[rl] training: tree = "branches" has no'),
-    (
-        '[rl.training]\nalgorithm = "sft"\nstep_rewards = "search"',
-        '[rl] training: step_rewards = "search" has no effect',
-    ),
-    ('[rl.training]\nalgorithm = "dpo"\nstep_rewards = "environment"', '[rl] training: step_rewards = "environment" '),
-    ('[rl.training]\nalgorithm = "dpo"\nstate_weight = 1', "[rl] training: state_weight = 1 has no effect on"),
-    ('[rl.training]\nalgorithm = "sft"\nrepeat_penalty = 1', "[rl] training: repeat_penalty = 1 has no effect on"),
-    ('[rl.training]\nalgorithm = "sft"\nstate_weight = 0.5', "[rl] training: state_weight = 0.5 has no effect on"),
     ('[rl.training]\nkl = "k4"', "[rl.training] kl: must be 'none', 'k1', 'k2' or 'k3', got 'k4'"),
     ("[rl.training]\nlearning_rate = nan", "[rl.training] learning_rate: "),
     ("[agent.RLAgent.rl.sampling]\ntop_p = 0", "[agent.RLAgent.rl.sampling] top_p: must be greater than 0, got 0"),
     ('[rl.serving]\nadapter = "../evil"', "[rl.serving] adapter: may hold letters, digits"),
     ('[rl.serving]\nbase_url = "localhost:8100"', "[rl.serving] base_url: must be an http:// or https:// URL"),
-]
-
-
-def without_effect(option: str, *algorithms: str, why: str) -> list[tuple[str, str]]:
-    said = f"[rl] training: {option} has no effect on algorithm = "
-    return [(f'[rl.training]\nalgorithm = "{each}"\n{option}', f'{said}"{each}": {why}') for each in algorithms]
-
-
-RL = "reinforce++, reinforce++-baseline, rloo, grpo, dr-grpo, dapo, gspo, cispo"
-PPO = "reinforce++, reinforce++-baseline, rloo, grpo, dr-grpo, dapo"
-WRONG += [
-    *without_effect('kl = "k3"', "dpo", why=f'leave "none"; algorithms that use it: {RL}'),
-    *without_effect('kl = "k1"', "sft", "rejection-sampling", why='leave "none"; algorithms that use it: reinforce++'),
-    *without_effect("clip_low = 0.1", "cispo", "dpo", "sft", why=f"leave 0; algorithms that use it: {PPO}, gspo"),
-    *without_effect("clip_high = 0.1", "dpo", "sft", why=f"leave 0; algorithms that use it: {RL}"),
-    *without_effect("cispo_low = 0.5", "grpo", "gspo", why="leave 0.2; algorithms that use it: cispo"),
-    *without_effect("dual_clip = 3", "gspo", "cispo", "dpo", why=f"leave 0; algorithms that use it: {PPO}"),
-    *without_effect(
-        'aggregation = "token"', "dpo", why=f'leave "auto"; algorithms that use it: sft, rejection-sampling, {RL}'
-    ),
-    *without_effect(
-        'correction = "mask"', "sft", "rejection-sampling", "dpo", why=f'leave "none"; algorithms that use it: {RL}'
-    ),
-    *without_effect(
-        'variance = "unbiased"',
-        "grpo",
-        "dpo",
-        why='leave "biased"; algorithms that use it: reinforce++, reinforce++-baseline',
-    ),
-    *without_effect(
-        "std_epsilon = 0.0001", "rloo", "sft", why="leave 1e-06; algorithms that use it: grpo, dapo, gspo, cispo"
-    ),
-    *without_effect("discount = 0.5", "dpo", "sft", why=f"leave 1; algorithms that use it: {RL}"),
-    *without_effect("tree_weight = 2", "dpo", why=f"leave 1; algorithms that use it: {RL}"),
-    *without_effect("keep_best = 2", "sft", "grpo", why="leave 1; algorithms that use it: rejection-sampling"),
-    *without_effect("dpo_beta = 0.2", "grpo", "sft", why="leave 0.1; algorithms that use it: dpo"),
-    (
-        "[rl.training]\nkl_coefficient = 0.1",
-        '[rl] training: kl_coefficient = 0.1 has no effect where kl = "none": leave 0.001, or set',
-    ),
-    (
-        '[rl.training]\ncorrection = "truncate"\ncorrection_low = 0.9',
-        '[rl] training: correction_low = 0.9 has no effect where correction = "truncate": leave 0.5',
-    ),
-    (
-        "[rl.training]\ntree_visits = 2",
-        '[rl] training: tree_visits = 2 has no effect where tree = "path": leave 1, or set tree = "branches"',
-    ),
-    (
-        "[rl.training]\nfixed_length = 9",
-        '[rl] training: fixed_length = 9 has no effect where aggregation = "auto": leave 0, or set aggregation',
-    ),
-    (
-        '[rl.training]\nalgorithm = "dr-grpo"\naggregation = "token"\nfixed_length = 9',
-        "[rl] training: fixed_length = 9 has no effect",
-    ),
-    ('[rl.training]\nalgorithm = "dpo"\nkl = "k3"\nclip_low = 0.1', "[rl] training: clip_low = 0.1 has no effect on"),
 ]
 
 
@@ -246,22 +178,15 @@ def test_a_wrong_value_gives_one_line(tmp_path: Path, text: str, expected: str) 
     assert line.startswith(expected)
 
 
-def test_an_option_that_its_algorithm_looks_at_is_accepted(tmp_path: Path) -> None:
-    for text in (
-        'algorithm = "dr-grpo"\nfixed_length = 9',
-        'algorithm = "sft"\naggregation = "fixed"\nfixed_length = 9',
-        'algorithm = "cispo"\ncispo_low = 0.5\nclip_high = 0.3\nstd_epsilon = 1e-4',
-        'algorithm = "gspo"\nclip_low = 0.001\nkl = "k3"\nkl_coefficient = 0.1\nkl_in = "reward"',
-        'algorithm = "dpo"\ntree = "branches"\ntree_visits = 2\ndpo_beta = 0.2\noverlong = "leave-out"',
-        'correction = "mask"\ncorrection_low = 0.9\ncorrection_level = "sequence"\nvariance = "unbiased"',
-        'algorithm = "rejection-sampling"\nkeep_best = 2\nimitate_above = 0.5',
-        'algorithm = "dpo"\nkl = "none"\nclip_low = 0.0',
-    ):
-        assert load(tmp_path, f"[rl.training]\n{text}\n").training.algorithm
+def test_options_that_do_not_apply_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields.warn_once.cache_clear()
+    text = 'algorithm = "dpo"\nkl = "k3"\nclip_low = 0.1\ncorrection = "none"\ndpo_beta = 0.2\ntree = "branches"'
+    assert load(tmp_path, f"[rl.training]\n{text}\n").training.kl == "k3"
+    assert caplog.messages == ['[rl.training] clip_low, kl: no effect on algorithm = "dpo"']
 
 
 def test_renamed_keys_and_values_are_read_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fields._warn_once.cache_clear()
+    fields.warn_once.cache_clear()
     text = '[rl.training]\nmax_tokens_per_pass = 64\nbatch_order = "alike"\n'
     for _ in range(2):
         training = load(tmp_path, text).training
@@ -274,23 +199,6 @@ def test_renamed_keys_and_values_are_read_with_one_warning(tmp_path: Path, caplo
     assert refusal(tmp_path, f"{text}max_tokens_per_micro_batch = 64\n") == [
         "max_tokens_per_pass is the old name of max_tokens_per_micro_batch: give only one of them"
     ]
-
-
-def test_any_training_can_be_had_as_fine_tuning() -> None:
-    given = TrainingSettings.model_validate(
-        {
-            "algorithm": "dr-grpo",
-            "fixed_length": 9,
-            "kl": "k3",
-            "kl_coefficient": 0.1,
-            "discount": 0.5,
-            "tree": "branches",
-        }
-        | {"step_rewards": "search", "tree_visits": 2, "correction": "mask", "correction_low": 0.9, "dual_clip": 2.0}
-        | {"batch_size": 3, "imitate_above": 0.5, "overlong": "leave-out"}
-    )
-    kept = {"batch_size": 3, "imitate_above": 0.5, "overlong": "leave-out"}
-    assert given.as_fine_tuning() == TrainingSettings.model_validate({"algorithm": "sft"} | kept)
 
 
 def test_the_options_of_the_strategy_are_those_of_all_sections(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def _evaluation(settings: RLSettings) -> SamplingParams:
 
 
 def _warm_start(settings: RLSettings) -> TrainingSettings:
-    loop, training = settings.loop, settings.training.as_fine_tuning()
+    loop, training = settings.loop, settings.training.model_copy(update={"algorithm": "sft"})
     return training.model_copy(
         update={
             "num_epochs": loop.warm_start_epochs,

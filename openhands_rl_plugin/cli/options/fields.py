@@ -39,8 +39,6 @@ _METAVARS = {
     "success_at": "REWARD",
     "clip_low": "DISTANCE",
     "clip_high": "DISTANCE",
-    "cispo_low": "DISTANCE",
-    "dual_clip": "RATIO",
     "correction_low": "WEIGHT",
     "correction_high": "WEIGHT",
     "negatives": "RATIO",

@@ -250,7 +250,7 @@ async def material(
 
 def training_for(settings: TrainingSettings, name: AlgorithmName) -> TrainingSettings:
     """``[rl.training]`` with the algorithm of a round, whose values are 1.0 for what is imitated."""
-    chosen = settings if name == settings.algorithm else settings.as_algorithm(name)
+    chosen = settings if name == settings.algorithm else settings.model_copy(update={"algorithm": name})
     if name == "dpo" and chosen.tree == "proposals":
         chosen = chosen.model_copy(update={"tree": "path"})  # those are of a policy gradient
     return chosen.model_copy(update={"imitate_above": 0.5}) if algorithm_of(chosen).kind == "imitation" else chosen

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Frozen, Trajectory
@@ -59,7 +58,7 @@ def turn_advantages(
             for number in range(count, max(reached.values()))
         ]
     baseline = algorithm_of(settings).estimator.baseline
-    return _compared(turns, [(turn.group, turn.number) for turn in turns], baseline, settings)
+    return _compared(turns, [(turn.group, turn.number) for turn in turns], baseline)
 
 
 def state_advantages(
@@ -80,7 +79,7 @@ def state_advantages(
             turns.append(turn)
             states.append((turn.group, state_before(trajectories[turn.index], turn.at)))
     estimator = algorithm_of(settings).estimator
-    return _compared(turns, states, estimator.baseline if estimator.grouped else dr_grpo, settings)
+    return _compared(turns, states, estimator.baseline if estimator.grouped else dr_grpo)
 
 
 def _turns(
@@ -107,8 +106,7 @@ def _turns(
 def _compared(
     turns: Sequence[_Turn],
     keys: Sequence[Hashable],
-    baseline: Callable[[RolloutBatch, float], list[float]],
-    settings: TrainingSettings,
+    baseline: Callable[[RolloutBatch], list[float]],
 ) -> dict[int, NodeAdvantages]:
     """Returns to go relative to those of the turns with the same key; ``keys[i]`` is the key of ``turns[i]``."""
     numbers: dict[Hashable, int] = {}
@@ -118,7 +116,7 @@ def _compared(
         lengths=[turn.tokens for turn in turns],
     )
     nodes: dict[int, NodeAdvantages] = {}
-    for turn, value in zip(turns, baseline(rollouts, settings.std_epsilon), strict=True):
+    for turn, value in zip(turns, baseline(rollouts), strict=True):
         if turn.at is not None:
             nodes.setdefault(turn.index, {})[turn.at] = value
     return nodes
@@ -238,10 +236,7 @@ def group_advantages(
         lengths=[_trained_tokens(trajectories[index], settings) for index, _ in order],
     )
     estimator = algorithm_of(settings).estimator
-    if whitened:
-        values = estimator(rollouts, variance=settings.variance, epsilon=settings.std_epsilon)
-    else:
-        values = estimator.baseline(rollouts, settings.std_epsilon)
+    values = estimator(rollouts) if whitened else estimator.baseline(rollouts)
     advantages: list[float | None] = [None] * len(trajectories)
     for (index, _), advantage in zip(order, values, strict=True):
         advantages[index] = advantage
@@ -316,24 +311,6 @@ def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
         said.append(trajectory.nodes[before].message.content or "")
         before = trajectory.nodes[before].parent
     return tuple(reversed(said))
-
-
-def repeated_turns(trajectory: Trajectory) -> tuple[int, ...]:
-    """The acted turns that do what an earlier turn of the episode did and see what it saw: nothing is learnt from them.
-
-    To run the tests again after an edit is no repeat, as long as their output is another one.
-    """
-    path = trajectory.acted()
-    seen: set[tuple[str, tuple[str, ...]]] = set()
-    found: list[int] = []
-    for at, after in pairwise(path):
-        message = trajectory.nodes[at].message
-        calls = [(call.name, call.arguments) for call in message.tool_calls]
-        turn = (f"{message.content or ''}{calls}", state_before(trajectory, after))
-        if turn in seen:
-            found.append(at)
-        seen.add(turn)
-    return tuple(found)
 
 
 def search_rewards(trajectory: Trajectory) -> dict[int, float]:

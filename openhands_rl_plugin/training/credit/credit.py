@@ -1,9 +1,8 @@
 """From scored episodes to training sequences: the advantage of every sampled token.
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
-go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``repeat_penalty`` takes something
-off where a turn repeats another, ``tree`` also trains the branches of search trees, or all that was proposed in them,
-whatever was chosen.
+go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``tree`` also trains the branches
+of search trees, or all that was proposed in them, whatever was chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from openhands_rl_plugin.training.credit.advantages import (
     GroupAdvantages,
     NodeAdvantages,
     group_advantages,
-    repeated_turns,
     sampled_tokens,
     sibling_advantages,
     state_advantages,
@@ -54,17 +52,14 @@ def credited_samples(
     """
     late = settings.kl != "none" and settings.kl_in == "reward"
     baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
-    of_turns = settings.step_rewards != "episode" or settings.state_weight or settings.repeat_penalty
-    if settings.tree == "path" and not of_turns:
+    if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
         weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
         summaries = settings.condensations
         return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a, condensations=summaries)])
     first, again = _node_advantages(trajectories, rewards, settings)
     times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
     if algorithm_of(settings).estimator.whitened and not late:
-        first, again = _whitened(trajectories, first, again, times, settings)
-    if settings.repeat_penalty:
-        _take_off_repeats(trajectories, rewards, first, settings)
+        first, again = _whitened(trajectories, first, again, times)
     samples: list[Sample] = []
     for index, of_nodes in first.items():
         more = {at: (times[index][at] - 1, value) for at, value in again.get(index, {}).items()}
@@ -102,23 +97,6 @@ def _node_advantages(
     return _filled(nodes), _sampled_again(trajectories, proposed)
 
 
-def _take_off_repeats(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
-    nodes: dict[int, NodeAdvantages],
-    settings: TrainingSettings,
-) -> None:
-    """The penalty of invalid actions in verl-agent (GiGPO's code), for actions that repeat others.
-
-    After whitening, which would take its sign from it where all repeat. Groups of equal rewards have repeats, too.
-    """
-    for index in valid_groups(trajectories, rewards, settings).valid:
-        trained = set(trained_nodes(trajectories[index]))
-        repeats = {at: 1.0 for at in repeated_turns(trajectories[index]) if at in trained}
-        if repeats:
-            _add(nodes, {index: repeats}, -settings.repeat_penalty)
-
-
 def _filled(nodes: Mapping[int, NodeAdvantages]) -> dict[int, NodeAdvantages]:
     return {index: of_nodes for index, of_nodes in nodes.items() if of_nodes}
 
@@ -152,7 +130,6 @@ def _whitened(
     first: dict[int, NodeAdvantages],
     again: dict[int, NodeAdvantages],
     times: Mapping[int, Mapping[int, int]],
-    settings: TrainingSettings,
 ) -> tuple[dict[int, NodeAdvantages], dict[int, NodeAdvantages]]:
     values: list[float] = []
     lengths: list[int] = []
@@ -162,7 +139,7 @@ def _whitened(
             lengths += [
                 sampled_tokens(trajectories[index], at) * (times[index][at] - 1 if part else 1) for at in of_nodes
             ]
-    found = iter(whiten(values, lengths, variance=settings.variance))
+    found = iter(whiten(values, lengths))
     whitened = [
         {index: {at: next(found) for at in of_nodes} for index, of_nodes in nodes.items()} for nodes in (first, again)
     ]
@@ -200,7 +177,7 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
         if max(values) - min(values) <= EQUAL:
             continue
         sampled = _repeated(values, members, times)
-        advantages = baseline(RolloutBatch(sampled, [0] * len(sampled), [1] * len(sampled)), settings.std_epsilon)
+        advantages = baseline(RolloutBatch(sampled, [0] * len(sampled), [1] * len(sampled)))
         first = 0
         for at in members:
             found[at] = advantages[first]

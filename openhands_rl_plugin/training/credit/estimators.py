@@ -1,11 +1,11 @@
 """Advantage estimators: rewards of whole rollouts -> one advantage per rollout. Pure functions, no torch.
 
 All take the rewards, the group (rollouts of one task) and the number of sampled tokens of each rollout, and return
-advantages in the same order. Where published implementations disagree, the difference is a named argument:
+advantages in the same order. Where published implementations disagree:
 
 - ``whiten`` divides by the *biased* standard deviation over tokens, with a floor of 1e-8 for the variance (OpenRLHF, by
-  the authors of REINFORCE++), or by the *unbiased* one, with 1e-8 added to the variance (verl's ``masked_whiten``);
-- GRPO's standard deviation is Bessel-corrected in verl and TRL, which add ``epsilon`` 1e-6 and 1e-4.
+  the authors of REINFORCE++; verl divides by the unbiased one);
+- GRPO's standard deviation is Bessel-corrected, and 1e-6 is added to it (verl; TRL adds 1e-4).
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Variance = Literal["biased", "unbiased"]
-
-VARIANCE_FLOOR = 1e-8
-"""The value in OpenRLHF and verl: it avoids a division by zero where all advantages are equal."""
+VARIANCE_FLOOR, EPSILON = 1e-8, 1e-6
+"""The values in OpenRLHF and verl: they avoid a division by zero where all advantages are equal."""
 
 
 class RolloutBatch(NamedTuple):
@@ -29,12 +27,12 @@ class RolloutBatch(NamedTuple):
     lengths: Sequence[int]
 
 
-def returns(rollouts: RolloutBatch, epsilon: float = 0.0) -> list[float]:
+def returns(rollouts: RolloutBatch) -> list[float]:
     """The rewards themselves, without a baseline (REINFORCE, Williams 1992); no groups."""
     return [float(reward) for reward in rollouts.rewards]
 
 
-def rloo(rollouts: RolloutBatch, epsilon: float = 0.0) -> list[float]:
+def rloo(rollouts: RolloutBatch) -> list[float]:
     """RLOO, the leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740): ``(r - mean) n / (n - 1)``.
 
     A group of one rollout has no baseline; its advantage is 0.
@@ -42,15 +40,15 @@ def rloo(rollouts: RolloutBatch, epsilon: float = 0.0) -> list[float]:
     return _per_group(rollouts, _leave_one_out)
 
 
-def grpo(rollouts: RolloutBatch, epsilon: float = 1e-6) -> list[float]:
-    """GRPO (Shao et al. 2024, arXiv 2402.03300): ``(r - mean) / (std + epsilon)`` of the group, std with n - 1.
+def grpo(rollouts: RolloutBatch) -> list[float]:
+    """GRPO (Shao et al. 2024, arXiv 2402.03300): ``(r - mean) / (std + 1e-6)`` of the group, std with n - 1.
 
     A group of one rollout has no baseline; its advantage is 0 (in verl, its reward).
     """
-    return _per_group(rollouts, lambda rewards: _standardise(rewards, epsilon))
+    return _per_group(rollouts, _standardise)
 
 
-def dr_grpo(rollouts: RolloutBatch, epsilon: float = 0.0) -> list[float]:
+def dr_grpo(rollouts: RolloutBatch) -> list[float]:
     """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): ``r - mean`` of the group, not divided by its deviation."""
     return _per_group(rollouts, centre)
 
@@ -59,18 +57,17 @@ def dr_grpo(rollouts: RolloutBatch, epsilon: float = 0.0) -> list[float]:
 class Estimator:
     """An algorithm's advantages: a baseline, and whitening over all tokens of the batch if ``whitened``.
 
-    ``baseline`` takes the rollouts and the epsilon of the standard deviation, which only GRPO uses. ``grouped``:
-    whether it compares the rollouts of a group.
+    ``grouped``: whether it compares the rollouts of a group.
     """
 
-    baseline: Callable[[RolloutBatch, float], list[float]]
+    baseline: Callable[[RolloutBatch], list[float]]
     grouped: bool = True
     whitened: bool = False
 
-    def __call__(self, rollouts: RolloutBatch, *, variance: Variance = "biased", epsilon: float = 1e-6) -> list[float]:
+    def __call__(self, rollouts: RolloutBatch) -> list[float]:
         """Advantages of whole rollouts."""
-        values = self.baseline(rollouts, epsilon)
-        return whiten(values, rollouts.lengths, variance=variance) if self.whitened else values
+        values = self.baseline(rollouts)
+        return whiten(values, rollouts.lengths) if self.whitened else values
 
 
 ESTIMATORS: Mapping[str, Estimator] = {
@@ -89,20 +86,17 @@ def centre(rewards: Sequence[float]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
-def whiten(values: Sequence[float], lengths: Sequence[int], *, variance: Variance = "biased") -> list[float]:
+def whiten(values: Sequence[float], lengths: Sequence[int]) -> list[float]:
     """Zero mean and unit variance over tokens, where each of the ``lengths[i]`` tokens has the value ``values[i]``.
 
-    The normalisation of REINFORCE++ (Hu 2025, arXiv 2501.03262); see the module's docstring for ``variance``.
+    The normalisation of REINFORCE++ (Hu 2025, arXiv 2501.03262).
     """
     tokens = sum(lengths)
     if tokens == 0:
         return list(values)
     mean = sum(value * length for value, length in zip(values, lengths, strict=True)) / tokens
     squares = sum(length * (value - mean) ** 2 for value, length in zip(values, lengths, strict=True))
-    if variance == "biased":
-        scale = 1.0 / math.sqrt(max(squares / tokens, VARIANCE_FLOOR))
-    else:
-        scale = 1.0 / math.sqrt(squares / max(tokens - 1, 1) + VARIANCE_FLOOR)
+    scale = 1.0 / math.sqrt(max(squares / tokens, VARIANCE_FLOOR))
     return [(value - mean) * scale for value in values]
 
 
@@ -111,13 +105,13 @@ def _leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [value * n / (n - 1) for value in centre(rewards)] if n > 1 else [0.0]
 
 
-def _standardise(rewards: Sequence[float], epsilon: float) -> list[float]:
+def _standardise(rewards: Sequence[float]) -> list[float]:
     n = len(rewards)
     if n == 1:
         return [0.0]
     centred = centre(rewards)
     deviation = math.sqrt(sum(value * value for value in centred) / (n - 1))
-    return [value / (deviation + epsilon) for value in centred]
+    return [value / (deviation + EPSILON) for value in centred]
 
 
 def _per_group(rollouts: RolloutBatch, of_group: Callable[[Sequence[float]], list[float]]) -> list[float]:

@@ -293,7 +293,7 @@ def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | Algori
     if not dataset.samples and dataset.excluded.off_temperature and not dataset.excluded.no_signal:
         raise TrainingError(off_temperature_message(dataset.excluded))
     if not dataset.samples and algorithm_of(chosen).kind != "imitation":
-        dataset = build_dataset(episodes, chosen.as_fine_tuning())
+        dataset = build_dataset(episodes, chosen.model_copy(update={"algorithm": "sft"}))
     if dataset.samples:
         return dataset
     if dataset.excluded.no_tokens:

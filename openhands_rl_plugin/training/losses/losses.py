@@ -207,7 +207,7 @@ class Imitation:
 
     def __init__(self, settings: TrainingSettings) -> None:
         # The fallback from reinforcement learning to SFT keeps the settings; their aggregation is not meant for SFT.
-        self._settings = settings.as_fine_tuning()
+        self._settings = settings.model_copy(update={"algorithm": "sft"})
 
     def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
         """As ``aggregation`` says."""
@@ -258,9 +258,7 @@ class Reinforcement:
         divergence = 0.0
         if self._kl_in_loss and self._settings.kl != "none":
             reference = one.tokens([item.reference for item in one.items if item.reference is not None])
-            kl = objectives.kl_loss(
-                tokens, reference, self._settings.kl, bias_correction=self._settings.kl_bias_correction
-            )
+            kl = objectives.kl_loss(tokens, reference, self._settings.kl)
             losses = losses + self._settings.kl_coefficient * correction * kl
             divergence = kl.detach().mean().item()
         if self._settings.entropy_coefficient:
@@ -275,7 +273,7 @@ class Reinforcement:
             case "cispo":
                 return objectives.cispo(tokens, low=self._low, high=self._high)
             case _:
-                return objectives.ppo(tokens, low=self._low, high=self._high, dual=self._settings.dual_clip or None)
+                return objectives.ppo(tokens, low=self._low, high=self._high)
 
     def _diagnose(
         self, tokens: TokenBatch, entropies: Tensor, recorded: Tensor, divergence: float, correction: Tensor

@@ -43,14 +43,12 @@ class TokenBatch:
         return self.sum_of_sequence(values) / self.sum_of_sequence(torch.ones_like(values))
 
 
-def ppo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Tensor:
+def ppo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.2) -> Tensor:
     """PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347). Returns [K] losses.
 
-    ``high > low`` is DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476). ``dual`` is the constant c of dual-clip
-    PPO, which bounds the loss where the advantage is negative (Ye et al. 2020, arXiv 1912.09729); verl's default is 3,
-    TRL and OpenRLHF have none.
+    ``high > low`` is DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476).
     """
-    return _clipped(torch.exp(batch.logprobs - batch.old), batch.advantages, low, high, dual)
+    return _clipped(torch.exp(batch.logprobs - batch.old), batch.advantages, low, high)
 
 
 def gspo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
@@ -63,7 +61,7 @@ def gspo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
     """
     of_sequence = batch.mean_of_sequence(batch.logprobs - batch.old).detach()
     ratio = torch.exp(batch.logprobs - batch.logprobs.detach() + of_sequence)
-    return _clipped(ratio, batch.advantages, low, high, None)
+    return _clipped(ratio, batch.advantages, low, high)
 
 
 def cispo(batch: TokenBatch, *, low: float | None = 0.2, high: float = 0.28) -> Tensor:
@@ -94,9 +92,7 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k
             return torch.exp(-difference) - 1 + difference
 
 
-def kl_loss(
-    batch: TokenBatch, reference: Tensor, kind: Literal["k1", "k2", "k3"], *, bias_correction: bool = True
-) -> Tensor:
+def kl_loss(batch: TokenBatch, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
     """The KL term of a loss, for tokens of the old policy. reference: [K] logprobs -> [K] losses.
 
     The gradient of an estimate is not an estimate of the gradient: k1's alone has the mean 0, and k3's alone is that of
@@ -106,8 +102,6 @@ def kl_loss(
     ratio weighs it without a gradient of its own.
     """
     penalty = kl_penalty(batch.logprobs, reference, kind)
-    if not bias_correction:
-        return penalty
     ratio = torch.exp((batch.logprobs - batch.old).clamp(-_LOG_BOUND, _LOG_BOUND))
     return (ratio.detach() if kind == "k2" else ratio) * penalty
 
@@ -200,8 +194,5 @@ def preference(
     return -torch.nn.functional.logsigmoid(beta * margin)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
-    losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
-    if dual is None:
-        return losses
-    return torch.where(advantages < 0, torch.minimum(losses, -dual * advantages), losses)
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)

@@ -105,7 +105,7 @@ def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSetti
     if algorithm_of(settings).estimator.whitened:
         values = torch.cat([item.advantages for item in items]).tolist()
         counts = [item.sample.count for item in items for _ in item.positions]
-        whitened = torch.tensor(whiten(values, counts, variance=settings.variance))
+        whitened = torch.tensor(whiten(values, counts))
         for item, part in zip(items, torch.split(whitened, [len(item.positions) for item in items]), strict=True):
             item.advantages = part
 

@@ -31,7 +31,7 @@ SHOWN: Mapping[str, Shown] = {
             **{name: {"old_logprobs": "recorded"} for name in ("reinforce++-baseline", "grpo", "cispo")},
             **{name: {"old_logprobs": "recorded"} for name in ("rloo", "dr-grpo", "dapo")},
             **{name: {} for name in ("gspo", "sft", "rejection-sampling", "dpo")},
-            "reinforce++": {"correction": "truncate", "dual_clip": 3.0},
+            "reinforce++": {"correction": "truncate"},
         },
         cosine=0.999,
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, RolloutBatch, Variance, dr_grpo, grpo, rloo
+from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, RolloutBatch, dr_grpo, grpo, rloo
 
 pytestmark = pytest.mark.contract
 
@@ -23,11 +23,9 @@ def close(*values: float) -> object:
     return pytest.approx(list(values), abs=5.1e-5)
 
 
-def test_grpo_is_verls_and_with_its_epsilon_trls():
+def test_grpo_is_verls():
     mixed = [0.8660, -0.8660, -0.8660, 0.8660, 0.5, 0.5, 0.5, -1.5, 0, 0, 0, 0]
     assert grpo(BATCH) == close(*mixed)
-    trl = [0.8659, -0.8659, -0.8659, 0.8659, 0.4999, 0.4999, 0.4999, -1.4997, 0, 0, 0, 0]
-    assert grpo(BATCH, epsilon=1e-4) == close(*trl)
 
 
 def test_dr_grpo_and_rloo():
@@ -36,30 +34,13 @@ def test_dr_grpo_and_rloo():
     assert rloo(BATCH) == close(2 * third, -2 * third, -2 * third, 2 * third, third, third, third, -1, 0, 0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("variance", "one", "zero"), [("unbiased", 1.2795, -0.7526), ("biased", 1.3038, -0.7670)], ids=["verl", "openrlhf"]
-)
-def test_reinforce_pp(variance: Variance, one: float, zero: float):
-    assert ESTIMATORS["reinforce++"](BATCH, variance=variance) == close(
-        *(one if reward else zero for reward in BATCH.rewards)
-    )
+def test_reinforce_pp_is_openrlhfs():
+    assert ESTIMATORS["reinforce++"](BATCH) == close(*(1.3038 if reward else -0.7670 for reward in BATCH.rewards))
+    values = [1.3762, -1.1429, -1.1429, 1.3762, 0.7464, 0.7464, 0.7464, -1.7727, *[0.1166] * 4]
+    assert ESTIMATORS["reinforce++-baseline"](BATCH) == close(*values)
 
 
-@pytest.mark.parametrize(
-    ("variance", "values"),
-    [
-        ("unbiased", [1.3505, -1.1216, -1.1216, 1.3505, 0.7325, 0.7325, 0.7325, -1.7396, *[0.1144] * 4]),
-        ("biased", [1.3762, -1.1429, -1.1429, 1.3762, 0.7464, 0.7464, 0.7464, -1.7727, *[0.1166] * 4]),
-    ],
-    ids=["verl", "openrlhf"],
-)
-def test_reinforce_pp_with_the_groups_baseline(variance: Variance, values: list[float]):
-    assert ESTIMATORS["reinforce++-baseline"](BATCH, variance=variance) == close(*values)
-
-
-def by_formula(
-    name: str, rollouts: RolloutBatch, *, variance: Variance = "biased", epsilon: float = 1e-6
-) -> list[float]:
+def by_formula(name: str, rollouts: RolloutBatch) -> list[float]:
     """The published formulas, group by group and token by token, in float64."""
     rewards, groups = np.array(rollouts.rewards, float), np.array(rollouts.groups)
     values = rewards.copy()
@@ -73,21 +54,19 @@ def by_formula(
             case "rloo":
                 values[at] = rewards[at] - others.mean()
             case "grpo":
-                values[at] = (rewards[at] - mine.mean()) / (mine.std(ddof=1) + epsilon)
+                values[at] = (rewards[at] - mine.mean()) / (mine.std(ddof=1) + 1e-6)
             case "dr-grpo" | "reinforce++-baseline":
                 values[at] = rewards[at] - mine.mean()
     if name.startswith("reinforce++"):
         tokens = np.repeat(values, rollouts.lengths)
-        spread = max(tokens.var(), 1e-8) if variance == "biased" else tokens.var(ddof=1) + 1e-8
-        values = (values - tokens.mean()) / np.sqrt(spread)
+        values = (values - tokens.mean()) / np.sqrt(max(tokens.var(), 1e-8))
     return values.tolist()
 
 
-@pytest.mark.parametrize("variance", ["biased", "unbiased"])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_golden_batch_agrees_with_the_formulas_to_more_digits(name: str, variance: Variance):
-    expected = by_formula(name, BATCH, variance=variance)
-    assert ESTIMATORS[name](BATCH, variance=variance) == pytest.approx(expected, rel=0, abs=1e-9)
+def test_the_golden_batch_agrees_with_the_formulas_to_more_digits(name: str):
+    expected = by_formula(name, BATCH)
+    assert ESTIMATORS[name](BATCH) == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 ROLLOUTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=20).map(
@@ -95,13 +74,13 @@ ROLLOUTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers
 )
 
 
-@given(ROLLOUTS.filter(lambda rollouts: len(rollouts.rewards) > 1), st.sampled_from(["biased", "unbiased"]))
-def test_every_estimator_is_its_formula(rollouts: RolloutBatch, variance: Variance):
+@given(ROLLOUTS.filter(lambda rollouts: len(rollouts.rewards) > 1))
+def test_every_estimator_is_its_formula(rollouts: RolloutBatch):
     # Nearly equal rewards are divided by next to nothing.
     rounded = rollouts._replace(rewards=[round(reward, 2) for reward in rollouts.rewards])
     for name, estimate in ESTIMATORS.items():
-        expected = by_formula(name, rounded, variance=variance)
-        assert estimate(rounded, variance=variance) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
+        expected = by_formula(name, rounded)
+        assert estimate(rounded) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
 
 
 @given(ROLLOUTS)

@@ -235,8 +235,6 @@ async def test_equal_and_single_proposals_have_no_signal() -> None:
         ({"algorithm": "dpo"}, 'tree = "branches"'),
         ({"step_rewards": "environment"}, "credits each proposal"),
         ({"state_weight": 0.5}, "credits each proposal"),
-        ({"repeat_penalty": 0.5}, "credits each proposal"),
-        ({"tree_visits": 3}, "tree_visits = 3 has no effect"),
     ],
 )
 def test_options_that_do_not_go_with_proposals_are_refused(changes: dict[str, object], told: str) -> None:
