@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,8 +17,8 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.redaction import redact_json, redact_text
 from openhands_rl_plugin.core.servers import API_KEY
-from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue
-from openhands_rl_plugin.trajectories.exchange.conversations import read_answer
+from openhands_rl_plugin.core.templates.function_text import read_function_text
+from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue, Message
 from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def _trace(played: PlayedRollout, at: int) -> dict[str, Any]:
     said = played.messages if last else ()
     first = next((at for at, each in enumerate(said) if each.role == "assistant"), len(said))
     # Polar takes a call in the text for one that its server could not parse, and the reward away from its trace.
-    answers = [read_answer(m, played.tools) if m.role == "assistant" and not m.tool_calls else m for m in said[first:]]
+    answers = [_with_calls(message, played.tools) for message in said[first:]]
     return {
         "prompt_ids": [*sample.input_ids[:start]],
         "response_ids": [*sample.input_ids[start:]],
@@ -234,3 +235,13 @@ def _trace(played: PlayedRollout, at: int) -> dict[str, Any]:
         "reward": played.reward,
         "metadata": metadata,
     }
+
+
+def _with_calls(message: Message, tools: Sequence[JsonObject]) -> Message:
+    """An answer with the calls that stand in its text as calls; as it is without any, or with one that is broken."""
+    answer = read_function_text(message.content or "", tools)
+    if message.role != "assistant" or message.tool_calls or answer.problems or not answer.calls:
+        return message
+    calls = tuple(call.model_copy(update={"id": f"toolu_{at:02d}"}) for at, call in enumerate(answer.calls, 1))
+    content = "\n\n".join(filter(None, (answer.before.removesuffix("\n\n"), answer.after.strip())))
+    return message.model_copy(update={"content": content or None, "tool_calls": calls})

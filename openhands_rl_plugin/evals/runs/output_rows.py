@@ -20,7 +20,7 @@ from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, R
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, PREDICTIONS, read_rows
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
-from openhands_rl_plugin.trajectories.exchange import v0
+from openhands_rl_plugin.trajectories.exchange import events
 from openhands_rl_plugin.trajectories.exchange.episodes import date_of
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 
@@ -95,7 +95,7 @@ def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, met
 def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]:
     """The files of ``llm_completions/<instance>``: one ``<model>-<number>.json`` for every model call."""
     try:
-        for name, row in v0.completion_files(trajectory, ()):
+        for name, row in events.completion_files(trajectory, ()):
             yield PurePosixPath(name).name, redact_json(row)
     except LeftOutError:
         return
@@ -113,12 +113,11 @@ def prediction_of(row: JsonObject, model: str) -> JsonObject | None:
 def _history(trajectory: Trajectory) -> list[JsonObject]:
     """The events; none for an episode that failed before its first message."""
     try:
-        row = next(v0.rows(trajectory, ()))
+        history = next(events.v0_rows(trajectory, ()))["history"]
     except LeftOutError:
         return []
-    events = row["history"]
-    assert isinstance(events, list)
-    return [event for event in events if isinstance(event, dict)]
+    assert isinstance(history, list)
+    return [event for event in history if isinstance(event, dict)]
 
 
 def _metrics(trajectory: Trajectory, outcome: Outcome) -> JsonObject:

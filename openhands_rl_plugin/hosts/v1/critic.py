@@ -32,7 +32,7 @@ from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.rollout.scoring import workspace_command
 from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN, finished, policy_of, task_of
-from openhands_rl_plugin.trajectories.exchange.v1 import NAME, read_log
+from openhands_rl_plugin.trajectories.exchange.events import V1_EVENTS, read_events
 
 CRITIC = "critic"
 """The key of a sampled node's metadata with what the critic said of it."""
@@ -93,9 +93,9 @@ class RewardCritic(CriticBase):
         if episode is not None:
             trajectory = episode.freeze(stop=stop, evidence={**(episode.evidence or {}), **given})
         else:
-            tree = read_log([event.model_dump(mode="json") for event in events], policy_of(None)).tree
+            tree = read_events([event.model_dump(mode="json") for event in events], policy_of(None))
             task = task_of(tree.messages(), "workspace")
-            read = finished(tree, NAME, task, stop, evidence=given).trajectory
+            read = finished(tree, V1_EVENTS, task, stop, evidence=given).trajectory
             # The evidence of what is imported would prove nothing.
             trajectory = read.model_copy(update={"strategy": StrategySpec(name=UNKNOWN)})
         (low, high), given_up = self.reward_range, threading.Event()

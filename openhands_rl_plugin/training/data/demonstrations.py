@@ -128,17 +128,22 @@ def turns_for(
 
     Answers of the nodes ``context`` are not trained. Raises ``TrainingError`` when a call cannot be said in that form.
     """
+    path, native = trajectory.path(leaf), traits.native
     spoken: Sequence[Message] = [
         message.model_copy(update={"sampled": False}) if at in context else message
-        for at, message in zip(trajectory.path(leaf), spoken_messages(trajectory, leaf), strict=True)
+        for at, message in zip(path, spoken_messages(trajectory, path), strict=True)
     ]
-    native = traits.native
-    if not native or (not traits.parallel and any(len(message.tool_calls) > 1 for message in spoken)):
-        spoken = single_call_turns(spoken).messages
-    if native:
-        turns = [RenderedMessage({**wire_of(each), "content": each.content or ""}, _trained(each)) for each in spoken]
-    else:
-        turns = list(_as_text(spoken, trajectory.tools))
+    try:
+        if not (native and traits.parallel):
+            spoken = single_call_turns(spoken)
+        if native:
+            turns = [
+                RenderedMessage({**wire_of(each), "content": each.content or ""}, _trained(each)) for each in spoken
+            ]
+        else:
+            turns = list(_as_text(spoken, trajectory.tools))
+    except LeftOutError as error:
+        raise TrainingError(str(error)) from error
     if not traits.system:
         turns = _without_system(turns)
     return (turns if traits.repeats else _alternating(turns)), (trajectory.tools if native else ())
@@ -151,10 +156,7 @@ def _trained(message: Message) -> bool:
 
 
 def _as_text(spoken: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[RenderedMessage]:
-    try:
-        written = list(text_messages(spoken, tools))
-    except LeftOutError as error:
-        raise TrainingError(str(error)) from error
+    written = list(text_messages(spoken, tools))
     added = len(written) - len(spoken)  # a system message with the tools, where there was none
     yield from (RenderedMessage(dict(wire), False) for wire in written[:added])
     for wire, message in zip(written[added:], spoken, strict=True):

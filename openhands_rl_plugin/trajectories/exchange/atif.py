@@ -16,11 +16,9 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue, TypeAdapter
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_of, text_of
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.messages import reasoning_of, text_of
 from openhands_rl_plugin.core.types import (
     JsonObject,
-    Message,
     Node,
     PolicyRef,
     Score,
@@ -34,11 +32,11 @@ from openhands_rl_plugin.trajectories.exchange.conversations import arguments_ob
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     UNKNOWN,
     Imported,
+    conversation,
     date_of,
     finished,
     policy_of,
     resolved,
-    say,
     score_of,
     task_of,
     times_of,
@@ -47,6 +45,8 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
     LeftOutError,
     Record,
+    RecordMessage,
+    at_path,
     present,
     read_document,
     tools_of,
@@ -57,7 +57,6 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
 NAME = "atif"
 OWN = "openhands_rl"
 """The key of ``extra`` under which our own fields stand."""
-_SOURCES = {"system": "system", "user": "user"}
 
 _IDS = TypeAdapter(tuple[Annotated[int, Field(ge=0, lt=2**63)], ...])
 _LOGPROBS = TypeAdapter(tuple[float | None, ...])
@@ -83,21 +82,21 @@ def read(row: JsonObject, file: Path | None = None) -> Imported:
     record, trial = Record(row), _trial(file)
     own, agent = record.record("extra").record(OWN), record.record("agent")
     policy = own.read(_POLICY, "policy") or policy_of(agent.read(str, "model_name"))
-    reader = _Reader(policy, tools_of(agent.get("tool_definitions")))
-    if not (steps := record.read(list, "steps")):
-        raise ExchangeError("steps: is empty")
-    for number, step in enumerate(steps):
+    messages: list[RecordMessage] = []
+    for number, step in enumerate(record.read(list, "steps") or ()):
         with within(f"steps[{number}]"):
-            reader.take(Record(step))
+            messages += _messages(Record(step), policy)
+    if not messages:
+        raise ExchangeError("steps: is empty")
+    tree = conversation(messages, tools=tools_of(agent.get("tool_definitions")))
     names = (trial.text("task_name"), record.text("session_id"), record.text("trajectory_id"))
-    task = own.read(_TASK, "task") or task_of(reader.tree.messages(), UNKNOWN, *names)
     score, solved = own.read(float, "score"), own.read(bool, "resolved")
     earned = trial.record("verifier_result").record("rewards").read(float, "reward")
     noted = present(resolved=solved, traj_id=record.read(str, "session_id"), metrics=record.get("final_metrics"))
     return finished(
-        reader.tree,
+        tree,
         NAME,
-        task,
+        own.read(_TASK, "task") or task_of(tree.messages(), UNKNOWN, *names),
         own.read(_STOP, "stop"),
         policy=policy,
         run_id=own.text("run_id") or trial.text("trial_name"),
@@ -105,64 +104,52 @@ def read(row: JsonObject, file: Path | None = None) -> Imported:
         evidence={**(own.read(dict, "evidence") or {}), **noted},
         reward=earned if score is None else score,
         resolved=solved,
-        times=times_of(reader.stamps),
-        tokens=reader.tokens or None,
+        times=times_of(at_path(step, "timestamp") for step in record.read(list, "steps") or ()),
+        tokens=sum(message.tokens is not None for message in messages) or None,
     )
 
 
-class _Reader:
-    def __init__(self, policy: PolicyRef, tools: tuple[JsonObject, ...]) -> None:
-        self.tree = EpisodeTree(tools=tools)
-        self.tokens = 0
-        self.stamps: list[JsonValue] = []
-        self._names: dict[str, str] = {}
-        self._policy = policy
+def _messages(step: Record, policy: PolicyRef) -> Iterator[RecordMessage]:
+    """The step's message, and what was observed after it."""
+    text, source = text_of(step.get("message")), step.text("source")
+    calls, results = step.records("tool_calls"), step.record("observation").records("results")
+    names = {call.text("tool_call_id"): call.text("function_name") for call in calls}
+    if source == "agent":
+        yield _answer(step, text, calls, policy)
+    elif source not in ("system", "user"):
+        raise ExchangeError(f"source: must be system, user or agent, not {source!r}")
+    elif text is not None and (text or not results):
+        yield RecordMessage(role=source, content=text)
+    for result in results:
+        called = result.read(str, "source_call_id") or (next(iter(names)) if len(names) == 1 else None)
+        content = text_of(result.get("content")) or ""
+        yield RecordMessage(role="tool", content=content, tool_call_id=called, name=names.get(called or ""))
 
-    def take(self, step: Record) -> None:
-        """Append the step's message, and what was observed after it."""
-        text, source = text_of(step.get("message")), step.text("source")
-        calls, results = step.records("tool_calls"), step.record("observation").records("results")
-        self.stamps.append(step.get("timestamp"))
-        if source == "agent":
-            self._answer(step, text, calls)
-        elif source not in _SOURCES:
-            raise ExchangeError(f"source: must be system, user or agent, not {source!r}")
-        elif text is not None and (text or not results):
-            say(self.tree, Message.model_validate({"role": source, "content": text}), None)
-        own = [call.text("tool_call_id") for call in calls]
-        self._names.update({call.text("tool_call_id"): call.text("function_name") for call in calls})
-        in_order = len(own) == len(results) and not any(each.text("source_call_id") for each in results)
-        for at, result in enumerate(results):
-            called = result.text("source_call_id") or (own[at] if in_order else own[0] if len(own) == 1 else None)
-            content, name = text_of(result.get("content")) or "", self._names.get(called or "")
-            observed = Message(role="user", content=content)
-            if name is not None:
-                observed = Message(role="tool", content=content, tool_call_id=called, name=name)
-            say(self.tree, observed, None)
 
-    def _answer(self, step: Record, text: str | None, given: Sequence[Record]) -> None:
-        calls = tuple(
-            ToolCall(id=call.text("tool_call_id"), name=call.text("function_name"), arguments=_arguments(call))
-            for call in given
-        )
-        own = step.record("extra").record(OWN)
-        empty = own.read(bool, "no_text")
-        empty = empty if empty is not None else text in ("", "null") and bool(calls)
-        reasoning = step.read(str, "reasoning_content")
-        content = None if empty else text
-        spoken = SpokenMessage(role="assistant", content=content, tool_calls=calls, reasoning=reasoning)
-        # Copied context was trained where it first stands; a step without a call of a model was not sampled.
-        if step.read(bool, "is_copied_context") or step.get("llm_call_count") == 0 or own.get("sampled") is False:
-            say(self.tree, spoken, None)
-            return
-        policy, served = self._policy, step.read(str, "model_name")
-        if served is not None and served != policy.served_name:
-            policy = PolicyRef.from_served_name(policy.base_model, served)
-            policy = policy if policy.adapter is not None else PolicyRef(base_model=served)
-        tokens = _tokens(step.record("metrics"))
-        self.tokens += tokens is not None
-        at = say(self.tree, spoken, policy, tokens=tokens, finish_reason=own.read(str, "finish_reason"))
-        self.tree.nodes[at].reward = own.read(float, "reward")
+def _answer(step: Record, text: str | None, given: Sequence[Record], policy: PolicyRef) -> RecordMessage:
+    calls = tuple(
+        ToolCall(id=call.text("tool_call_id"), name=call.text("function_name"), arguments=_arguments(call))
+        for call in given
+    )
+    own = step.record("extra").record(OWN)
+    empty = own.read(bool, "no_text")
+    served = step.read(str, "model_name")
+    if served is not None and served != policy.served_name:
+        policy = PolicyRef.from_served_name(policy.base_model, served)
+        policy = policy if policy.adapter is not None else PolicyRef(base_model=served)
+    # Copied context was trained where it first stands; a step without a call of a model was not sampled.
+    copied = bool(step.read(bool, "is_copied_context")) or step.get("llm_call_count") == 0
+    return RecordMessage(
+        role="assistant",
+        content=None if empty or (empty is None and text in ("", "null") and calls) else text,
+        tool_calls=calls,
+        reasoning=step.read(str, "reasoning_content"),
+        context_only=copied or own.get("sampled") is False,
+        policy=policy,
+        tokens=_tokens(step.record("metrics")),
+        finish_reason=own.read(str, "finish_reason"),
+        reward=own.read(float, "reward"),
+    )
 
 
 def _tokens(metrics: Record) -> Tokens | None:
@@ -211,15 +198,8 @@ def _document(
     trajectory: Trajectory, scores: Sequence[Score], path: Sequence[int], seen: set[int], number: int
 ) -> JsonObject:
     identity = trajectory.id if number == 0 else f"{trajectory.id}-{number + 1}"
-    own: JsonObject = {
-        "task": trajectory.task.model_dump(mode="json"),
-        "run_id": trajectory.run_id,
-        "group_id": trajectory.group_id,
-        "policy": trajectory.policy.model_dump(mode="json"),
-        "stop": trajectory.stop.value,
-        "evidence": trajectory.evidence,
-        **present(score=score_of(trajectory, scores), resolved=resolved(trajectory, scores)),
-    }
+    facts = trajectory.model_dump(mode="json", include={"task", "run_id", "group_id", "policy", "stop", "evidence"})
+    judged = present(score=score_of(trajectory, scores), resolved=resolved(trajectory, scores))
     agent: JsonObject = {
         "name": trajectory.strategy.name,
         "version": version("openhands_rl_plugin"),
@@ -232,7 +212,7 @@ def _document(
         "trajectory_id": identity,
         "agent": agent,
         "steps": [*_steps(trajectory, path, seen)],
-        "extra": {OWN: own},
+        "extra": {OWN: {**facts, **judged}},
     }
 
 
@@ -250,7 +230,7 @@ def _steps(trajectory: Trajectory, path: Sequence[int], seen: set[int]) -> list[
             results.append({"source_call_id": message.tool_call_id, "content": message.content or ""})
             continue
         called = {call.id for call in message.tool_calls}
-        source = "agent" if message.role == "assistant" else _SOURCES.get(message.role, "user")
+        source = {"assistant": "agent", "system": "system"}.get(message.role, "user")
         step = {"step_id": len(steps) + 1, "source": source, "message": message.content or ""}
         step |= _agent_fields(node, context) if source == "agent" else {}
         steps.append(step | ({"is_copied_context": True} if at in seen else {}))

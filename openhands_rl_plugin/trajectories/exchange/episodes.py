@@ -33,7 +33,6 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Task,
     Times,
-    Tokens,
     ToolCall,
     Trajectory,
 )
@@ -64,31 +63,21 @@ class ImportedWithLabels(Imported):
     labels: tuple[Label, ...] = ()
 
 
-def say(
-    tree: EpisodeTree,
-    message: Message,
-    policy: PolicyRef | None,
-    metadata: JsonObject | None = None,
-    *,
-    tokens: Tokens | None = None,
-    finish_reason: str | None = None,
-) -> int:
-    """Append ``message`` and move the head to it; it was sampled when there is a ``policy``.
-
-    ``tokens`` are those of the record, with the whole prompt.
-    """
-    if (reasoning := reasoning_with(message)) is not None:
-        metadata = {**(metadata or {}), "reasoning_content": reasoning}
-    message = plain_message(message)
+def say(tree: EpisodeTree, message: Message, policy: PolicyRef | None) -> int:
+    """Append ``message`` and move the head to it; it was sampled when there is a ``policy``."""
+    reasoning, plain = reasoning_with(message), plain_message(message)
+    metadata: JsonObject = present(reasoning_content=reasoning)
     if policy is None:
-        tree.head = tree.append(message)
-        tree.nodes[tree.head].metadata.update(metadata or {})
+        tree.head = tree.append(plain)
+        tree.nodes[tree.head].metadata.update(metadata)
         return tree.head
-    answer = Completion(
-        message=message, tokens=tokens, finish_reason=finish_reason, policy=policy, metadata=metadata or {}
-    )
-    tree.commit(tree.propose(answer))
-    return len(tree.nodes) - 1
+    answer = Completion(message=plain, policy=policy, metadata=metadata)
+    if isinstance(message, RecordMessage):
+        known = {"policy": message.policy or policy, "tokens": message.tokens, "finish_reason": message.finish_reason}
+        answer = answer.model_copy(update=known)
+    tree.commit(at := tree.propose(answer))
+    tree.nodes[at].reward = message.reward if isinstance(message, RecordMessage) else None
+    return at
 
 
 def conversation(

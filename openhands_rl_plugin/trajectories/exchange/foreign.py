@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import RLError, from_extra, problems
 from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, text_of, to_message, whole_json, whole_text
-from openhands_rl_plugin.core.types import Bounded, JsonObject, Message
+from openhands_rl_plugin.core.types import Bounded, JsonObject, Message, PolicyRef, Tokens
 
 
 class ExchangeError(RLError):
@@ -127,9 +127,16 @@ def present(**values: Any) -> JsonObject:
 
 
 class RecordMessage(SpokenMessage):
-    """A message of a record. ``context_only``: the record says that nothing is to be learned from it."""
+    """A message of a record. ``context_only``: the record says that nothing is to be learned from it. The rest is what
+    the record says of a sampled one; ``policy`` where it is another one than the record's, ``tokens`` with the whole
+    prompt.
+    """
 
     context_only: bool = False
+    policy: PolicyRef | None = None
+    tokens: Tokens | None = None
+    finish_reason: str | None = None
+    reward: float | None = None
 
 
 _CONTEXT_ONLY: Mapping[str, bool] = {
@@ -160,6 +167,9 @@ def chat_message(wire: object) -> RecordMessage:
     """An OpenAI chat message as records have it. Raises ``ExchangeError``."""
     if not isinstance(wire, dict):
         raise ExchangeError(f"must be a chat message, not {type(wire).__name__}")
+    parts = wire.get("content")
+    if isinstance(parts, list) and any(at_path(part, "type") in ("tool_use", "tool_result") for part in parts):
+        raise ExchangeError("has calls or results among the parts of its content: write them as OpenAI does")
     # A columnar data set gives every call the fields of all calls.
     filled = {name: without_nulls(wire[name]) for name in ("tool_calls", "function_call") if wire.get(name)}
     try:
@@ -178,23 +188,7 @@ def chat_messages(value: object) -> tuple[RecordMessage, ...]:
     listed = from_text(value) if isinstance(value, str) else value
     if not isinstance(listed, list | tuple):
         raise ExchangeError(f"must be a list of chat messages, not {type(listed).__name__}")
-    return tuple(chat_message(each) for wire in listed for each in _taken_apart(wire))
-
-
-def _taken_apart(wire: object) -> Iterator[object]:
-    """Anthropic has calls among the parts of an answer, and results among those of what the user says."""
-    content = wire.get("content") if isinstance(wire, dict) else None
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    calls = [{**part, "arguments": part.get("input")} for part in parts if part.get("type") == "tool_use"]
-    results = [part for part in parts if part.get("type") == "tool_result"]
-    if not isinstance(wire, dict) or not (calls or results):
-        yield wire
-        return
-    yield from ({**wire, **part, "role": "tool"} for part in results)
-    taken = [part for part in parts if part.get("type") in ("tool_use", "tool_result")]
-    left = [part for part in content or () if part not in taken]
-    if left or calls:
-        yield {**wire, "content": left, "tool_calls": calls}
+    return tuple(map(chat_message, listed))
 
 
 def without_nulls(value: JsonValue) -> Any:
@@ -361,31 +355,18 @@ def _is_member(value: JsonValue) -> bool:
 
 
 def _parquet_rows(file: Path) -> Units:
-    pyarrow, parquet = optional("pyarrow"), optional("pyarrow.parquet")
+    datasets, pyarrow, parquet = optional("datasets"), optional("pyarrow"), optional("pyarrow.parquet")
     try:
         with parquet.ParquetFile(file) as table:
-            decode = _decoder(pyarrow, pyarrow.struct(table.schema_arrow))
+            # Columns may hold JSON, which ``datasets`` marks.
+            decode = datasets.Features.from_arrow_schema(table.schema_arrow).decode_example
             rows = (row for batch in table.iter_batches(batch_size=64) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 # Times and decimals are no JSON; what has them is written as text.
-                read = partial(lambda row: decode(_object(from_text(json.dumps(row, default=str)))), row)
+                read = partial(lambda row: _object(from_text(json.dumps(decode(row), default=str))), row)
                 yield Unit(f"{file}[{number}]", read)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ExchangeError(f"{file}: cannot be read as Parquet: {error}") from error
-
-
-def _decoder(pyarrow: Any, kind: Any) -> Callable[[Any], Any]:
-    """Reads values of an Arrow type in which some are JSON."""
-    types = pyarrow.types
-    if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
-        return lambda value: from_text(value) if isinstance(value, str) else value
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        inner = _decoder(pyarrow, kind.value_type)
-        return lambda value: [inner(each) for each in value] if isinstance(value, list) else value
-    if types.is_struct(kind):
-        fields = {field.name: _decoder(pyarrow, field.type) for field in kind}
-        return lambda value: value and {name: fields[name](each) for name, each in value.items()}
-    return lambda value: value
 
 
 def optional(module: str) -> Any:

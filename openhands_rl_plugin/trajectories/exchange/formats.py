@@ -21,7 +21,7 @@ from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.exchange import atif, rows, v0, v1
+from openhands_rl_plugin.trajectories.exchange import atif, events, rows
 from openhands_rl_plugin.trajectories.exchange.conversations import ArgumentsForm, as_text, with_objects
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels, resolved
 from openhands_rl_plugin.trajectories.exchange.foreign import (
@@ -149,27 +149,27 @@ FORMATS: Mapping[str, Format] = {
             "llm-completions",
             "folder of OpenHands' llm_completions/<instance>/*.json (V0; V1's completion logs in)",
             None,
-            v0.completion_files,
+            events.completion_files,
             _ALL,
-            recognises=v0.recognises_completion,
-            read_folder=v0.read_folder,
+            recognises=events.recognises_completion,
+            read_folder=events.read_completions,
         ),
         Format(
-            v1.NAME,
+            events.V1_EVENTS,
             "stored conversations of the OpenHands V1 SDK: a folder of events each",
             None,
-            v1.rows,
+            events.v1_rows,
             _ALL,
-            recognises=v1.recognises,
-            read_folder=v1.read_folder,
+            recognises=events.recognises_v1,
+            read_folder=events.read_conversations,
         ),
         Format(
             "output-jsonl",
             "output.jsonl of OpenHands' evaluation (V0 events, also of save_trajectory_path; V1 events in)",
-            lambda row, file: v0.read(row),
-            v0.rows,
+            lambda row, file: events.read_v0(row),
+            events.v0_rows,
             _ALL,
-            recognises=v0.recognises,
+            recognises=events.recognises_v0,
         ),
         Format(
             "sft-text",
@@ -265,8 +265,8 @@ def recognised_source(path: Path) -> tuple[Units, Counter[str]]:
 
     A file whose records are in none of them is a bad record. Raises its ``ExchangeError`` when no file is in one.
     """
-    if v1.is_conversation(path):
-        return v1.read_folder(path), Counter({v1.NAME: 1})
+    if events.is_conversation(path):
+        return events.read_conversations(path), Counter({events.V1_EVENTS: 1})
     names: dict[Path, str] = {}
     bad: dict[Path, ExchangeError] = {}
     for file in files_below(path, ROW_SUFFIXES):

@@ -31,7 +31,6 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.trajectories.exchange.conversations import (
     CONVERSATION,
     conversation_of,
-    read_text_messages,
     single_call_turns,
     spoken_messages,
     text_messages,
@@ -110,24 +109,22 @@ def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonO
     Raises ``LeftOutError`` for an episode without an answer, or whose calls no text can carry.
     """
     for messages in _answered(trajectory):
-        turns = single_call_turns(messages)
-        if turns.unanswered:
-            raise LeftOutError("several calls were made at once and some of them got no result")
-        rendered: list[JsonValue] = [*text_messages(until_last_answer(turns.messages), trajectory.tools)]
+        turns = until_last_answer(single_call_turns(messages))
+        rendered: list[JsonValue] = [*text_messages(turns, trajectory.tools)]
         yield {"messages": rendered, **_columns(trajectory, scores)}
 
 
 def native_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """A row for each executed path, one unless the history was rewritten: up to its last answer, with its tool calls
     and the tools. Raises ``LeftOutError`` for an episode without an answer."""
-    for spoken in _answered(trajectory):
-        messages: list[JsonValue] = [wire_of(message) for message in until_last_answer(spoken)]
+    for answered in _answered(trajectory):
+        messages: list[JsonValue] = [wire_of(message) for message in until_last_answer(answered)]
         yield {"messages": messages, "tools": [*trajectory.tools], **_columns(trajectory, scores)}
 
 
 def _answered(trajectory: Trajectory) -> list[Any]:
     """The conversations with an answer, as the model saw them."""
-    paths = [spoken_messages(trajectory, end) for end in trajectory.ends()]
+    paths = [spoken_messages(trajectory, trajectory.path(end)) for end in trajectory.ends()]
     answered = [messages for messages in paths if any(message.role == "assistant" for message in messages)]
     if not answered:
         raise LeftOutError("it has no answer")
@@ -140,18 +137,18 @@ def _columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObject:
 
 
 def import_text(row: JsonObject) -> Imported:
-    """An episode of a row with calls as text. Raises ``ExchangeError``."""
-    return _read_row("sft-text", Record(row), read_text_messages)
+    """An episode of a row with calls as text, which they stay. Raises ``ExchangeError``."""
+    return _read_row("sft-text", Record(row))
 
 
 def import_native(row: JsonObject) -> Imported:
     """An episode of a row with native calls. Raises ``ExchangeError``."""
-    return _read_row("sft-native", Record(row), lambda messages, tools: (messages, tools))
+    return _read_row("sft-native", Record(row))
 
 
-def _read_row(form: str, record: Record, read: Any) -> Imported:
+def _read_row(form: str, record: Record) -> Imported:
     """Of a row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has null-filled tools)."""
-    messages, tools = read(record.whole(record.messages("messages")), tools_of(record.get("tools", "functions")))
+    messages, tools = record.whole(record.messages("messages")), tools_of(record.get("tools", "functions"))
     names = (record.read(str, "instance_id"), record.read(str, "task_id"))
     evidence = present(
         resolved=record.read(bool, "resolved"),

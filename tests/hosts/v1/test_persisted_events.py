@@ -17,7 +17,7 @@ from sdk_play import converse, finish, make_agent, make_llm, repair, stored, thi
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import Message, ToolCall, Trajectory
-from openhands_rl_plugin.trajectories.exchange import v1 as v1_events
+from openhands_rl_plugin.trajectories.exchange.events import read_conversations
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
 
 
@@ -35,7 +35,7 @@ async def recorded(server: ScriptedModel, workspace: Path, name: str, answers: l
 
 
 def imported(folder: Path) -> Trajectory:
-    [unit] = v1_events.read_folder(folder)
+    [unit] = read_conversations(folder)
     return unit.read().trajectory
 
 

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exchange_samples import CODE, DATA, INDENTED, TOOLS, call, same_talk, score, trajectory
+from exchange_samples import CODE, INDENTED, TOOLS, call, same_talk, score, trajectory
 
+from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, PolicyRef, StopReason
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported
+from openhands_rl_plugin.trajectories.exchange.events import read_history, read_v0, v0_rows
 from openhands_rl_plugin.trajectories.exchange.formats import recognised_source
-from openhands_rl_plugin.trajectories.exchange.v0 import read, read_history, rows
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")]
-
-POLICY = PolicyRef(base_model="m")
 
 
 def openhands_messages(events: list[Any]) -> list[Message]:
@@ -122,7 +121,7 @@ def test_messages_are_those_that_openhands_makes() -> None:
 
     events = real_events()
     history = json.loads(json.dumps([serialization.event_to_dict(event) for event in events]))
-    tree = read_history(history, POLICY)
+    tree = read_history(history, "m")
     # The controller keeps changes of its own state out of the history.
     theirs = openhands_messages([event for event in events if "AgentState" not in type(event).__name__])
     ours = list(tree.messages())
@@ -151,7 +150,7 @@ def test_a_saved_trajectory_is_read_like_a_history(tmp_path: Path) -> None:
     assert names == {"output-jsonl": 2}
     one, other = (found.trajectory for unit in source if isinstance(found := unit.read(), Imported))
     history = json.loads(json.dumps([event_to_dict(event) for event in real_events()]))
-    assert one.messages() == read_history(history, POLICY).messages() and one.tools == TOOLS
+    assert one.messages() == read_history(history, "m").messages() and one.tools == TOOLS
     assert (one.task.instruction, other.task.instruction) == ("Fix f.", "Fix g.")
     assert one.task.id != other.task.id and one.group_id != other.group_id
 
@@ -162,18 +161,18 @@ def test_events_that_we_write_give_openhands_the_same_messages() -> None:
 
     # OpenHands has no call for the end of an episode in its messages.
     spoken = CODE[:-1]
-    (row,) = rows(trajectory(spoken), ())
+    (row,) = v0_rows(trajectory(spoken), ())
     history = json.loads(json.dumps(row))["history"]
     events = [serialization.event_from_dict(event) for event in history]
     assert same_talk(openhands_messages(events), spoken)
     again = [json.loads(json.dumps(serialization.event_to_dict(event))) for event in events]
-    assert same_talk(read_history(again, POLICY).messages(), spoken)
+    assert same_talk(read_history(again, "m").messages(), spoken)
 
 
 def test_a_row_reads_back_as_the_same_episode() -> None:
     played = trajectory(evidence={"git_patch": "diff --git a b\n"})
-    (row,) = rows(played, (score(played, 1.0, resolved=True),))
-    found, scores = read(json.loads(json.dumps(row)))
+    (row,) = v0_rows(played, (score(played, 1.0, resolved=True),))
+    found, scores = read_v0(json.loads(json.dumps(row)))
     assert found.messages() == tuple(
         message if message.role == "assistant" else message.model_copy(update={"content": message.content or ""})
         for message in played.messages()
@@ -201,32 +200,17 @@ def test_errors_of_the_harness() -> None:
         "AgentRuntimeDisconnectedError: gone": StopReason.ERROR,
     }
     for error, stop in ends.items():
-        found = read({**row, "error": error}).trajectory
+        found = read_v0({**row, "error": error}).trajectory
         assert found.stop is stop and (found.failure is None) == (stop is not StopReason.ERROR)
     failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="gone", boundary="b")
-    (written,) = rows(trajectory(failure=failure), ())
+    (written,) = v0_rows(trajectory(failure=failure), ())
     assert written["error"] == "gone"
 
 
-def test_old_rows_without_responses_and_in_pairs() -> None:
-    row = json.loads((DATA / "v0_old_output.json").read_text())
-    found, scores = read(row)
-    assert [(message.role, message.content) for message in found.messages()] == [
-        ("user", "Fix f."),
-        ("assistant", "I look."),
-        ("tool", "a.py\n[Command finished with exit code 0]"),
-        ("assistant", None),
-        ("tool", "edited"),
-        ("assistant", "Bye."),
-    ]
-    made = [(each.name, json.loads(each.arguments)) for message in found.messages() for each in message.tool_calls]
-    assert made == [
-        ("execute_bash", {"command": "ls", "is_input": False}),
-        ("str_replace_editor", {"command": "create", "path": "/a.py", "file_text": INDENTED}),
-        ("finish", {}),
-    ]
-    assert found.task.data["FAIL_TO_PASS"] == ["t1", "t2"] and found.task.data["PASS_TO_PASS"] == ["t3"]
-    assert scores[0].reward == 0.0 and found.policy.base_model == "openai/m"
+def test_an_action_without_the_response_is_refused() -> None:
+    old: JsonObject = {"source": "agent", "action": "run", "args": {"command": "ls"}}
+    with pytest.raises(RLError, match=r"history\[0\]: tool_call_metadata: is required"):
+        read_v0({"instance_id": "a", "history": [old]})
 
 
 @pytest.mark.parametrize("identity", [None, "", "chatcmpl-0"])
@@ -239,5 +223,5 @@ def test_answers_are_told_apart_without_ids_of_their_own(identity: str | None) -
         return {"source": "agent", "action": "run", "args": {}, "tool_call_metadata": metadata}
 
     events = [acted("ls", 0), acted("ls", 0), acted("pwd", 1)]
-    tree = read_history(events, PolicyRef(base_model="m"))
+    tree = read_history(events, "m")
     assert [len(node.message.tool_calls) for node in tree.nodes] == [2, 2]

@@ -9,8 +9,8 @@ from typing import Any
 from exchange_samples import CODE, SYSTEM, TOOLS
 
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.trajectories.exchange import v0
-from openhands_rl_plugin.trajectories.exchange.conversations import describe_tools, text_messages
+from openhands_rl_plugin.trajectories.exchange.conversations import text_messages
+from openhands_rl_plugin.trajectories.exchange.events import read_completions
 
 
 def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:
@@ -32,11 +32,11 @@ def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:
             "timestamp": 1000.0 + number,
         }
         (folder / f"m-{1000 + number}.json").write_text(json.dumps(record))
-    (unit,) = v0.read_folder(folder)
+    (unit,) = read_completions(folder)
     found = unit.read()
     assert isinstance(found, tuple)
     played = found.trajectory
     assert played.ends() == (played.head,) and len(played.nodes) == len(single[: answers[-1] + 1])
     assert [message.tool_calls for message in played.messages()] == [message.tool_calls for message in single]
     assert (played.messages()[0].content, played.task.id) == (SYSTEM, "repo__repo-1")
-    assert describe_tools(played.tools) == describe_tools(TOOLS), "with their parameters, from the prompt"
+    assert [tool["function"] for tool in played.tools] == [{"name": "terminal", "description": "Runs."}]

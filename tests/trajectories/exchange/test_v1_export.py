@@ -22,8 +22,7 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange import v1 as v1_events
-from openhands_rl_plugin.trajectories.exchange.v1 import rows
+from openhands_rl_plugin.trajectories.exchange.events import read_conversations, v1_rows
 
 POLICY = PolicyRef(base_model="m")
 
@@ -71,7 +70,7 @@ class Play:
 
 
 def written(trajectory: Trajectory, folder: Path) -> Path:
-    for name, row in rows(trajectory, ()):
+    for name, row in v1_rows(trajectory, ()):
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(row))
@@ -79,7 +78,7 @@ def written(trajectory: Trajectory, folder: Path) -> Path:
 
 
 def there_and_back(trajectory: Trajectory, folder: Path) -> Trajectory:
-    [unit] = v1_events.read_folder(written(trajectory, folder))
+    [unit] = read_conversations(written(trajectory, folder))
     return unit.read().trajectory
 
 
@@ -129,7 +128,7 @@ def test_images_are_named_as_in_a_recorded_prompt(tmp_path: Path) -> None:
     shown: dict[str, object] = {"kind": "BrowserObservation", "content": [text, urls], "is_error": False}
     file = tmp_path / "conversation.jsonl"
     file.write_text("\n".join(map(json.dumps, [{"id": "1", **said}, {"id": "2", **seen, "observation": shown}])))
-    [unit] = v1_events.read_folder(file)
+    [unit] = read_conversations(file)
     found = unit.read().trajectory
     assert [each.content for each in found.messages()] == ["What is it?\n[image_url]\n[image_url]"] * 2
     assert there_and_back(found, tmp_path / "again").messages() == found.messages()

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 from exchange_samples import DATA
-from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, StopReason, ToolCall, Trajectory
-from openhands_rl_plugin.trajectories.exchange import v1 as v1_events
-from openhands_rl_plugin.trajectories.exchange.v1 import SUB_AGENT_STATE, read_log
+from openhands_rl_plugin.trajectories.exchange.events import read_conversations, read_events
 
 pytestmark = pytest.mark.contract
 
@@ -40,7 +38,7 @@ def persisted(version: str, folder: Path) -> Path:
 
 
 def only(path: Path) -> Trajectory:
-    (unit,) = v1_events.read_folder(path)
+    (unit,) = read_conversations(path)
     return unit.read().trajectory
 
 
@@ -59,7 +57,7 @@ def test_a_conversation_is_what_the_sdk_makes_of_its_events(version: str, tmp_pa
 
 
 def test_a_conversation_that_went_back_is_a_tree() -> None:
-    tree = read_log([json.loads(line) for line in lines("1.58")], PolicyRef(base_model="m")).tree
+    tree = read_events([json.loads(line) for line in lines("1.58")], PolicyRef(base_model="m"))
     parents = [node.parent for node in tree.nodes]
     (fork,) = {parent for parent in parents if parent is not None and parents.count(parent) > 1}
     assert tree.nodes[fork].message.role == "tool"
@@ -76,43 +74,24 @@ def test_a_file_with_an_event_a_line_holds_the_same(version: str, tmp_path: Path
 def test_a_folder_of_conversations(tmp_path: Path) -> None:
     for version in VERSIONS:
         persisted(version, tmp_path / version)
-    source = v1_events.read_folder(tmp_path)
+    source = read_conversations(tmp_path)
     assert len({unit.read().trajectory.id for unit in source}) == 2
 
 
-def test_the_conversations_of_sub_agents_name_their_parent(tmp_path: Path) -> None:
+def test_the_conversations_of_sub_agents_are_no_samples_of_the_run(tmp_path: Path) -> None:
     """The SDK keeps them below their parent's."""
     persisted("1.58", persisted("1.58", tmp_path / "parent") / "subagents" / "child")
-    parent, child = (unit.read().trajectory for unit in v1_events.read_folder(tmp_path / "parent"))
-    assert child.task.data == {"sub_agent": {"parent": parent.id, "kind": "unknown"}} and not parent.task.data
+    parent, child = (unit.read().trajectory for unit in read_conversations(tmp_path / "parent"))
     assert child.run_id == f"{parent.run_id}/sub-agents" and child.messages() == parent.messages()
-
-
-def test_an_exported_sub_agent_names_a_parent_wherever_that_is(tmp_path: Path) -> None:
-    """Without its parent it keeps the name of it; two that are parents of each other are refused, not followed."""
-
-    def begun_in(parent: str, name: str) -> Path:
-        folder = persisted("1.58", tmp_path / f"of-{name}")
-        state = json.loads((folder / "base_state.json").read_text())
-        link = {"parent": parent, "kind": "researcher"}
-        state |= {"id": name, "agent_state": {SUB_AGENT_STATE: link}}
-        (folder / "base_state.json").write_text(json.dumps(state))
-        return folder
-
-    alone = only(begun_in("p", "c"))
-    assert alone.task.data == {"sub_agent": {"parent": "p", "kind": "researcher"}}
-    begun_in("c", "p")
-    with pytest.raises(RLError, match="sub-agents of each other"):
-        [unit.read() for unit in v1_events.read_folder(tmp_path)]
 
 
 def test_events_of_newer_versions_are_passed_over() -> None:
     events = [json.loads(line) for line in lines("1.58")]
-    nodes = len(read_log(events, PolicyRef(base_model="m")).tree.nodes)
+    nodes = len(read_events(events, PolicyRef(base_model="m")).nodes)
     new = {"id": "n", "kind": "SomethingNew", "source": "agent", "payload": {"x": 1}, "parent_id": events[2]["id"]}
     events.insert(3, new)
     events[4]["parent_id"] = "n"
-    assert len(read_log(events, PolicyRef(base_model="m")).tree.nodes) == nodes
+    assert len(read_events(events, PolicyRef(base_model="m")).nodes) == nodes
 
 
 def test_an_error_of_the_conversation_is_no_answer_of_the_model(tmp_path: Path) -> None:
@@ -138,35 +117,5 @@ def test_calls_of_the_first_sdks_keep_their_arguments() -> None:
     arguments = '{"command": "ls"}'
     call = {"id": "c1", "type": "function", "function": {"name": "terminal", "arguments": arguments}}
     event: JsonObject = {"id": "1", "kind": "ActionEvent", "tool_name": "terminal", "tool_call_id": "c1"}
-    (node,) = read_log([{**event, "tool_call": call}], PolicyRef(base_model="m")).tree.nodes
+    (node,) = read_events([{**event, "tool_call": call}], PolicyRef(base_model="m")).nodes
     assert node.message.tool_calls == (ToolCall(id="c1", name="terminal", arguments=arguments),)
-
-
-def test_calls_of_an_agent_behind_acp_are_kept_with_their_results() -> None:
-    """The SDK logs an event when such a call starts and one when it ends; a message begins a new series of ids."""
-
-    def logged(identity: str, status: str, **more: JsonValue) -> JsonObject:
-        held: JsonObject = {"raw_input": {"command": f"ls {identity}"}, "raw_output": None, "content": None, **more}
-        about: JsonObject = {"kind": "ACPToolCallEvent", "source": "agent", "title": f"List {identity}"}
-        return {**about, "tool_call_id": identity, "tool_kind": "execute", "status": status, "is_error": False, **held}
-
-    def message(role: str, text: str) -> JsonObject:
-        wire: JsonObject = {"role": role, "content": [{"type": "text", "text": text}]}
-        return {"kind": "MessageEvent", "source": "user" if role == "user" else "agent", "llm_message": wire}
-
-    shown: JsonValue = [{"type": "content", "text": "b.py"}]
-    events = [
-        message("user", "Fix f."),
-        logged("a", "in_progress"),
-        logged("b", "in_progress"),
-        logged("a", "completed", raw_output={"stdout": "a.py"}),
-        logged("b", "completed", content=shown),
-        message("assistant", "Done."),
-        logged("a", "failed", raw_output="gone", is_error=True),
-    ]
-    tree = read_log([{"id": str(at), **event} for at, event in enumerate(events)], PolicyRef(base_model="m")).tree
-    told = [(each.tool_call_id, each.content) for each in tree.messages() if each.role == "tool"]
-    assert told == [("a", '{"stdout": "a.py"}'), ("b", "b.py"), ("a", "gone")]
-    calls = [(call.id, call.name, call.arguments) for each in tree.messages() for call in each.tool_calls]
-    assert calls == [(each, "execute", f'{{"command":"ls {each}"}}') for each in "aba"]
-    assert [node.message.content for node in tree.nodes if node.sampled] == ["Done."]

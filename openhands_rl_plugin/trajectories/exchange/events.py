@@ -1,0 +1,753 @@
+"""What OpenHands stores: V0's ``output.jsonl`` and saved trajectories, V1's conversations, completion logs of both.
+
+In events of V0 an agent's action holds the model's whole response, so answers and calls are exact; actions of releases
+that kept none are refused. Observations are worded as OpenHands words them for the model. Not in the events, and so
+lost: text that OpenHands renders from its own templates (workspace context, microagents), pictures, what a condenser
+made of the history, and answers that were no valid action. Written, every call is an action with the whole response
+in its ``tool_call_metadata``: ``run`` for ``execute_bash`` and V1's ``terminal``, ``finish``, and ``call_tool_mcp`` for
+any other function, because that one carries arbitrary arguments.
+
+Conversations of the V1 SDK are folders with an event a file, or files of events. Read, answers and calls are exact.
+Events of newer SDKs name the one before them, so a conversation that was taken up again elsewhere becomes a branch; so
+does one that goes on from a condenser's summary. Not in the events: the parameters of the tools, and the prompts of
+summaries. Written, every call is an action event with the call as it was sampled, every result the observation of an
+MCP tool, because that one carries any text. Tools are MCP tools with their parameters. Where a history was rewritten a
+``Condensation`` forgets what the next prompt has no more, and what follows in that prompt is logged again: every answer
+that was executed is an event, and the events of each prompt are those that the model saw.
+
+``llm_completions`` has a folder an instance, in it a file a call of the model. All calls of an instance become one
+tree: a prompt that extends the one before continues its path, and where the host rewrote the history (a condenser, a
+changed prompt) a branch begins. A condenser's own calls are trees beside it. V0's model that was prompted with text has
+calls and tools in the text; V1's logs have the calls in native form as well, and those are read.
+
+Tokens, rewards and answers that were not executed have no place in any of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from openhands_rl_plugin.core.messages import plain_message, text_of, transcript_nodes
+from openhands_rl_plugin.core.records import sub_agents_run
+from openhands_rl_plugin.core.tree import REPLAYED_AS, EpisodeTree
+from openhands_rl_plugin.core.types import (
+    ACTED,
+    CONDENSATION,
+    KIND,
+    Completion,
+    Failure,
+    FailureKind,
+    JsonObject,
+    Message,
+    PolicyRef,
+    Score,
+    StopReason,
+    Times,
+    ToolCall,
+    Trajectory,
+)
+from openhands_rl_plugin.trajectories.exchange.conversations import (
+    arguments_object,
+    conversation_of,
+    spoken_messages,
+    wire_of,
+)
+from openhands_rl_plugin.trajectories.exchange.episodes import (
+    SWE,
+    UNKNOWN,
+    Imported,
+    conversation,
+    date_of,
+    finished,
+    named_identity,
+    patch_of,
+    policy_of,
+    resolved,
+    say,
+    task_of,
+    times_of,
+)
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
+    LeftOutError,
+    Record,
+    RecordMessage,
+    Unit,
+    Units,
+    at_path,
+    chat_message,
+    files_below,
+    object_at,
+    present,
+    read_document,
+    rows_of,
+    tools_of,
+    within,
+    without_nulls,
+)
+from openhands_rl_plugin.trajectories.exchange.writing import safe_name
+
+# --- Events of V0
+
+
+def recognises_v0(row: Mapping[str, JsonValue]) -> bool:
+    """An instance with its history or its result, or a history alone."""
+    known = not {"history", "test_result"}.isdisjoint(row) if "instance_id" in row else "history" in row
+    return known and "messages" not in row and "trajectory" not in row
+
+
+def read_v0(row: JsonObject) -> Imported:
+    """An episode of a row: an instance of a run, or the events of a saved trajectory. Raises ``ExchangeError``."""
+    record = Record(row)
+    history, error = record.read(list, "history") or [], record.text("error")
+    test_result, metadata = object_at(row, "test_result"), record.record("metadata")
+    if not history and not test_result and not error:
+        raise ExchangeError("history: is required, or test_result or error of an instance that was not run")
+    model = metadata.record("llm_config").text("model") or metadata.record("llm").text("model")
+    of_sdk = any("kind" in event for event in history if isinstance(event, dict))
+    tree = read_events(history, policy_of(model)) if of_sdk else read_history(history, model)
+    task, data = task_of(tree.messages(), SWE, record.read(str, "instance_id")), record.record("instance").fields
+    asked = record.text("instruction") or str(data.get("problem_statement") or task.instruction)
+    about = {"instruction": asked, "data": without_nulls(data), "split": metadata.text("data_split")}
+    # ``update_output_with_eval`` puts the report beside the result.
+    report = object_at(test_result, "report") or record.record("report").fields
+    judged, (stop, failure) = report.get("resolved"), _ending_of_v0(error)
+    return finished(
+        tree,
+        "output-jsonl",
+        task.model_copy(update=about),
+        stop,
+        model=model,
+        run_id=record.text("run_id") or metadata.text("eval_output_dir"),
+        evidence=present(
+            test_result={**test_result, "report": report} if test_result or report else None,
+            metrics=record.get("metrics"),
+        ),
+        resolved=judged if isinstance(judged, bool) else None,
+        failure=failure,
+        times=times_of(at_path(event, "timestamp") for event in history),
+    )
+
+
+def _ending_of_v0(error: str) -> tuple[StopReason | None, Failure | None]:
+    """OpenHands' own limits are regular ends; any other error makes the episode no valid sample."""
+    words = error.lower()
+    if not error:
+        return None, None
+    if "maximum iteration" in words:
+        return StopReason.MAX_TURNS, None
+    if "maximum budget" in words or "stuck in a loop" in words or "stuckinloop" in words:
+        return StopReason.TRUNCATED, None
+    return StopReason.ERROR, _failure(error, "openhands.evaluation")
+
+
+def _failure(message: str, boundary: str) -> Failure:
+    return Failure(kind=FailureKind.INFRASTRUCTURE, message=message[:500], boundary=boundary)
+
+
+def read_history(history: Sequence[JsonValue], model: str | None) -> EpisodeTree:
+    """The events of V0. Raises ``ExchangeError`` that names the event."""
+    messages: list[Message] = []
+    tools: tuple[JsonObject, ...] = ()
+    answers: set[tuple[str, RecordMessage]] = set()
+    for number, each in enumerate(history):
+        with within(f"history[{number}]"):
+            event = Record(each)
+            if event.text("action") == "system":
+                tools = tools or tools_of(event.record("args").get("tools"))
+            messages += _of_v0(event, answers)
+    return conversation(messages, model, tools)
+
+
+_SILENT = {"agent_state_changed", "null", "recall", "loop_detection", "success"}
+_CALLED = {"run", "run_ipython", "read", "edit"}
+
+
+def _of_v0(event: Record, answers: set[tuple[str, RecordMessage]]) -> Iterator[Message]:
+    """What an event adds to the prompt; ``answers``: those before it."""
+    args, metadata = event.record("args"), event.record("tool_call_metadata")
+    action, observation, by_user = event.text("action"), event.text("observation"), event.text("source") == "user"
+    if action and metadata.fields and not by_user:
+        response = metadata.record("model_response")
+        message = _answer(response, "tool_call_metadata.model_response")
+        # Each call of a response is an action of its own. Not every server gives its responses ids of their own.
+        if (key := (response.text("id"), message)) not in answers:
+            answers.add(key)
+            yield message
+    elif action in ("system", "message"):
+        role = "system" if action == "system" else "user" if by_user else "assistant"
+        yield Message(role=role, content=args.text("content"))
+    elif action == "run" and by_user:
+        yield Message(role="user", content=f"User executed the command:\n{args.text('command')}")
+    elif action in _CALLED and event.text("source") == "agent":
+        raise ExchangeError(f"tool_call_metadata: is required: without it nobody knows what the model said to {action}")
+    elif observation and metadata.fields:
+        called, name = metadata.text("tool_call_id"), metadata.text("function_name")
+        yield Message(role="tool", content=_observed(event, observation), tool_call_id=called, name=name)
+    elif observation and observation not in _SILENT:
+        begin = "\nObserved result of command executed by user:\n" if observation == "run" else ""
+        yield Message(role="user", content=f"{begin}{_observed(event, observation)}")
+
+
+def _answer(response: Record, at: str) -> RecordMessage:
+    """The message of a chat completion. Raises ``ExchangeError``."""
+    choices = response.records("choices")
+    if not choices:
+        raise ExchangeError(f"{at}.choices: is empty")
+    with within(f"{at}.choices.message"):
+        return chat_message(choices[0].get("message"))
+
+
+def _observed(event: Record, observation: str) -> str:
+    content, extras = event.text("content"), event.record("extras").fields
+    match observation:
+        case "run":
+            return _shell_result(content, object_at(extras, "metadata") or extras)
+        case "run_ipython":
+            shown = "![image](data:image/png;base64, ...) already displayed to user"
+            lines = content.split("\n")
+            return "\n".join(shown if "![image](data:image/png;base64," in line else line for line in lines)
+        case "error":
+            return f"{content}\n[Error occurred in processing last action]"
+        case "user_rejected":
+            return f"OBSERVATION:\n{content}\n[Last action has been rejected by the user]"
+        case "delegate":
+            return str(at_path(extras, "outputs", "content") or content)
+        case _:
+            return content
+
+
+def _shell_result(text: str, metadata: JsonObject) -> str:
+    """The result of a command as the model is shown it, with what OpenHands notes on it."""
+    text = f"{metadata.get('prefix') or ''}{text}{metadata.get('suffix') or ''}"
+    if metadata.get("working_dir"):
+        text += f"\n[Current working directory: {metadata['working_dir']}]"
+    if metadata.get("py_interpreter_path"):
+        text += f"\n[Python interpreter: {metadata['py_interpreter_path']}]"
+    if metadata.get("exit_code") not in (None, -1):
+        text += f"\n[Command finished with exit code {metadata['exit_code']}]"
+    return text
+
+
+def v0_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One row. Raises ``LeftOutError`` without a message."""
+    messages = spoken_messages(trajectory, transcript_nodes(trajectory))
+    if not messages:
+        raise LeftOutError("there is no message in it")
+    judged, events = resolved(trajectory, scores), [*_events_of_v0(trajectory, messages)]
+    test_result: JsonObject = {**object_at(trajectory.evidence, "test_result"), "git_patch": patch_of(trajectory) or ""}
+    usage: JsonObject = {
+        "model": trajectory.policy.served_name,
+        "prompt_tokens": trajectory.usage.prompt_tokens,
+        "completion_tokens": trajectory.usage.completion_tokens,
+        "cache_read_tokens": trajectory.usage.cached_tokens,
+    }
+    if judged is not None and "report" not in test_result:
+        test_result["report"] = {"resolved": judged, "empty_generation": not test_result["git_patch"]}
+    row: JsonObject = {
+        "instance_id": trajectory.task.id,
+        "test_result": test_result,
+        "instruction": trajectory.task.instruction,
+        # The harness requires each of these, if only as an empty value.
+        "metadata": {
+            "agent_class": trajectory.strategy.name,
+            "llm_config": {"model": trajectory.policy.served_name},
+            "max_iterations": trajectory.task.limits.max_turns if trajectory.task.limits else len(trajectory.nodes),
+            "eval_output_dir": trajectory.run_id,
+            "start_time": date_of(trajectory.times.started).strftime("%Y-%m-%d %H:%M:%S"),
+            "git_commit": "",
+            "dataset": trajectory.task.environment,
+            "data_split": trajectory.task.split,
+            "details": {"trajectory_id": trajectory.id, "stop": trajectory.stop.value},
+        },
+        "history": [{"id": at, **event} for at, event in enumerate(_stamped(trajectory, events))],
+        "metrics": {"accumulated_token_usage": usage},
+        "instance": trajectory.task.data,
+        "run_id": trajectory.run_id,
+    }
+    yield row if trajectory.failure is None else {**row, "error": trajectory.failure.message}
+
+
+_SHELL = {"execute_bash", "execute_powershell", "terminal"}
+
+
+def _events_of_v0(trajectory: Trajectory, messages: Sequence[Message]) -> Iterator[JsonObject]:
+    # Calls by their ids, each with the metadata of its events.
+    asked: dict[str, tuple[ToolCall, JsonObject]] = {}
+    for number, message in enumerate(messages):
+        content = message.content or ""
+        event: JsonObject = {"source": "user" if message.role == "user" else "agent", "message": content}
+        if message.role == "tool":
+            call, metadata = asked.get(message.tool_call_id or "", (None, None))
+            about: JsonObject = {"observation": "mcp", "extras": {"name": message.name or "", "arguments": {}}}
+            if call is not None and call.name in _SHELL:
+                command = str((arguments_object(call.arguments) or {}).get("command"))
+                extras: JsonObject = {"command": command, "metadata": {"exit_code": -1}, "hidden": False}
+                about = {"observation": "run", "extras": extras}
+            yield {**event, "message": "", "content": content, **about, **present(tool_call_metadata=metadata)}
+        elif message.role == "system":
+            args: JsonObject = {"tools": [*trajectory.tools], "agent_class": trajectory.strategy.name}
+            yield {**event, "action": "system", "args": {"content": content, **args}}
+        elif not message.tool_calls:
+            args = {"content": content, "image_urls": None, "file_urls": None, "wait_for_response": False}
+            yield {**event, "action": "message", "args": args}
+        else:
+            response = _response_of(f"{trajectory.id}-{number}", trajectory.policy.served_name, wire_of(message))
+            for call in message.tool_calls:
+                metadata = {"function_name": call.name, "tool_call_id": call.id, "model_response": response}
+                metadata["total_calls_in_response"] = len(message.tool_calls)
+                asked[call.id] = (call, metadata)
+                action, args = _action(call)
+                yield {**event, "action": action, "args": {**args, "thought": content}, "tool_call_metadata": metadata}
+
+
+def _action(call: ToolCall) -> tuple[str, JsonObject]:
+    """The action of a call and its arguments."""
+    arguments = arguments_object(call.arguments) or {}
+    if call.name in _SHELL and isinstance(command := arguments.get("command"), str):
+        return "run", {"command": command, "is_input": arguments.get("is_input") in (True, "true")}
+    if call.name == "finish":
+        return "finish", {"final_thought": str(arguments.get("message") or ""), "outputs": {}}
+    return "call_tool_mcp", {"name": call.name, "arguments": arguments}
+
+
+def _stamped(trajectory: Trajectory, events: Sequence[JsonObject]) -> Iterator[JsonObject]:
+    """The events with times; the first has that at which the episode started, and the last that of its end."""
+    step = (trajectory.times.finished - trajectory.times.started) / max(1, len(events) - 1)
+    for number, event in enumerate(events):
+        stamp = date_of(trajectory.times.started + number * step).replace(tzinfo=None).isoformat()
+        yield {**event, "timestamp": stamp}
+
+
+def _response_of(identity: str, model: str, message: JsonValue, finish: str = "tool_calls", at: int = 0) -> JsonObject:
+    """The chat completion with this answer."""
+    choice: JsonObject = {"index": 0, "finish_reason": finish, "message": message}
+    return {"id": identity, "object": "chat.completion", "created": at, "model": model, "choices": [choice]}
+
+
+# --- Completion logs
+
+
+def recognises_completion(row: Mapping[str, JsonValue]) -> bool:
+    """The messages of a call, and the response to it."""
+    return isinstance(row.get("messages"), list) and isinstance(row.get("response"), dict)
+
+
+def completion_files(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
+    """A file of ``llm_completions`` for each sampled node, in the native form: its whole prompt, and the response.
+
+    Raises ``LeftOutError`` when nothing was sampled.
+    """
+    sampled = [index for index, node in enumerate(trajectory.nodes) if node.sampled]
+    if not sampled:
+        raise LeftOutError("nothing was sampled in it")
+    span = trajectory.times.finished - trajectory.times.started
+    for number, index in enumerate(sampled):
+        node = trajectory.nodes[index]
+        model = (node.policy or trajectory.policy).served_name
+        at = trajectory.times.started + span * number / len(sampled)
+        *prompt, answer = conversation_of(trajectory, trajectory.path(index))
+        finish = node.finish_reason or ("tool_calls" if node.message.tool_calls else "stop")
+        row: JsonObject = {
+            "messages": prompt,
+            "response": _response_of(f"{trajectory.id}-{index}", model, answer, finish, int(at)),
+            "args": [],
+            "kwargs": {"tools": [*trajectory.tools]} if trajectory.tools else {},
+            "timestamp": at,
+            "cost": None,
+        }
+        yield f"{safe_name(trajectory.task.id)}/{trajectory.id}/{safe_name(model)}-{number:05d}.json", row
+
+
+def read_completions(path: Path) -> Units:
+    """``llm_completions`` itself, or the folder of one instance."""
+    folders: dict[Path, list[Path]] = {}
+    for file in files_below(path, (".json",)):
+        folders.setdefault(file.parent, []).append(file)
+    return (Unit(str(each), partial(_from_calls, each.name, own)) for each, own in sorted(folders.items()))
+
+
+class _Call(NamedTuple):
+    """A call of the model."""
+
+    at: float
+    prompt: Sequence[Message]
+    answer: RecordMessage
+    model: str | None
+    tools: tuple[JsonObject, ...]
+
+
+def _from_calls(instance: str, files: Sequence[Path]) -> Imported:
+    # Files are named after the time, which is not a number of fixed length.
+    calls = sorted(map(_read_call, files), key=lambda call: call.at)
+    # Other conversations than the one with the most calls are a condenser's.
+    main = Counter(call.prompt[0] for call in calls).most_common(1)[0][0]
+    tree, model = EpisodeTree(), None
+    for call in calls:
+        model = call.model or model
+        if call.prompt[0] != main:
+            answer = Completion(message=plain_message(call.answer), policy=policy_of(model))
+            tree.aside([*map(plain_message, call.prompt)], answer, CONDENSATION)
+            continue
+        tree.tools, at = tree.tools or call.tools, None
+        for message in call.prompt:
+            at = _follow(tree, at, plain_message(message))
+        tree.head = at
+        say(tree, call.answer, policy_of(model))
+    path = set(tree.path())
+    for at, node in enumerate(tree.nodes):
+        if node.sampled and at not in path and KIND not in node.metadata:
+            # The host went on from it.
+            node.metadata[ACTED] = True
+    task, times = task_of(tree.messages(), SWE, instance), Times(started=calls[0].at, finished=calls[-1].at)
+    return finished(tree, "llm-completions", task, model=model, evidence={"calls": len(calls)}, times=times)
+
+
+def _read_call(file: Path) -> _Call:
+    record = Record(read_document(file))
+    with within(str(file)):
+        kwargs, response = record.record("kwargs"), record.record("response")
+        answer = _answer(response, "response")
+        # Of a model that V1 prompts with text ``messages`` has the text.
+        if not (prompt := record.messages("raw_messages") or record.messages("messages")):
+            raise ExchangeError("messages: is empty")
+        offered = (kwargs if "tools" in kwargs.fields else record).records("tools")
+        at, model = times_of([record.get("timestamp")]).started, kwargs.text("model") or response.text("model")
+        return _Call(at, prompt, answer, model, tuple(_read_tool(tool.fields) for tool in offered))
+
+
+def _follow(tree: EpisodeTree, at: int | None, message: Message) -> int:
+    """The node below ``at`` with ``message``: a known one, or a new one."""
+    same = next((child for child in reversed(tree.children(at)) if _alike(tree.nodes[child].message, message)), None)
+    if same is None:
+        tree.head = at
+        return say(tree, message, None)
+    if (node := tree.nodes[same]).sampled and node.message != message:
+        node.metadata[REPLAYED_AS] = message.model_dump(mode="json", exclude_defaults=True)
+    return same
+
+
+def _alike(known: Message, message: Message) -> bool:
+    """Equal, but for white space around the text and an empty text that is null elsewhere."""
+    one, other = ({**dict(each), "content": (each.content or "").strip(), "name": None} for each in (known, message))
+    return one == other
+
+
+# --- Events of V1
+
+V1_EVENTS = "v1-events"
+_STATE, _EVENTS, _SUB_AGENTS = "base_state.json", "events", "subagents"
+_NOT_SAMPLED = "not-sampled-"
+"""Begins the ``llm_response_id`` of an answer that is no completion of its own: one that is logged again."""
+_STATUS = {StopReason.TERMINATED: "finished", StopReason.ERROR: "error"}
+_ERROR_HEADER = "[An error occurred during execution.]\n"
+_RESULTS = {"ObservationEvent", "UserRejectObservation", "AgentErrorEvent"}
+_SPOKEN = _RESULTS | {"SystemPromptEvent", "MessageEvent", "ActionEvent"}
+
+
+def recognises_v1(row: Mapping[str, JsonValue]) -> bool:
+    """By its kind and its source."""
+    kind = str(row.get("kind"))
+    return "source" in row and (kind in _SPOKEN or kind.startswith("Condensation") or kind.endswith("Event"))
+
+
+def is_conversation(path: Path) -> bool:
+    """Whether a folder is a stored conversation of V1, or has some in it."""
+    return path.is_dir() and bool(_conversations(path))
+
+
+def read_conversations(path: Path) -> Units:
+    """A conversation's folder, a folder of such folders, or files with all events of a conversation each."""
+    if path.is_dir() and (folders := _conversations(path)):
+        return (Unit(str(folder), partial(_from_folder, folder)) for folder in folders)
+    return (Unit(str(file), partial(_from_file, file)) for file in files_below(path, (".jsonl", ".json", ".jsonl.gz")))
+
+
+def _conversations(path: Path) -> list[Path]:
+    return sorted(each.parent for each in path.rglob(_EVENTS) if each.is_dir())
+
+
+def _from_folder(folder: Path) -> Imported:
+    # The names are numbered with leading zeros.
+    files = sorted((folder / _EVENTS).glob("event-*.json"))
+    if not files:
+        raise ExchangeError(f"{folder / _EVENTS}: there is no event in it")
+    return _episode(folder, folder.name, [read_document(file) for file in files])
+
+
+def _from_file(file: Path) -> Imported:
+    name = re.sub(r"\.(json|jsonl)(\.gz)?$", "", file.name)
+    name = name if name != _EVENTS else file.absolute().parent.name
+    return _episode(file.parent, name, [row.read() for row in rows_of(file)])
+
+
+def _episode(folder: Path, name: str, events: Sequence[JsonObject]) -> Imported:
+    if not any(map(recognises_v1, events)):
+        raise ExchangeError("there is no event of OpenHands' SDK in it")
+    # Secrets and settings in it are not read.
+    state = Record(read_document(folder / _STATE) if (folder / _STATE).is_file() else {})
+    model = state.record("agent").record("llm").read(str, "model")
+    tree = read_events(events, policy_of(model), state.read(str, "leaf_event_id"))
+    # Sub-agents are no samples of the run's tasks.
+    run_id = sub_agents_run(UNKNOWN) if folder.parent.name == _SUB_AGENTS else None
+    stop = {"stuck": StopReason.TRUNCATED, "finished": StopReason.TERMINATED}.get(state.text("execution_status"))
+    errors = [Record(event) for event in events if event.get("kind") == "ConversationErrorEvent"]
+    failure: Failure | None = None
+    # A conversation that went on after an error is no failure.
+    if errors and stop is None:
+        code, stop = errors[-1].text("code"), StopReason.MAX_TURNS
+        if code != "MaxIterationsReached":
+            failure = _failure(f"{code}: {errors[-1].text('detail')}", "openhands.conversation")
+            stop = StopReason.ERROR
+    condensed = sum(event.get("kind") == "Condensation" for event in events)
+    return finished(
+        tree,
+        V1_EVENTS,
+        task_of(tree.messages(), "openhands", state.text("id") or name),
+        stop,
+        model=model,
+        run_id=run_id,
+        evidence=present(condensations=condensed or None),
+        failure=failure,
+        times=times_of(event.get("timestamp") for event in events),
+    )
+
+
+def read_events(events: Sequence[JsonValue], policy: PolicyRef, leaf: str | None = None) -> EpisodeTree:
+    """The events of V1 in order; ``leaf`` is the one at which the conversation stands, by default the last one.
+
+    Raises ``ExchangeError`` that names the event.
+    """
+    reader = _Conversation(policy)
+    for number, event in enumerate(events):
+        with within(f"event {number}"):
+            reader.take(Record(event))
+    reader.tree.head = reader.places.get(leaf or "", reader.tree.head)
+    return reader.tree
+
+
+class _Conversation:
+    """``places``: event -> the node at which the conversation stood after it."""
+
+    def __init__(self, policy: PolicyRef) -> None:
+        self.tree = EpisodeTree()
+        self.places: dict[str, int | None] = {}
+        self._policy = policy
+        self._answers: dict[str, int] = {}
+        # Node -> the events that it was read from.
+        self._events: dict[int, list[str]] = {}
+
+    def take(self, event: Record) -> None:
+        """Add the event's message below the event that it names, or below the last one."""
+        identity, kind = event.text("id"), event.text("kind")
+        if (parent := event.text("parent_id")) in self.places:
+            self.tree.head = self.places[parent]
+        if kind == "SystemPromptEvent":
+            self.tree.tools = self.tree.tools or tuple(_read_tool(tool.fields) for tool in event.records("tools"))
+            parts = (event.record(name).text("text") for name in ("system_prompt", "dynamic_context"))
+            say(self.tree, Message(role="system", content=_join(parts) or ""), None)
+        elif kind == "MessageEvent":
+            message = chat_message(_as_wire(event.record("llm_message").fields))
+            if added := _part_texts(event, "extended_content"):
+                message = message.model_copy(update={"content": _join([message.content or "", *added])})
+            self._say(event, message)
+        elif kind == "ActionEvent":
+            self._act(event)
+        elif kind in _RESULTS:
+            content = _join([*_result(event, kind), *_part_texts(event, "extended_content")])
+            called, name = event.text("tool_call_id"), event.read(str, "tool_name")
+            say(self.tree, Message(role="tool", content=content, tool_call_id=called, name=name or None), None)
+        elif kind == "Condensation":
+            self._condense(event)
+        head = self.places[identity] = self.tree.head
+        if head is not None and kind in _SPOKEN:
+            self._events.setdefault(head, []).append(identity)
+
+    def _say(self, event: Record, message: Message) -> None:
+        """Append a message; an answer that was forgotten and is logged again was sampled once."""
+        response = event.text("llm_response_id")
+        again = response in self._answers or response.startswith(_NOT_SAMPLED)
+        at = say(self.tree, message, self._policy if message.role == "assistant" and not again else None)
+        if response:
+            self._answers[response] = at
+
+    def _act(self, event: Record) -> None:
+        if not event.get("tool_call"):
+            raise ExchangeError("tool_call: is required")
+        # Missing fields of the call are those of the event.
+        own: JsonObject = {"id": event.text("tool_call_id"), "name": event.text("tool_name")}
+        call: JsonObject = {**own, **without_nulls(event.record("tool_call").fields)}
+        names = ("reasoning_content", "thinking_blocks", "responses_reasoning_item")
+        wire: JsonObject = {"role": "assistant", "content": _join(_part_texts(event, "thought")), "tool_calls": [call]}
+        message = chat_message(_as_wire({**wire, **{name: event.get(name) for name in names}}))
+        known = self._answers.get(event.text("llm_response_id"))
+        if known is None or known not in self.tree.path():
+            self._say(event, message)
+            return
+        # Each call of a response is an event of its own.
+        node = self.tree.nodes[known]
+        calls = (*node.message.tool_calls, *message.tool_calls)
+        node.message = node.message.model_copy(update={"tool_calls": calls})
+
+    def _condense(self, event: Record) -> None:
+        """Go on as the SDK does: without the events that are forgotten, and with the summary in their place."""
+        nodes, path = self.tree.nodes, self.tree.path()
+        forgotten, summary = {*map(str, event.read(list, "forgotten_event_ids") or ())}, event.read(str, "summary")
+        # The events that the model sees, each with its node; the summary has none yet.
+        view: list[tuple[str, int | None]] = []
+        view += ((each, at) for at in path for each in self._events.get(at, ()) if each not in forgotten)
+        if summary is not None and (offset := event.read(int, "summary_offset")) is not None:
+            view.insert(offset, (f"{event.text('id')}-summary", None))
+        kept = [*dict.fromkeys(at for _, at in view)]
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, kept, strict=False)))
+        for at in path[same:]:
+            if nodes[at].sampled:
+                nodes[at].metadata[ACTED] = True
+        self.tree.head = path[same - 1] if same else None
+        for at in kept[same:]:
+            message = Message(role="user", content=summary) if at is None else nodes[at].message
+            self.tree.head = self.tree.append(message)
+            self._events[self.tree.head] = [each for each, held in view if held == at]
+
+
+def _result(event: Record, kind: str) -> list[str]:
+    if kind == "AgentErrorEvent":
+        return [event.text("error")]
+    if kind == "UserRejectObservation":
+        return [f"Action rejected: {event.text('rejection_reason')}"]
+    observation = event.record("observation")
+    text, metadata = text_of(_parts(observation.get("content"))) or "", observation.get("metadata")
+    header = [_ERROR_HEADER] if observation.get("is_error") else []
+    return [*header, _shell_result(text, metadata) if isinstance(metadata, dict) else text]
+
+
+def _read_tool(given: JsonObject) -> JsonObject:
+    """A logged tool as an OpenAI tool; its name is that of its class, and its parameters only MCP tools have."""
+    tool = without_nulls(given)
+    if "function" in tool:
+        return tool
+    mcp, kind = object_at(tool, "mcp_tool"), str(tool.get("kind", ""))
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind).lower().removesuffix("_tool")
+    name = str(mcp.get("name") or tool.get("name") or snake)
+    about = present(description=tool.get("description"), parameters=mcp.get("inputSchema"))
+    return {"type": "function", "function": {"name": name, **about}}
+
+
+def _as_wire(message: JsonObject) -> JsonObject:
+    """The SDK's message as OpenAI's; it has the reasoning of OpenAI's Responses in an item of its own."""
+    blocks, item = message.get("thinking_blocks"), message.get("responses_reasoning_item")
+    thoughts = blocks if isinstance(blocks, list) else []
+    thoughts = [*thoughts, {**item, "type": "reasoning"}] if isinstance(item, dict) else thoughts
+    return {**message, "content": _parts(message.get("content")), "thinking_blocks": thoughts}
+
+
+def _parts(content: JsonValue) -> JsonValue:
+    """The SDK's images as the model is sent them: a part each."""
+    if not isinstance(content, list):
+        return content
+    shown = ((part, at_path(part, "image_urls")) for part in content)
+    image: JsonValue = {"type": "image_url"}
+    return [each for part, urls in shown for each in ([image] * len(urls) if isinstance(urls, list) else [part])]
+
+
+def _part_texts(event: Record, name: str) -> list[str]:
+    return [part.text("text") for part in event.records(name)]
+
+
+def _join(parts: Iterable[str]) -> str | None:
+    return "\n".join(filter(None, parts)) or None
+
+
+def v1_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
+    """A file for each event, and the state's, in the folders that the SDK stores a conversation in.
+
+    Raises ``LeftOutError`` without a message.
+    """
+    if not trajectory.path():
+        raise LeftOutError("there is no message in it")
+    name = f"{safe_name(trajectory.task.id)}/{trajectory.id}"
+    yield (
+        f"{name}/{_STATE}",
+        {
+            "id": named_identity(trajectory.id),
+            "agent": {"kind": "Agent", "llm": {"model": trajectory.policy.served_name}},
+            "execution_status": _STATUS.get(trajectory.stop, "paused"),
+        },
+    )
+    # No event names the one before: SDK 1.15 has no field for it.
+    for number, event in enumerate(_stamped(trajectory, _events_of_v1(trajectory))):
+        yield f"{name}/{_EVENTS}/event-{number:05d}-{event['id']}.json", event
+
+
+def _events_of_v1(trajectory: Trajectory) -> list[JsonObject]:
+    """The events of every answer that was executed, each below the prompt that it answered."""
+    events: list[JsonObject] = []
+    actions: dict[str, tuple[str, str]] = {}
+    # The nodes that the SDK would show the model after the events so far, each with its events.
+    view: list[tuple[int, list[JsonObject]]] = []
+    answered = [trajectory.path(at) for at in trajectory.acted()]
+    for path in (*answered, trajectory.path()):
+        same = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(view, path, strict=False)))
+        if gone := [event["id"] for _, logged in view[same:] for event in logged]:
+            identity = named_identity(trajectory.id, "condensation", str(len(events)))
+            about: JsonObject = {"kind": "Condensation", "source": "environment", "llm_response_id": identity}
+            events.append({"id": identity, **about, "forgotten_event_ids": gone, "summary": None})
+        del view[same:]
+        for at in path[same:]:
+            logged = list(_logged(trajectory, at, actions))
+            events += logged
+            view.append((at, logged))
+    return events
+
+
+def _logged(trajectory: Trajectory, at: int, actions: dict[str, tuple[str, str]]) -> Iterator[JsonObject]:
+    """The events of a node's message; ``actions``: call -> the event that made it, and its function."""
+    node, identity = trajectory.nodes[at], named_identity(trajectory.id, str(at))
+    message = node.message
+    content: list[JsonValue] = [{"type": "text", "text": message.content}] if message.content else []
+    reasoned = {name: text for name, text in node.metadata.items() if name == "reasoning_content"}
+    response = identity if node.sampled else f"{_NOT_SAMPLED}{identity}"
+    about: JsonObject = {"id": identity, "source": "user" if message.role == "user" else "agent"}
+    if message.role == "system":
+        prompt: JsonObject = {"type": "text", "text": message.content or ""}
+        yield {**about, "kind": "SystemPromptEvent", "tools": [*map(_tool, trajectory.tools)], "system_prompt": prompt}
+    elif message.role == "tool":
+        action, name = actions.get(message.tool_call_id or "", (UNKNOWN, UNKNOWN))
+        name = message.name or name
+        result: JsonObject = {"kind": "MCPToolObservation", "content": content, "is_error": False, "tool_name": name}
+        called: JsonObject = {"action_id": action, "tool_call_id": message.tool_call_id or "", "tool_name": name}
+        about |= {"source": "environment"}
+        yield {**about, "kind": "ObservationEvent", **called, "observation": result}
+    elif not message.tool_calls:
+        wire: JsonObject = {"role": message.role, "content": content, **reasoned}
+        answered = {} if message.role == "user" else {"llm_response_id": response}
+        yield {**about, "kind": "MessageEvent", "llm_message": wire, **answered}
+    for number, call in enumerate(message.tool_calls):
+        own = named_identity(trajectory.id, str(at), str(number))
+        actions[call.id] = (own, call.name)
+        # The text before the calls stands in the first event.
+        first: JsonObject = {"thought": content, **reasoned} if number == 0 else {"thought": []}
+        made: JsonObject = {**call.model_dump(), "origin": "completion"}
+        named: JsonObject = {"tool_name": call.name, "tool_call_id": call.id, "tool_call": made, "action": None}
+        yield {**about, "id": own, "kind": "ActionEvent", **first, **named, "llm_response_id": response}
+
+
+def _tool(tool: JsonObject) -> JsonObject:
+    function = object_at(tool, "function")
+    described = str(function.get("description") or "")
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    return {
+        "kind": "MCPToolDefinition",
+        "description": described,
+        "action_type": "MCPToolAction",
+        "observation_type": "MCPToolObservation",
+        "mcp_tool": {"name": function.get("name"), "description": described, "inputSchema": schema},
+    }
