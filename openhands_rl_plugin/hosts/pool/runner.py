@@ -40,7 +40,7 @@ from openhands_rl_plugin.rollout.session import failed_episode
 # Seconds beyond an episode's time limit, which the worker enforces: to start the worker (importing OpenHands takes ten
 # on an idle machine, and a cluster may have to start a machine first), and to open, close and store the session.
 _TIME_BEYOND_LIMIT = 600.0
-# Seconds for a worker to close its sessions; one takes up to five (``_CLOSE_PATIENCE`` of a host's runner).
+# Seconds for a worker to close its sessions.
 _CLOSE_TIMEOUT = 10.0
 # Seconds without an episode after which the workers are ended. A worker holds half a gigabyte, and starts anew in ten
 # seconds: it does not wait through a training step, or beside the pool of an evaluation.

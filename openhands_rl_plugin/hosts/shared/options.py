@@ -16,12 +16,13 @@ class HostOptions(Frozen):
     """How a host runs its sessions.
 
     ``environment_mode``: the model sees only an environment's observations; else it works in a workspace with
-    OpenHands' own tools. ``sessions`` limits concurrent sessions (default: ``[rl] max_workers``),
-    ``command_timeout`` is in seconds. ``agent`` is ``RLAgent`` or an agent of OpenHands, which does not use the
-    strategy. ``token_ids``: request token ids and logprobs, which some servers reject. ``stuck_detection`` is
-    OpenHands' own. ``replies``: what a simulated user replies to each message without a tool call, the last of them
-    from then on (default: OpenHands' own text). ``condenser`` is a section ``[agent.NAME.condenser]`` of OpenHands,
-    whose model is the policy; by default there is none, so that every prompt is a prefix of the next one.
+    OpenHands' own tools. ``sessions``: how many a worker of a pool runs at a time (default: ``[rl] max_workers``
+    divided by the workers). ``command_timeout`` is in seconds. ``agent`` is ``RLAgent`` or an agent of OpenHands, which
+    does not use the strategy. ``token_ids``: request token ids and logprobs, which some servers reject.
+    ``stuck_detection`` is OpenHands' own. ``replies``: what a simulated user replies to each message without a tool
+    call, the last of them from then on (default: OpenHands' own text). ``condenser`` is a section
+    ``[agent.NAME.condenser]`` of OpenHands, whose model is the policy; by default there is none, so that every prompt
+    is a prefix of the next one.
     """
 
     environment_mode: bool = True

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 from pydantic import SecretStr
@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_engine, make_environment, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, unknown_name
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Limits, StopReason, Trajectory
@@ -33,21 +34,23 @@ ITERATIONS_A_TURN = 4
 """Of OpenHands: one, or several with several tool calls, a summary, or an answer that cannot be read."""
 
 
-class HostSession(ABC):
-    """One session of a host, for one episode of a runner. ``ended``: it has ended, or a part of it has failed.
+type End = Failure | RLError | StopReason | None
+"""Why a session ended: a failure, what must stop the run, a limit, or (``None``) what its host's state says."""
 
-    ``open``, ``conclude`` and ``close`` block and are called on threads; the constructor on the event loop.
+
+class HostSession(ABC):
+    """One session of a host, for one episode of a runner. ``ended`` has its ``End``.
+
+    ``open``, ``conclude`` and ``close`` block and are called on threads.
     """
 
     def __init__(self, episode: Session, options: HostOptions, sid: str) -> None:
         self._episode = episode
         self._options = options
         self._sid = sid
-        self._loop = asyncio.get_running_loop()
-        self.ended = asyncio.Event()
+        self.ended = Future[End]()
         # ``close`` waits for an ``open`` that is still running.
         self._opening = threading.Lock()
-        self._end: Failure | RLError | str | None = None
 
     def open(self) -> None:
         """Create the session and give it the task. Raises ``CaughtFailure``."""
@@ -55,15 +58,19 @@ class HostSession(ABC):
         with self._opening, boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
             self._start(task.instruction or task.id)
 
-    def conclude(self, *, timed_out: bool = False, failure: Failure | None = None) -> Trajectory:
-        """The episode's trajectory. Raises the ``RLError`` that ended the session, if it must stop the run."""
+    def finish(self, end: End) -> None:
+        """The session has ended, or a part of it has failed. Only the first reason counts."""
+        with suppress(InvalidStateError):
+            self.ended.set_result(end)
+
+    def conclude(self) -> Trajectory:
+        """The trajectory of the ended episode. Raises the ``RLError`` that ended it, if it must stop the run."""
         self._cancel()
-        episode, end = self._episode, self._end
-        if (error := episode.error or (end if isinstance(end, RLError) else None)) is not None:
-            raise error
-        failure = failure or (end if isinstance(end, Failure) else None)
-        stop, failure = self._reason(timed_out, None if timed_out else failure)
-        return end_episode(self._sid, episode, stop, failure, last_error=self._last_error())
+        end = self._episode.error or self.ended.result()
+        if isinstance(end, RLError):
+            raise end
+        stop, failure, last_error = self._reason(end)
+        return end_episode(self._sid, self._episode, stop, failure, last_error=last_error)
 
     def close(self) -> None:
         """Release the session, and wait until its threads have finished their current call."""
@@ -71,12 +78,6 @@ class HostSession(ABC):
             # After opening: before, the runtime may not be registered.
             self._cancel()
             self._release()
-
-    def _finish(self, end: Failure | RLError | str) -> None:
-        """The session has ended, by a failure or in a state of the host. Only the first reason counts."""
-        if self._end is None:
-            self._end = end
-        self._loop.call_soon_threadsafe(self.ended.set)
 
     def _reply(self, said: int, otherwise: str) -> str:
         """What the simulated user says, after so many replies."""
@@ -91,11 +92,8 @@ class HostSession(ABC):
         """End a decision that is under way."""
 
     @abstractmethod
-    def _reason(self, timed_out: bool, failure: Failure | None) -> tuple[StopReason | None, Failure | None]:
-        """Why the episode ended; ``None``: as its agent noted."""
-
-    @abstractmethod
-    def _last_error(self) -> str: ...
+    def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
+        """Why the episode ended (``None``: as its agent noted), its failure, and the host's last error."""
 
     @abstractmethod
     def _release(self) -> None: ...
@@ -119,18 +117,18 @@ def llm_settings(settings: RLSettings, options: HostOptions, served: str, limits
     }
 
 
-_UNUSED = "StandardReAct"
-# Seconds to wait for a session's threads. They end at once, except during a model call; then they end by themselves.
-_CLOSE_PATIENCE = 5.0
-
-
-class SessionHostRunner(ABC):
-    """An ``EpisodeRunner`` over sessions of a host in this process.
+class SessionHostRunner:
+    """An ``EpisodeRunner`` over sessions of a host in this process. Its caller limits how many run side by side.
 
     With a ``storage``, which is used on the event loop that ``run`` is called on, episodes are stored while they run.
     An unfinished one is dropped and restarted, because a host's state cannot be restored exactly. Raises
     ``ConfigError`` when ``[rl.serving]`` has no server or model, or the strategy cannot be created.
+
+    A host sets ``session``, which makes the session of an episode, and ``agents``, the names that can be asked for.
     """
+
+    session: Callable[[Session, HostOptions], HostSession]
+    agents: Callable[[], Sequence[str]]
 
     def __init__(
         self, settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
@@ -142,79 +140,49 @@ class SessionHostRunner(ABC):
         self._spec = self._options.strategy_spec(settings)
         if "LOG_LEVEL" not in os.environ:
             logging.getLogger("openhands").setLevel(logging.ERROR)
-        if self._options.agent not in (agents := self._agents()):
+        if self._options.agent not in (agents := self.agents()):
             raise ConfigError(unknown_name("agent", self._options.agent, agents))
         if settings.workspace.isolation != "none":
             check_bubblewrap()
         self._make_strategy()
-        sessions = self._options.sessions or settings.max_workers
-        self._gate = asyncio.Semaphore(sessions)
-        # Opening and closing block; twice the sessions, because some may still be closing.
-        self._threads = ThreadPoolExecutor(2 * sessions, thread_name_prefix="rl-session")
-        self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
-        async with self._gate:
-            episode = Session(
-                request,
-                self._settings,
-                strategy=self._make_strategy(),
-                strategy_spec=self._spec,
-                base_model=self._settings.serving.model,
-                environment_mode=False,
-                workspace=workspace,
-                token_ids=self._options.token_ids,
-            )
-            if self._storage is not None:
-                episode.keep_in(self._storage, asyncio.get_running_loop())
-            session = self._session(episode)
+        episode = Session(
+            request,
+            self._settings,
+            strategy=self._make_strategy(),
+            strategy_spec=self._spec,
+            base_model=self._settings.serving.model,
+            environment_mode=False,
+            workspace=workspace,
+            token_ids=self._options.token_ids,
+        )
+        if self._storage is not None:
+            episode.keep_in(self._storage, asyncio.get_running_loop())
+        session = self.session(episode, self._options)
+        try:
             try:
-                trajectory = await self._run_session(session, episode.limits.timeout)
-                await episode.end(trajectory)
-                return trajectory
-            finally:
-                await self._release(session)
+                async with asyncio.timeout(episode.limits.timeout):
+                    await asyncio.to_thread(session.open)
+                    await asyncio.shield(asyncio.wrap_future(session.ended))
+            except TimeoutError:
+                session.finish(StopReason.TIMEOUT)
+            except CaughtFailure as caught:
+                session.finish(caught.failure)
+            trajectory = await asyncio.to_thread(session.conclude)
+            await episode.end(trajectory)
+            return trajectory
+        finally:
+            await shielded(asyncio.to_thread(session.close))
 
     async def close(self) -> None:
-        """Wait for the sessions that are still closing, and end the threads."""
-        await asyncio.gather(*self._closing)
-        await asyncio.to_thread(self._threads.shutdown)
-
-    @abstractmethod
-    def _agents(self) -> Sequence[str]:
-        """The names of the agents that can be asked for."""
-
-    @abstractmethod
-    def _session(self, episode: Session) -> HostSession:
-        """A session for one episode, not opened. Called on the event loop."""
-
-    async def _run_session(self, session: HostSession, timeout: float | None) -> Trajectory:
-        timed_out, failure = False, None
-        try:
-            async with asyncio.timeout(timeout):
-                await self._in_thread(session.open)
-                await session.ended.wait()
-        except TimeoutError:
-            timed_out = True
-        except CaughtFailure as caught:
-            failure = caught.failure
-        return await self._in_thread(lambda: session.conclude(timed_out=timed_out, failure=failure))
+        """Does nothing: no resource outlives an episode."""
 
     def _make_strategy(self) -> Strategy:
         # An agent of OpenHands uses no strategy; its episode has the simplest one.
         stock = self._options.agent != RL_AGENT
-        return registry.build("strategies", _UNUSED if stock else self._spec.name, self._spec.options)
-
-    async def _release(self, session: HostSession) -> None:
-        closing = asyncio.create_task(self._in_thread(session.close))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-        await asyncio.wait({closing}, timeout=_CLOSE_PATIENCE)
-
-    async def _in_thread[T](self, call: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
+        return registry.build("strategies", "StandardReAct" if stock else self._spec.name, self._spec.options)
 
 
 def require_server(settings: RLSettings) -> None:
@@ -242,7 +210,6 @@ class EnvironmentSessions(SessionRunner):
         engine_options = {"token_ids": options.token_ids, **settings.engine_options}
         served = settings.model_copy(update={"engine": "openai", "engine_options": engine_options})
         base_model, base_url = settings.serving.model, settings.serving.base_url
-        self._gate = asyncio.Semaphore(options.sessions or settings.max_workers)
         self._engines = engines = dict[str, Any]()
 
         def engine_for(request: EpisodeRequest) -> LLMEngine:
@@ -265,8 +232,7 @@ class EnvironmentSessions(SessionRunner):
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
-        async with self._gate:
-            return await super().run(request)
+        return await super().run(request)
 
     async def close(self) -> None:
         """Close the connections to the model server."""

@@ -31,6 +31,7 @@ from openhands.core.config import AgentConfig
 from openhands.core.exceptions import FunctionCallConversionError, FunctionCallValidationError
 from openhands.core.logger import openhands_logger
 from openhands.core.message import Message
+from openhands.core.schema import AgentState
 from openhands.events import EventSource
 from openhands.events.action import (
     Action,
@@ -229,7 +230,7 @@ class RLAgent(CodeActAgent):
             return
         if self._session is not None:
             self._session.cancel(_last_event(self._state))
-        self._end(*controller_end(self._state.agent_state.value, self._state.last_error))
+        self._end(*controller_end(self._state))
 
     def get_system_message(self) -> SystemMessageAction | None:
         """CodeAct's message, or the compact one; ``None`` in environment mode, where the environment begins the
@@ -521,20 +522,24 @@ def record_agent(agent: Agent, session: Session) -> None:
     agent.step = step
 
 
-def controller_end(agent_state: str, last_error: str) -> tuple[StopReason, Failure | None]:
-    """Why a controller stopped without the agent finishing, from its state ("error", "stopped") and last error.
+def controller_end(state: State) -> tuple[StopReason | None, Failure | None]:
+    """Why a controller stopped; ``None``: as the agent noted.
 
     Reaching one of OpenHands' own limits is a regular end of an episode; anything else is a failure.
     """
-    error = last_error.lower()
+    last, error = state.agent_state, state.last_error.lower()
+    if last in (AgentState.FINISHED, AgentState.REJECTED):
+        return None, None
+    if last == AgentState.AWAITING_USER_INPUT:
+        return StopReason.NO_ACTION, None
     if "maximum iteration" in error:
         return StopReason.MAX_TURNS, None
     if "maximum budget" in error or "stuckinloop" in error:
         return StopReason.TRUNCATED, None
     ended = "it was stopped before the agent had finished"
-    message = (last_error or (ended if agent_state == "stopped" else f"the controller ended in {agent_state!r}"))[:500]
-    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=message, boundary="openhands.controller")
-    return StopReason.ERROR, failure
+    ended = ended if last == AgentState.STOPPED else f"the controller ended in {last.value!r}"
+    message = (state.last_error or ended)[:500]
+    return None, Failure(kind=FailureKind.INFRASTRUCTURE, message=message, boundary="openhands.controller")
 
 
 def _undated(event: Event) -> Event:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
 from typing import Any, cast
 
 from openhands.agenthub import Agent
 from openhands.controller import AgentController
+from openhands.controller.state.state import State
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig, SandboxConfig
 from openhands.core.config.condenser_config import create_condenser_config
 from openhands.core.main import auto_continue_response
@@ -51,45 +52,34 @@ from openhands_rl_plugin.session.session import Session
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
 
 
-class ControllerRunner(SessionHostRunner):
-    """An ``EpisodeRunner`` over real OpenHands sessions in this process, which work in workspaces."""
-
-    def _agents(self) -> Sequence[str]:
-        return Agent.list_agents()
-
-    def _session(self, episode: Session) -> HostSession:
-        config = controller_config(
-            self._settings,
-            self._options,
-            model=episode.request.served_model,
-            limits=episode.limits,
-            sampling=episode.sampling_for(None, 0),
-        )
-        return ControllerSession(episode, self._options, f"rl-{uuid.uuid4().hex[:24]}", config)
-
-
 class ControllerSession(HostSession):
     """Runs one episode by OpenHands' controller."""
 
-    def __init__(self, episode: Session, options: HostOptions, sid: str, config: OpenHandsConfig) -> None:
-        super().__init__(episode, options, sid)
-        self._config = config
+    def __init__(self, episode: Session, options: HostOptions) -> None:
+        super().__init__(episode, options, f"rl-{uuid.uuid4().hex[:24]}")
         self._stream: SessionEventStream | None = None
         self._runtime: WorkspaceRuntime | None = None
         self._controller: AgentController | None = None
 
     def _start(self, instruction: str) -> None:
-        llms = LLMRegistry(self._config)
+        episode = self._episode
+        config = controller_config(
+            episode.settings,
+            self._options,
+            model=episode.request.served_model,
+            limits=episode.limits,
+            sampling=episode.sampling_for(None, 0),
+        )
+        llms = LLMRegistry(config)
         stats = ConversationStats(None, self._sid, None)
         llms.subscribe(stats.register_llm)
-        agent = create_agent(self._config, llms)
+        agent = create_agent(config, llms)
         if not isinstance(agent, RLAgent):
-            record_agent(agent, self._episode)
-        stream = self._stream = SessionEventStream(self._sid, self._finish, self._on_state)
+            record_agent(agent, episode)
+        stream = self._stream = SessionEventStream(self._sid, self.finish, self._on_state)
         runtime = self._runtime = WorkspaceRuntime(
-            config=self._config, event_stream=stream, llm_registry=llms, sid=self._sid, headless_mode=True
+            config, stream, llms, self._sid, status_callback=self._on_status, headless_mode=True
         )
-        runtime.status_callback = self._on_status
         asyncio.run(runtime.connect())
         memory: Any = SessionMemory(stream, self._sid)
         memory.set_runtime_status = partial(self._on_status, "error")
@@ -97,7 +87,7 @@ class ControllerSession(HostSession):
         memory.set_runtime_info(runtime, {}, str(runtime.workspace_root))
         memory.load_user_workspace_microagents(runtime.get_microagents_from_selected_repo(None))
         self._controller = AgentController(
-            agent=agent, conversation_stats=stats, iteration_delta=self._config.max_iterations, event_stream=stream
+            agent=agent, conversation_stats=stats, iteration_delta=config.max_iterations, event_stream=stream
         )
         stream.add_event(MessageAction(content=instruction), EventSource.USER)
 
@@ -110,20 +100,12 @@ class ControllerSession(HostSession):
         if self._stream is not None:
             self._stream.close()
 
-    def _reason(self, timed_out: bool, failure: Failure | None) -> tuple[StopReason | None, Failure | None]:
-        if timed_out or failure is not None:
-            return (StopReason.TIMEOUT if timed_out else StopReason.ERROR), failure
-        state = self._end
-        if not isinstance(state, str) or state in (AgentState.FINISHED, AgentState.REJECTED):
-            return None, None
-        if state == AgentState.AWAITING_USER_INPUT:
-            return StopReason.NO_ACTION, None
-        stop, failure = controller_end(state, self._last_error())
-        # The agent's failure has its kind; OpenHands keeps only a line of text.
-        return stop, failure and (self._episode.failure or failure)
-
-    def _last_error(self) -> str:
-        return self._controller.state.last_error if self._controller is not None else ""
+    def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
+        state = self._controller.state if self._controller is not None else State()
+        if isinstance(end, Failure):
+            return None, end, state.last_error
+        stop, failure = controller_end(state) if end is None else (end, None)
+        return stop, failure, state.last_error
 
     def _on_state(self) -> None:
         assert self._controller is not None
@@ -133,13 +115,20 @@ class ControllerSession(HostSession):
             text = self._reply(len(users) - 1, auto_continue_response(state))
             self._controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
         elif state.agent_state in _ENDS:
-            self._finish(state.agent_state.value)
+            self.finish(None)
 
     def _on_status(self, level: str, status: RuntimeStatus, message: str) -> None:
         """An error of the runtime or of the memory, after which the controller would wait forever."""
         if level == "error":
             what = f"{status.value}: {message}" if message else status.value
-            self._finish(Failure(kind=FailureKind.INFRASTRUCTURE, message=what[:500], boundary="openhands.runtime"))
+            self.finish(Failure(kind=FailureKind.INFRASTRUCTURE, message=what[:500], boundary="openhands.runtime"))
+
+
+class ControllerRunner(SessionHostRunner):
+    """An ``EpisodeRunner`` over real OpenHands sessions in this process, which work in workspaces."""
+
+    session = ControllerSession
+    agents = staticmethod(Agent.list_agents)
 
 
 class SessionEventStream(EventStream):

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import threading
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 from openhands.sdk import LLM, Tool
@@ -17,7 +16,6 @@ from openhands.sdk.event import MessageEvent
 from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from pydantic import ValidationError
 
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
@@ -43,22 +41,12 @@ _STUCK = "Agent got stuck in a loop"
 _PATIENCE = 30.0
 
 
-class ConversationRunner(SessionHostRunner):
-    """An ``EpisodeRunner`` over real conversations of the SDK in this process, which work in workspaces."""
-
-    def _agents(self) -> Sequence[str]:
-        return (RL_AGENT, "Agent")
-
-    def _session(self, episode: Session) -> HostSession:
-        return ConversationSession(self._settings, self._options, episode)
-
-
 class ConversationSession(HostSession):
     """The conversation runs in a thread of its own."""
 
-    def __init__(self, settings: RLSettings, options: HostOptions, episode: Session) -> None:
+    def __init__(self, episode: Session, options: HostOptions) -> None:
         super().__init__(episode, options, str(uuid.uuid4()))
-        self._settings = settings
+        self._settings = episode.settings
         self._agent: RLAgent | None = None
         self._conversation: LocalConversation | None = None
         self._own_folder: Path | None = None
@@ -94,13 +82,14 @@ class ConversationSession(HostSession):
         if (played := self._played) is not None:
             played.cancel()
 
-    def _reason(self, timed_out: bool, failure: Failure | None) -> tuple[StopReason | None, Failure | None]:
-        stop = StopReason.TIMEOUT if timed_out else None
+    def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
+        stop = end if isinstance(end, StopReason) else None
         if (played := self._played) is not None:
             played.end(stop)
-            return stop, None
+            return stop, None, self._last_error()
         missing = Failure(kind=FailureKind.INFRASTRUCTURE, message="the conversation took no step", boundary=BOUNDARY)
-        return stop, None if timed_out else failure or missing
+        failure = None if stop is not None else end if isinstance(end, Failure) else missing
+        return stop, failure, self._last_error()
 
     def _last_error(self) -> str:
         if self._conversation is None:
@@ -127,7 +116,7 @@ class ConversationSession(HostSession):
             remove_tree(self._own_folder)
 
     def _play(self, conversation: LocalConversation) -> None:
-        ended: Failure | RLError | str = ""
+        ended: Failure | RLError | None = None
         try:
             with boundary(FailureKind.INFRASTRUCTURE, BOUNDARY), bind_episode(self._episode):
                 self._run(conversation)
@@ -138,7 +127,7 @@ class ConversationSession(HostSession):
         except asyncio.CancelledError:
             pass  # the episode was ended at its limit, or closed, while a request was under way
         finally:
-            self._finish(ended)
+            self.finish(ended)
 
     def _run(self, conversation: LocalConversation) -> None:
         for said in itertools.count():
@@ -173,3 +162,10 @@ class ConversationSession(HostSession):
             return LLMSummarizingCondenser.model_validate({**wanted, "llm": self._llm("condenser")})
         except ValidationError as error:
             raise ConfigError(f"condenser {self._options.condenser}: {describe(error)}") from error
+
+
+class ConversationRunner(SessionHostRunner):
+    """An ``EpisodeRunner`` over real conversations of the SDK in this process, which work in workspaces."""
+
+    session = ConversationSession
+    agents = staticmethod(lambda: (RL_AGENT, "Agent"))
