@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 from openhands_rl_plugin.core.secrets import SHORTEST_OWN, find_secrets, is_secret_item, own_secrets
@@ -28,6 +29,9 @@ _MOST_PASSES = 4
 _KEPT = frozenset({"id", "trajectory_id", "run_id", "group_id", "tool_call_id"})
 """Fields by which records and calls are found again."""
 
+# Nearly every field of a node is one of these, or a short text that many nodes have: a model's name, a role.
+_WITHOUT_TEXT = frozenset({bool, float, int, type(None), Tokens})
+_SHORT = 64
 
 _own_of_this_block: ContextVar[tuple[str, ...] | None] = ContextVar("own_secrets", default=None)
 
@@ -123,9 +127,14 @@ def _own() -> tuple[str, ...]:
     return tuple(secret for secret in own_secrets() if secret not in REDACTED) if known is None else known
 
 
-def _text(text: str, own: Sequence[str]) -> str:
+def _text(text: str, own: tuple[str, ...]) -> str:
     if len(text) < SHORTEST_OWN:
         return text
+    clean = _searched_short(text, own) if len(text) <= _SHORT else _searched(text, own)
+    return text if clean == text else clean
+
+
+def _searched(text: str, own: tuple[str, ...]) -> str:
     # The text after a secret may be one itself, found only without it.
     for _ in range(_MOST_PASSES):
         parts: list[str] = []
@@ -141,15 +150,23 @@ def _text(text: str, own: Sequence[str]) -> str:
     return text
 
 
-def _clean[Value](value: Value, own: Sequence[str], name: str = "") -> Value:
+_searched_short = lru_cache(4096)(_searched)
+
+
+def _clean[Value](value: Value, own: tuple[str, ...], name: str = "") -> Value:
     """The same without secrets; ``name`` is that of an item of open JSON. The same object when there is none."""
     changed: Any = value
     match value:
         case str():
             changed = REDACTED if name and is_secret_item(name, value) else _text(value, own)
         case Frozen() if not isinstance(value, Tokens):
-            fields = ((key, field, _clean(field, own)) for key, field in value if key not in _KEPT)
-            if changes := {key: clean for key, field, clean in fields if clean is not field}:
+            changes: dict[str, Any] = {}
+            for key, field in vars(value).items():
+                if type(field) in _WITHOUT_TEXT or key in _KEPT:
+                    continue
+                if (clean := _clean(field, own)) is not field:
+                    changes[key] = clean
+            if changes:
                 changed = value.model_copy(update=changes)
         case dict():
             items = [(key, item, _text(key, own), _clean(item, own, key)) for key, item in value.items()]
