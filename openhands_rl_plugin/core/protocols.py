@@ -19,7 +19,6 @@ from openhands_rl_plugin.core.records import (
     EpisodeGrowth,
     EpisodeStart,
     Label,
-    StoreChanges,
     TrajectoryFilter,
     TrajectorySummary,
 )
@@ -336,20 +335,13 @@ class SkipsDamage(Protocol):
 
 @runtime_checkable
 class TellsChanges(Protocol):
-    """A storage that says what has changed. A capability, not a flag; both methods may raise ``StorageError``.
+    """A storage that says whether something has changed. A capability, not a flag. May raise ``StorageError``.
 
     Examples:
         >>> from openhands_rl_plugin import FileTrajectoryStorage
         >>> isinstance(FileTrajectoryStorage("./trajectories"), TellsChanges)
         True
     """
-
-    async def changed_since(self, cursor: str | None) -> StoreChanges:
-        """What happened since; nothing for ``None``. Of unfinished episodes the newest are looked at.
-
-        Raises ``StorageError`` for a cursor that is none of this store's.
-        """
-        ...
 
     async def revision(self, trajectory_id: str | None = None) -> str:
         """A text that is another one when this episode, or anything in the store, has changed."""

@@ -306,8 +306,8 @@ class TrajectoryFilter(Frozen):
     and of which no step was rewarded: no bound matches it, and it comes last in either direction. ``since`` and
     ``until`` bound the time at which the episode finished. Unfinished episodes (no sample of anything yet) are left out
     by default: ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages; so does
-    ``after``, the id of the last episode of the page before, which costs the same on every page (``StorageError`` when
-    that episode is gone). ``contains`` is a text that one of ``SEARCHED`` has in it, upper and lower case apart.
+    ``after``, the id of the last episode of the page before (``StorageError`` when the list has it no more).
+    ``contains`` is a text that one of ``SEARCHED`` has in it, upper and lower case apart.
     """
 
     ids: tuple[str, ...] | None = None
@@ -366,24 +366,3 @@ class TrajectorySummary(Frozen):
     def judged(self) -> float | None:
         """The reward by which it is found and sorted."""
         return None if self.failure else self.episode_return if self.reward is None else self.reward
-
-
-class StoreChanges(Frozen):
-    """What happened in a store since a cursor: ids of episodes, each at most once in a field, and the next ``cursor``.
-
-    ``more``: so much that some is left out; look at everything again.
-    """
-
-    cursor: str
-    began: tuple[str, ...] = ()
-    grew: tuple[str, ...] = ()
-    ended: tuple[str, ...] = ()
-    gone: int = 0
-    scored: tuple[str, ...] = ()
-    labelled: tuple[str, ...] = ()
-    more: bool = False
-
-    @property
-    def any(self) -> bool:
-        """Whether anything happened."""
-        return bool(self.began or self.grew or self.ended or self.gone or self.scored or self.labelled or self.more)

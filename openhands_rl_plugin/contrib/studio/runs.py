@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import math
 import re
@@ -11,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import JsonValue, ValidationError
 from starlette.exceptions import HTTPException
@@ -22,8 +22,9 @@ from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
+from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
-from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, StoreChanges, TrajectoryFilter
+from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
 from openhands_rl_plugin.core.types import Adapter, JsonObject, StopReason
@@ -389,11 +390,22 @@ _PAUSE = 0.5
 _SILENCE = 15.0
 """Seconds after which a comment shows that the connection is alive."""
 
+_NEWEST = 1000
+"""So many episodes of a store are compared with those of the look before."""
+
 _Seen = dict[str, int]
 
 
+class _Stored(NamedTuple):
+    """What one look at a store saw: its revision, its newest episodes by their ids, and the labels of these."""
+
+    revision: str
+    episodes: Mapping[str, TrajectorySummary]
+    labels: Mapping[str, str]
+
+
 class EventResource:
-    """Streams of events. Each looks for itself, so that one that comes back goes on where it was."""
+    """Streams of events. Each looks for itself; one that comes back begins with ``reset``."""
 
     def __init__(self, sources: StudioSources) -> None:
         self._sources = sources
@@ -405,22 +417,25 @@ class EventResource:
 
     async def stream(self, request: Request) -> Response:
         """``began, grew, ended, gone, scored, label, stage, metric, reset``."""
-        last = request.headers.get("last-event-id") or request.query_params.get("last")
+        again = "last-event-id" in request.headers
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._events(last), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._events(again), media_type="text/event-stream", headers=headers)
 
-    async def _events(self, last: str | None) -> AsyncIterator[str]:
-        cursors, runs = await self._begin(last), await asyncio.to_thread(_look, self._sources.runs)
-        yield f"retry: 1000\n{_event('open', {}, cursors)}"
+    async def _events(self, again: bool) -> AsyncIterator[str]:
+        stores: dict[str, _Stored] = {}
+        _ = [event async for event in self._changes(stores)]
+        runs = await asyncio.to_thread(_look, self._sources.runs)
+        yield f"retry: 1000\n{_event('open', {})}"
+        if again:
+            yield _event("reset", {"why": "the connection was broken"})
         quiet, names = 0.0, self._sources.names()
         while not self._stopped.is_set():
-            said = [event async for event in self._changes(cursors)]
+            said = [event async for event in self._changes(stores)]
             if names != self._sources.names():
                 names = self._sources.names()
-                cursors |= {name: each for name, each in (await self._begin(None)).items() if name not in cursors}
-                said.append(_event("reset", {"why": "there is more to show"}, cursors))
+                said.append(_event("reset", {"why": "there is more to show"}))
             now = await asyncio.to_thread(_look, self._sources.runs)
-            said += [_event(kind, body, cursors) for kind, body in _happened(self._sources.runs, runs, now)]
+            said += [_event(kind, body) for kind, body in _happened(self._sources.runs, runs, now)]
             runs = now
             quiet = 0.0 if said else quiet + _PAUSE
             if quiet >= _SILENCE:
@@ -430,40 +445,45 @@ class EventResource:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _PAUSE)
 
-    async def _begin(self, last: str | None) -> dict[str, str]:
-        known = _read_id(last) if last else {}
-        found: dict[str, str] = {}
-        for name, storage in self._sources.stores.items():
-            if isinstance(storage, TellsChanges):
-                found[name] = known.get(name) or (await storage.changed_since(None)).cursor
-        return found
-
-    async def _changes(self, cursors: dict[str, str]) -> AsyncIterator[str]:
-        for name, cursor in list(cursors.items()):
-            storage = self._sources.stores[name]
-            assert isinstance(storage, TellsChanges), "only those have cursors"
-            try:
-                changes = await storage.changed_since(cursor)
-            except StorageError as error:
-                # A cursor of another store of this name, or a store that is away: the page looks again.
-                with suppress(StorageError):
-                    cursors[name] = (await storage.changed_since(None)).cursor
-                    yield _event("reset", {"store": name, "why": str(error)}, cursors)
+    async def _changes(self, stores: dict[str, _Stored]) -> AsyncIterator[str]:
+        for name, storage in list(self._sources.stores.items()):
+            if not isinstance(storage, TellsChanges):
                 continue
-            cursors[name] = changes.cursor
-            for kind, body in _told(name, changes):
-                yield _event(kind, body, cursors)
+            before = stores.get(name)
+            # While a store is away, its pages say so; when it is back, it is compared with what it was.
+            with suppress(StorageError):
+                if before is None or await storage.revision() != before.revision:
+                    stores[name] = await _stored(storage)
+                    for kind, body in _told(name, before, stores[name]) if before else ():
+                        yield _event(kind, body)
 
 
-def _told(store: str, changes: StoreChanges) -> Iterator[tuple[str, JsonObject]]:
-    if changes.more:
-        yield "reset", {"store": store, "why": "much has changed"}
-        return
-    for kind in ("began", "grew", "ended", "scored", "labelled"):
-        if ids := getattr(changes, kind):
-            yield ("label" if kind == "labelled" else kind), {"store": store, "ids": list(ids)}
-    if changes.gone:
-        yield "gone", {"store": store, "count": changes.gone}
+async def _stored(storage: TrajectoryStorage) -> _Stored:
+    # What is written after the revision is seen by the next look, too.
+    revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
+    newest = TrajectoryFilter(finished=None, descending=True, limit=_NEWEST)
+    episodes = {each.id: each async for each in storage.summaries(newest)}
+    labels = {label.id: label.trajectory_id for label in await labels_of(storage, list(episodes))}
+    return _Stored(revision, episodes, labels)
+
+
+def _told(store: str, before: _Stored, now: _Stored) -> Iterator[tuple[str, JsonObject]]:
+    changes: dict[str, list[JsonValue]] = {kind: [] for kind in ("began", "grew", "ended", "scored", "label")}
+    for identity, each in now.episodes.items():
+        known, is_open = before.episodes.get(identity), each.stop is StopReason.UNFINISHED
+        if known is None or (known.stop is StopReason.UNFINISHED and not is_open):
+            changes["began" if is_open else "ended"].append(identity)
+        elif (known.nodes, known.times) != (each.nodes, each.times):
+            changes["grew"].append(identity)
+        if each.reward != (known and known.reward):
+            changes["scored"].append(identity)
+    changes["label"] += {now.labels[each] for each in now.labels.keys() - before.labels.keys()}
+    told: list[tuple[str, JsonObject]] = [
+        (kind, {"store": store, "ids": [*ids]}) for kind, ids in changes.items() if ids
+    ]
+    if len(now.episodes) < _NEWEST and (gone := before.episodes.keys() - now.episodes.keys()):
+        told.append(("gone", {"store": store, "count": len(gone)}))
+    yield from told or [("reset", {"store": store, "why": "an older episode, or an opinion, has changed"})]
 
 
 def _look(runs: Mapping[str, Path]) -> dict[str, _Seen]:
@@ -496,15 +516,6 @@ def _happened(
                 yield "stage", {"run": name, "stages": len(records), **last}
 
 
-def _event(kind: str, body: JsonObject, cursors: Mapping[str, str]) -> str:
-    identity = base64.urlsafe_b64encode(json.dumps(cursors).encode()).decode()
-    return f"id: {identity}\nevent: {kind}\ndata: {json.dumps(body)}\n\n"
-
-
-def _read_id(text: str) -> dict[str, str]:
-    """The cursors of an event's id; none where it is not one of ours."""
-    try:
-        found = json.loads(base64.urlsafe_b64decode(text.encode()))
-    except ValueError:
-        return {}
-    return {str(name): str(cursor) for name, cursor in found.items()} if isinstance(found, dict) else {}
+def _event(kind: str, body: JsonObject) -> str:
+    # With an id a browser says, when it comes back, that it was here before.
+    return f"id: 1\nevent: {kind}\ndata: {json.dumps(body)}\n\n"

@@ -28,8 +28,8 @@ from openhands_rl_plugin.core.errors import DamagedError, describe
 from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of, page_lost
-from openhands_rl_plugin.trajectories.storages.log import KINDS, Content, Episode, Judged, Kind, Log, Noted, Record
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of
+from openhands_rl_plugin.trajectories.storages.log import WATCHED, Content, Episode, Judged, Kind, Log, Record
 from openhands_rl_plugin.trajectories.storages.packing import PackedNodes, pack_document, unpack_document
 
 Query = dict[str, Any]
@@ -41,13 +41,12 @@ _COMPUTED: dict[TrajectoryOrder, Query] = {
     TrajectoryOrder.TOKENS: {"$add": ["$prompt_tokens", "$completion_tokens"]},
     TrajectoryOrder.SECONDS: {"$subtract": ["$finished", "$started"]},
 }
-_NUMBERS = {"episodes": "order", "scores": "_id", "labels": "order"}
+_NUMBERS: dict[Kind, str] = {"scores": "_id", "labels": "order"}
 _SIGNS = {"=": "$eq", ">=": "$gte", "<=": "$lte"}
 _MARKS = TypeAdapter(tuple[NodeMark, ...])
 _DUPLICATE_KEY = 11000
 # An episode that is replaced while it is read is read again; that happens to it once.
 _ATTEMPTS = 5
-_MOST_GAPS = 256
 
 
 class _Place(NamedTuple):
@@ -67,8 +66,6 @@ class MongoLog(Log):
         if where.limit == 0:
             return []
         stages = [{"$match": _query_of(where)}, *_key_of(where.sort)]
-        if where.after is not None:
-            stages.append({"$match": await self._after(where)})
         direction = -1 if where.descending else 1
         order = {} if where.sort is TrajectoryOrder.STORED else {where.sort.value: direction, "order": 1}
         first = {"unrewarded": 1} if where.sort is TrajectoryOrder.REWARD else {}
@@ -76,21 +73,6 @@ class MongoLog(Log):
         stages += [{"$limit": where.limit}] if where.limit else []
         found = await self._database["episodes"].aggregate([*stages, {"$project": {"_id": 1}}], allowDiskUse=True)
         return [document["_id"] async for document in found]
-
-    async def _after(self, where: TrajectoryFilter) -> Query:
-        """The query of what comes after an episode in that order."""
-        stages = [{"$match": {"_id": where.after}}, *_key_of(where.sort)]
-        found = await (await self._database["episodes"].aggregate(stages)).to_list()
-        if not found:
-            raise page_lost(where)
-        last, key, sign = found[0], where.sort.value, "$lt" if where.descending else "$gt"
-        if where.sort is TrajectoryOrder.STORED:
-            return {"order": {sign: last["order"]}}
-        later = {"order": {"$gt": last["order"]}}
-        if last[key] is None:
-            return {key: None, **later}
-        either: list[Query] = [{key: {sign: last[key]}}, {key: last[key], **later}]
-        return {"$or": [*either, {"unrewarded": True}] if where.sort is TrajectoryOrder.REWARD else either}
 
     async def count(self, where: TrajectoryFilter) -> int:
         return await self._database["episodes"].count_documents(_query_of(where))
@@ -237,28 +219,12 @@ class MongoLog(Log):
     async def apart[Answer](self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.to_thread(work)
 
-    async def last(self) -> Mapping[Kind, int]:
-        found = {each["_id"]: each.get("value", 0) async for each in self._database["counters"].find()}
-        return {kind: found.get(kind, 0) for kind in KINDS}
-
-    async def gaps(self, kind: Kind, last: int) -> Sequence[int]:
-        first = max(0, last - _MOST_GAPS)
-        written = {each.number for each in await self.later(kind, first, (), 0)}
-        return [number for number in range(first + 1, last + 1) if number not in written]
-
-    async def later(self, kind: Kind, after: int, among: Sequence[int], most: int) -> list[Noted]:
-        number = _NUMBERS[kind]
-        where: Query = {number: {"$gt": after}}
-        where = {"$or": [where, {number: {"$in": list(among)}}]} if among else where
-        found = self._database[kind].find(where, {number: 1, "episode": 1, "open": 1, "chunks": 1}).sort(number, 1)
-        return [
-            Noted(each[number], each.get("episode", each["_id"]), each.get("open", False), each.get("chunks", 0))
-            async for each in found.limit(most)
-        ]
-
-    async def open_ones(self, most: int) -> Mapping[int, int]:
-        found = self._database["episodes"].find({"open": True}, {"order": 1, "chunks": 1}).sort("order", -1)
-        return {each["order"]: each["chunks"] async for each in found.limit(most)}
+    async def state(self) -> str:
+        # A number is given before its document is there, so both are looked at.
+        given = [(each["_id"], each.get("value")) async for each in self._database["counters"].find()]
+        there = [await self._database[name].estimated_document_count() for name in ("episodes", "scores", "labels")]
+        found = self._database["episodes"].find({"open": True}, {"chunks": 1}).sort("order", -1).limit(WATCHED)
+        return f"{sorted(given)} {there} {[tuple(each.values()) async for each in found]}"
 
 
 def _query_of(where: TrajectoryFilter) -> Query:

@@ -6,15 +6,15 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from types import coroutine
 from typing import Any
 
 from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.trajectories.sqlite.database import FINISHED, KEYS, UNFINISHED
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of, page_lost
-from openhands_rl_plugin.trajectories.storages.log import KINDS, Content, Episode, Judged, Kind, Log, Noted, Record
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of
+from openhands_rl_plugin.trajectories.storages.log import WATCHED, Content, Episode, Judged, Kind, Log, Record
 from openhands_rl_plugin.trajectories.storages.packing import PackedNodes
 
 _FIELDS = EpisodeHeader._fields
@@ -37,33 +37,12 @@ class SqliteLog(Log):
         key, direction = KEYS[where.sort], "DESC" if where.descending else "ASC"
         # An index has finished episodes only: an open one changes with every turn, and is sorted when it is asked for.
         parts = {True: [FINISHED], False: [UNFINISHED], None: [FINISHED, UNFINISHED]}[where.finished]
-        arms, bound = list[str](), list[Any]()
-        for part in parts:
-            for after, more in self._after(where):
-                arms.append(f"SELECT id, row, {key} FROM episodes WHERE {part} AND {condition} AND {after}")
-                bound += [*values, *more]
+        arms = [f"SELECT id, row, {key} FROM episodes WHERE {part} AND {condition}" for part in parts]
         # Downwards what is unknown comes last by itself.
         last = " NULLS LAST" if where.sort is TrajectoryOrder.REWARD and not where.descending else ""
         query = f"{' UNION ALL '.join(arms)} ORDER BY 3 {direction}{last}, 2 LIMIT ? OFFSET ?"
         limit = -1 if where.limit is None else where.limit
-        return [each for each, _, _ in self._run(query, (*bound, limit, where.offset))]
-
-    def _after(self, where: TrajectoryFilter) -> list[tuple[str, tuple[Any, ...]]]:
-        """What comes after an episode in that order, in parts that exclude each other."""
-        if where.after is None:
-            return [("TRUE", ())]
-        key, sign = KEYS[where.sort], "<" if where.descending else ">"
-        found = self._run(f"SELECT row, {key} FROM episodes WHERE id = ?", (where.after,)).fetchone()
-        if found is None:
-            raise page_lost(where)
-        row, value = found
-        if where.sort is TrajectoryOrder.STORED:
-            return [(f"row {sign} ?", (row,))]
-        if value is None:
-            return [(f"({key} IS NULL AND row > ?)", (row,))]
-        # The first comparison is what an index finds.
-        known = (f"({key} {sign}= ? AND ({key} {sign} ? OR row > ?))", (value, value, row))
-        return [known, (f"{key} IS NULL", ())] if where.sort is TrajectoryOrder.REWARD else [known]
+        return [each for each, _, _ in self._run(query, (*values * len(parts), limit, where.offset))]
 
     async def count(self, where: TrajectoryFilter) -> int:
         condition, values = _condition_of(where)
@@ -163,18 +142,9 @@ class SqliteLog(Log):
             query = "UPDATE episodes SET scored = ?, score = ?, reward = ? WHERE row = ?"
             self._run(query, (*values, episode.number))
 
-    async def last(self) -> Mapping[Kind, int]:
-        found = dict(self._run("SELECT name, seq FROM sqlite_sequence").fetchall())
-        return {kind: found.get(kind, 0) for kind in KINDS}
-
-    async def later(self, kind: Kind, after: int, among: Sequence[int], most: int) -> list[Noted]:
-        columns = f"id, {UNFINISHED}, revision" if kind == "episodes" else "trajectory_id"
-        query = f"SELECT row, {columns} FROM {kind} WHERE row > ? OR row {_SOME} ORDER BY row LIMIT ?"
-        return [Noted(*each) for each in self._run(query, (after, json.dumps(list(among)), most))]
-
-    async def open_ones(self, most: int) -> Mapping[int, int]:
-        query = f"SELECT row, revision FROM episodes WHERE {UNFINISHED} ORDER BY row DESC LIMIT ?"
-        return dict(self._run(query, (most,)).fetchall())
+    async def state(self) -> str:
+        changed = f"SELECT row, revision FROM episodes WHERE {UNFINISHED} ORDER BY row DESC LIMIT {WATCHED}"
+        return str([self._run(query).fetchall() for query in ("SELECT name, seq FROM sqlite_sequence", changed)])
 
     @coroutine
     def _transaction(self) -> Generator[None]:

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple, Self
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, NodeMark, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import (
-    ACTED,
-    KIND,
-    REWRITTEN,
     SCHEMA_VERSION,
     FailureKind,
     JsonObject,
@@ -21,6 +18,7 @@ from openhands_rl_plugin.core.types import (
     StopReason,
     Times,
     Trajectory,
+    TreeNode,
     Usage,
     acted_nodes,
     path_to,
@@ -71,18 +69,27 @@ class EpisodeHeader(NamedTuple):
         sampler = policy.base_model, policy.adapter, policy.version
         return cls(*ids, *sampler, StopReason.UNFINISHED.value, None, 0, 0, None, started, started)
 
-    def grown(self, spine: Spine, head: int | None, at: float, evidence: JsonObject | None = None) -> Self:
-        """That of the episode with these nodes, which last grew at the time ``at``."""
-        turns, total = spine.along(head)
-        # 0.0 only says that steps were executed, where the environment pays nothing.
-        known = total if total or pays_rewards(self.environment, evidence or {}) else None
-        return self._replace(nodes=len(spine), turns=turns, episode_return=known, finished=at)
+    def grown(self, nodes: Sequence[TreeNode], head: int | None, at: float, evidence: JsonObject | None = None) -> Self:
+        """That of the episode with these nodes, which last grew at the time ``at``.
 
-    def ended(self, spine: Spine, end: EpisodeEnd) -> Self:
+        Raises ``StorageError`` when its head is not there.
+        """
+        if head is not None and not 0 <= head < len(nodes):
+            raise StorageError(f"node {head} cannot be the head: there are {len(nodes)} nodes")
+        acted = acted_nodes(nodes, head)
+        # Summed from the root on, as ``Trajectory.episode_return`` does, to get the same last bit.
+        stepped = sorted({*path_to(nodes, head), *acted})
+        rewards = [reward for each in stepped if (reward := nodes[each].reward) is not None]
+        # 0.0 only says that steps were executed, where the environment pays nothing.
+        total = float(sum(rewards)) if rewards else None
+        known = total if total or pays_rewards(self.environment, evidence or {}) else None
+        return self._replace(nodes=len(nodes), turns=len(acted), episode_return=known, finished=at)
+
+    def ended(self, nodes: Sequence[TreeNode], end: EpisodeEnd) -> Self:
         """That of the finished episode. Raises ``StorageError`` when it did not end, or its time is no number."""
         if end.stop is StopReason.UNFINISHED:
             raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
-        grown = self.grown(spine, end.head, _finite(end.trajectory_id, end.finished), end.evidence)
+        grown = self.grown(nodes, end.head, _finite(end.trajectory_id, end.finished), end.evidence)
         if end.failure is not None:
             grown = grown._replace(episode_return=None, failure_kind=end.failure.kind.value)
         return grown._replace(
@@ -129,60 +136,20 @@ def conditions_of(where: TrajectoryFilter) -> Iterator[tuple[str, str, Any]]:
         yield from ((name, sign, value) for sign, value in ((">=", least), ("<=", most)) if value is not None)
 
 
-def page_lost(where: TrajectoryFilter) -> StorageError:
-    """The error of a page whose place in the list is not known any more."""
-    return StorageError(f"the episode {where.after!r}, after which a page begins, is gone; begin with the first page")
+def joined(nodes: Sequence[Node], more: Sequence[Node] = (), marks: Iterable[NodeMark] = ()) -> list[Node]:
+    """``nodes``, ``more`` of them, and what became known later; of two marks of one node the later one holds.
 
-
-class _Vertebra(NamedTuple):
-    """The fields of a node that ``acted_nodes`` looks at, and its reward."""
-
-    parent: int | None
-    sampled: bool
-    reward: float | None
-    simulated: bool
-    metadata: JsonObject
-
-
-class Spine:
-    """The node fields that an episode's header depends on: parents, rewards, which nodes were sampled and executed."""
-
-    def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._nodes: list[_Vertebra] = []
-        self.extend(nodes)
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def extend(self, nodes: Iterable[Node]) -> None:
-        """Append. Raises ``StorageError`` for a node that does not lie below an earlier one."""
-        for node in nodes:
-            at = len(self._nodes)
-            if node.parent is not None and not 0 <= node.parent < at:
-                raise StorageError(f"node {at} cannot be stored: its parent {node.parent} is not an earlier node")
-            notes: JsonObject = {key: node.metadata[key] for key in (KIND, ACTED, REWRITTEN) if key in node.metadata}
-            self._nodes.append(_Vertebra(node.parent, node.sampled, node.reward, node.simulated, notes))
-
-    def mark(self, marks: Iterable[NodeMark]) -> None:
-        """Change rewards. Raises ``StorageError`` for a mark of a node that is not there."""
-        for mark in marks:
-            if not 0 <= mark.index < len(self):
-                raise StorageError(f"node {mark.index} cannot be marked: there are {len(self)} nodes")
-            self._nodes[mark.index] = self._nodes[mark.index]._replace(reward=mark.reward, simulated=mark.simulated)
-
-    def along(self, head: int | None) -> tuple[int, float | None]:
-        """Turns and return of what was acted on, ``None`` when nothing of it was rewarded: the path to ``head``, and
-        what was executed on others.
-
-        Raises ``StorageError`` when that node is not there.
-        """
-        if head is not None and not 0 <= head < len(self):
-            raise StorageError(f"node {head} cannot be the head: there are {len(self)} nodes")
-        acted = acted_nodes(self._nodes, head)
-        # Summed from the root on, as ``Trajectory.episode_return`` does, to get the same last bit.
-        stepped = sorted({*path_to(self._nodes, head), *acted})
-        rewards = [reward for at in stepped if (reward := self._nodes[at].reward) is not None]
-        return len(acted), float(sum(rewards)) if rewards else None
+    Raises ``StorageError`` for a node that does not lie below an earlier one, and for a mark of one that is not there.
+    """
+    both = [*nodes, *more]
+    for at, node in enumerate(more, len(nodes)):
+        if node.parent is not None and not 0 <= node.parent < at:
+            raise StorageError(f"node {at} cannot be stored: its parent {node.parent} is not an earlier node")
+    for mark in marks:
+        if not 0 <= mark.index < len(both):
+            raise StorageError(f"node {mark.index} cannot be marked: there are {len(both)} nodes")
+        both[mark.index] = both[mark.index].model_copy(update=mark.changes(both[mark.index]))
+    return both
 
 
 def whole(start: EpisodeStart, nodes: Sequence[Node], end: EpisodeEnd) -> Trajectory:
@@ -193,22 +160,6 @@ def whole(start: EpisodeStart, nodes: Sequence[Node], end: EpisodeEnd) -> Trajec
         name: value for name, value in end if name not in ("trajectory_id", "finished")
     }
     return Trajectory(**parts, nodes=tuple(nodes), times=Times(started=start.started, finished=end.finished))
-
-
-def marked(nodes: Sequence[Node], marks: Iterable[NodeMark]) -> tuple[Node, ...]:
-    """``nodes`` with what became known later; of two marks of one node the later one holds."""
-    changed = list(nodes)
-    for mark in marks:
-        node = changed[mark.index]
-        changed[mark.index] = node.model_copy(update=mark.changes(node))
-    return tuple(changed)
-
-
-def mark_fresh(node: Node, mark: NodeMark) -> None:
-    """Put a mark on a node that was just made and is not shared yet; many times faster than a copy."""
-    changes = mark.changes(node)
-    vars(node).update(changes)
-    node.__pydantic_fields_set__.update(changes)
 
 
 def _finite(identity: str, seconds: float) -> float:

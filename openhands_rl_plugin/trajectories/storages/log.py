@@ -8,12 +8,10 @@ faster, nothing is changed and the writer looks again.
 from __future__ import annotations
 
 import asyncio
-import re
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import batched
@@ -29,13 +27,12 @@ from openhands_rl_plugin.core.records import (
     EpisodeStart,
     Label,
     NodeMark,
-    StoreChanges,
     TrajectoryFilter,
     TrajectorySummary,
 )
 from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, Spine, mark_fresh, marked, whole
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, joined, whole
 from openhands_rl_plugin.trajectories.storages.packing import (
     PackedNodes,
     pack_in_chunks,
@@ -47,14 +44,15 @@ from openhands_rl_plugin.trajectories.storages.packing import (
 )
 
 Found = tuple[Trajectory, tuple[Score, ...]]
-Kind = Literal["episodes", "scores", "labels"]
-KINDS: tuple[Kind, ...] = ("episodes", "scores", "labels")
+Kind = Literal["scores", "labels"]
 RECORDS: dict[type[Score | Label], Kind] = {Score: "scores", Label: "labels"}
 
 # Trajectories, or summaries, that a reader holds in one batch; one more batch is read ahead.
 _BATCH, _SUMMARIES = 8, 256
 # So many open episodes are remembered, which spares reading their nodes again whenever they grow.
-_REMEMBERED = 1024
+_REMEMBERED = 256
+WATCHED = 1000
+"""Of so many open episodes, the newest, a store's state has the revisions."""
 # Writers of one episode make way for each other; so many conflicts in a row have another cause.
 _ATTEMPTS = 20
 
@@ -100,15 +98,6 @@ class Record(NamedTuple):
     document: bytes
 
 
-class Noted(NamedTuple):
-    """Something with a number: an episode, or a score or label of one."""
-
-    number: int
-    identity: str
-    open: bool = False
-    revision: int = 0
-
-
 class Judged(NamedTuple):
     """What the scores with these ``numbers`` say of an episode's outcome."""
 
@@ -121,7 +110,7 @@ class Log(Protocol):
     """What a store implements; the defaults hold for one whose calls never wait. A change is atomic to readers."""
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
-        """The ids of the matches, in the requested order. Raises ``StorageError`` when ``after`` is gone."""
+        """The ids of the matches, in the requested order; ``after`` is left aside."""
         ...
 
     async def count(self, where: TrajectoryFilter) -> int:
@@ -171,35 +160,22 @@ class Log(Protocol):
         """Run a computation where it is in nobody's way."""
         return work()
 
-    async def last(self) -> Mapping[Kind, int]:
-        """The numbers that were given last, also to what is gone."""
-        ...
-
-    async def gaps(self, kind: Kind, last: int) -> Sequence[int]:
-        """Numbers up to ``last`` that were given to what is perhaps still to be written."""
-        return ()
-
-    async def later(self, kind: Kind, after: int, among: Sequence[int], most: int) -> list[Noted]:
-        """What has a number above ``after`` or ``among`` these, in order."""
-        ...
-
-    async def open_ones(self, most: int) -> Mapping[int, int]:
-        """Number -> revision of the newest open episodes."""
+    async def state(self) -> str:
+        """A text that is another one when anything was written."""
         ...
 
 
 @dataclass
 class _Standing:
     """An open episode before it changes. ``tainted``: nodes that held a secret, or are below one, so that no token ids
-    are kept; ``spoiled``: all of them, because a tool's description held one. ``nodes`` only where it was just read."""
+    are kept; ``spoiled``: all of them, because a tool's description held one."""
 
     episode: Episode
     start: EpisodeStart
-    spine: Spine
+    nodes: Sequence[Node]
     head: int | None
     tainted: frozenset[int]
     spoiled: bool
-    nodes: Sequence[Node] = ()
 
 
 class LogStorage(ABC):
@@ -288,16 +264,12 @@ class LogStorage(ABC):
 
         return await self._read(counted)
 
-    async def changed_since(self, cursor: str | None) -> StoreChanges:
-        """As in ``TellsChanges``. Raises ``StorageError``."""
-        return await self._read(lambda log: _changes(log, cursor))
-
     async def revision(self, trajectory_id: str | None = None) -> str:
         """As in ``TellsChanges``. Raises ``StorageError``."""
 
         async def revised(log: Log) -> str:
             if trajectory_id is None:
-                return await _cursor(log)
+                return await log.state()
             states = [(each.number, each.revision, each.place) for each in await log.headers([trajectory_id])]
             of = [await log.records(kind, [trajectory_id]) for kind in RECORDS.values()]
             return f"{states} {[[each.number for each in records] for records in of]}"
@@ -323,9 +295,17 @@ class LogStorage(ABC):
         load: Callable[[Log, Sequence[str]], Coroutine[Any, Any, list[Item]]],
         size: int,
     ) -> AsyncIterator[Item]:
+        asked = where or TrajectoryFilter()
+
         async def matching(log: Log) -> Sequence[str]:
             await _judge(log, await log.unjudged())
-            return await log.ids(where or TrajectoryFilter())
+            if asked.after is None:
+                return await log.ids(asked)
+            ids = await log.ids(asked.model_copy(update={"offset": 0, "limit": None}))
+            if asked.after not in ids:
+                raise StorageError(f"the list has no episode {asked.after!r} any more; begin with the first page")
+            first = ids.index(asked.after) + 1 + asked.offset
+            return ids[first : None if asked.limit is None else first + asked.limit]
 
         ahead: asyncio.Task[list[Item]] | None = None
         try:
@@ -357,8 +337,8 @@ class LogStorage(ABC):
         for each in episodes:
             try:
                 yield each.fields[0], make(each)
-            except (DamagedError, ValueError, LookupError, TypeError, OverflowError) as error:
-                cause = str(error) if isinstance(error, DamagedError) else f"a record is damaged: {describe(error)}"
+            except (StorageError, ValueError, LookupError, TypeError, OverflowError) as error:
+                cause = str(error) if isinstance(error, StorageError) else f"a record is damaged: {describe(error)}"
                 record = DamagedRecord(what="episode", id=each.fields[0], row=each.number, cause=cause)
                 _lose(self._lost, record, error)
 
@@ -366,7 +346,7 @@ class LogStorage(ABC):
         trajectory = redact_trajectory(trajectory)
         self._open.pop(trajectory.id, None)
         start, end = EpisodeStart.of(trajectory), EpisodeEnd.of(trajectory)
-        header = EpisodeHeader.begun(start).ended(Spine(trajectory.nodes), end)
+        header = EpisodeHeader.begun(start).ended(joined((), trajectory.nodes), end)
         packs = tuple(pack_in_chunks(trajectory.nodes))
         await _put(log, header, Content(packed_json(start), packs, (), trajectory.head, packed_end(start, end)))
 
@@ -375,7 +355,7 @@ class LogStorage(ABC):
         episode = await _put(log, EpisodeHeader.begun(clean), Content(packed_json(clean)))
         if episode is not None:
             # A secret in the description of a tool is a part of every prompt.
-            self._remember(_Standing(episode, clean, Spine(), None, frozenset(), clean.tools != start.tools))
+            self._remember(_Standing(episode, clean, [], None, frozenset(), clean.tools != start.tools))
 
     async def _grow(self, log: Log, growth: EpisodeGrowth) -> None:
         identity = growth.trajectory_id
@@ -384,10 +364,9 @@ class LogStorage(ABC):
         marks = redact_value(growth.model_copy(update={"nodes": ()})).marks if noted else growth.marks
         for _ in range(_ATTEMPTS):
             standing = await self._standing(log, identity, growth.first)
-            spine, known = standing.spine, len(standing.spine)
+            known = len(standing.nodes)
             if not standing.episode.header.open:
-                new = growth.first + len(growth.nodes) > known or not all(0 <= mark.index < known for mark in marks)
-                if new or marked(standing.nodes, marks) != tuple(standing.nodes):
+                if growth.first + len(growth.nodes) > known or joined(standing.nodes, (), marks) != standing.nodes:
                     raise StorageError(f"episode {identity!r} is finished and grows no more")
                 return
             if growth.first > known:
@@ -399,9 +378,8 @@ class LogStorage(ABC):
             nodes, standing.tainted = redact_nodes(more, first=known, tainted=standing.tainted)
             if standing.spoiled:
                 nodes = tuple(node.model_copy(update={"tokens": None}) if node.tokens else node for node in nodes)
-            spine.extend(nodes)
-            spine.mark(marks)
-            header = standing.episode.header.grown(spine, growth.head, time.time())
+            standing.nodes = joined(standing.nodes, nodes, marks)
+            header = standing.episode.header.grown(standing.nodes, growth.head, time.time())
             same = not nodes and not marks and growth.head == standing.head
             content = None if same else Content(None, tuple(pack_in_chunks(nodes, known)), marks, growth.head)
             if (episode := await log.write(standing.episode, header, content)) is not None:
@@ -416,7 +394,7 @@ class LogStorage(ABC):
             standing = await self._standing(log, end.trajectory_id, 0 if end.head is None else end.head + 1)
             if not standing.episode.header.open:
                 return
-            header = standing.episode.header.ended(standing.spine, end)
+            header = standing.episode.header.ended(standing.nodes, end)
             content = Content(head=end.head, end=packed_end(standing.start, end))
             if await log.write(standing.episode, header, content) is not None:
                 return
@@ -439,7 +417,7 @@ class LogStorage(ABC):
         fewer ``nodes`` than the caller knows of it is out of date: another process has appended some.
         """
         standing = self._open.pop(identity, None)
-        if standing is not None and len(standing.spine) >= nodes:
+        if standing is not None and len(standing.nodes) >= nodes:
             return standing
         found = await log.episodes([identity], unseen=True)
         if not found:
@@ -448,10 +426,9 @@ class LogStorage(ABC):
             start, stored = _opened(found[0])
         except DamagedError as error:
             raise DamagedError(f"trajectory {identity!r}: {error}") from error
-        return _Standing(found[0], start, Spine(stored), found[0].content.head, *_secrets_of(start, stored), stored)
+        return _Standing(found[0], start, stored, found[0].content.head, *_secrets_of(start, stored))
 
     def _remember(self, standing: _Standing) -> None:
-        standing.nodes = ()
         self._open[standing.start.id] = standing
         if len(self._open) > _REMEMBERED:
             self._open.popitem(last=False)
@@ -467,7 +444,7 @@ async def upgrade(log: Log) -> None:
             trajectory = _trajectory(episode)
             end = EpisodeEnd.of(trajectory)
             if end.stop is not StopReason.UNFINISHED:
-                await log.correct(episode, episode.header.ended(Spine(trajectory.nodes), end))
+                await log.correct(episode, episode.header.ended(trajectory.nodes, end))
     await _judge(log, ids)
 
 
@@ -527,7 +504,7 @@ def _by_episode(scores: Iterable[tuple[int, Score]]) -> dict[str, tuple[Score, .
     return found
 
 
-def _opened(episode: Episode) -> tuple[EpisodeStart, tuple[Node, ...]]:
+def _opened(episode: Episode) -> tuple[EpisodeStart, list[Node]]:
     identity, content = episode.fields[0], episode.content
     if episode.damage or content.start is None:
         raise DamagedError(episode.damage or f"the documents of {identity!r} are missing; restore a backup")
@@ -535,9 +512,7 @@ def _opened(episode: Episode) -> tuple[EpisodeStart, tuple[Node, ...]]:
     if start.id != identity:
         raise DamagedError(f"trajectory {start.id!r} stands under {identity!r}; restore a backup")
     nodes = [node for pack in content.packs for node in unpack_nodes(pack.blob)]
-    for mark in content.marks:
-        mark_fresh(nodes[mark.index], mark)
-    return start, tuple(nodes)
+    return start, joined(nodes, (), content.marks)
 
 
 def _trajectory(episode: Episode) -> Trajectory:
@@ -576,44 +551,4 @@ def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> tuple[frozenset[i
 def _contested(identity: str) -> StorageError:
     return StorageError(
         f"episode {identity!r} is written by several processes at once, again and again; let one of them write it"
-    )
-
-
-# A look tells so much at most, and a cursor watches so many open episodes.
-_MOST, _WATCHED = 1000, 1000
-_CURSOR = re.compile(r"e(\d{1,18})\.s(\d{1,18})\.l(\d{1,18})\.o((?:\d{1,18}:\d{1,18},)*)\.g((?:[esl]\d{1,18},)*)")
-
-
-async def _cursor(log: Log) -> str:
-    """The last numbers, the revisions of open episodes, and the numbers of what is perhaps still to be written."""
-    watched, last = await log.open_ones(_WATCHED), await log.last()
-    gaps = "".join([f"{kind[0]}{at}," for kind in KINDS for at in await log.gaps(kind, last[kind])])
-    numbers = ".".join(f"{kind[0]}{last[kind]}" for kind in KINDS)
-    return f"{numbers}.o{''.join(f'{number}:{revision},' for number, revision in watched.items())}.g{gaps}"
-
-
-async def _changes(log: Log, cursor: str | None) -> StoreChanges:
-    """What happened since. Numbers only grow, and of unfinished episodes the cursor knows the revision."""
-    following = await _cursor(log)
-    if cursor is None:
-        return StoreChanges(cursor=following)
-    if (found := _CURSOR.fullmatch(cursor)) is None:
-        raise StorageError("the cursor is none of this store's; begin without one")
-    pairs = (each.split(":") for each in found[4].split(",") if each)
-    watched = {int(number): int(revision) for number, revision in pairs}
-    new: dict[Kind, list[Noted]] = {}
-    for kind, after in zip(KINDS, found.groups(), strict=False):
-        gaps = [int(each[1:]) for each in found[5].split(",") if each.startswith(kind[0])]
-        new[kind] = await log.later(kind, int(after), gaps, _MOST + 1)
-    known = await log.later("episodes", sys.maxsize, list(watched), len(watched))
-    episodes, scored, labelled = (new[kind][:_MOST] for kind in KINDS)
-    return StoreChanges(
-        cursor=following,
-        began=tuple(each.identity for each in episodes if each.open),
-        grew=tuple(each.identity for each in known if each.open and each.revision != watched[each.number]),
-        ended=tuple(each.identity for each in (*known, *episodes) if not each.open),
-        gone=len(watched) - len(known),
-        scored=tuple(dict.fromkeys(each.identity for each in scored)),
-        labelled=tuple(dict.fromkeys(each.identity for each in labelled)),
-        more=any(len(each) > _MOST for each in new.values()),
     )

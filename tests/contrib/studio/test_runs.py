@@ -141,7 +141,7 @@ def test_an_empty_folder_is_waited_for_and_shown_when_a_loop_has_begun(tmp_path:
         assert about["waiting"] == [] and about["runs"] == [tmp_path.name]
 
 
-def test_what_happens_is_told_within_a_second_and_a_stream_goes_on_where_it_was(run: Path) -> None:
+def test_what_happens_is_told_within_a_second_and_a_stream_that_comes_back_says_so(run: Path) -> None:
     store = FileTrajectoryStorage(run / "trajectories")
     with (
         running_studio(StudioConfig(port=0), sources_at([str(run)])) as studio,
@@ -159,10 +159,10 @@ def test_what_happens_is_told_within_a_second_and_a_stream_goes_on_where_it_was(
             LoopState(records=(second,)).save(run / "state.json")
             kind, body, _ = next(events)
             assert (kind, body["name"]) == ("stage", "warm-start")
-        asyncio.run(judge(store))
         with browser.stream("GET", "/api/events", headers={"Last-Event-ID": last}) as response:
             events = read(response)
-            assert next(events)[0] == "open"
+            assert [next(events)[0] for _ in range(2)] == ["open", "reset"]
+            asyncio.run(judge(store))
             assert [next(events)[:2][0] for _ in range(3)] == ["ended", "scored", "label"]
             ended = time.monotonic()
     assert time.monotonic() - ended < 4  # streams do not hold up the end

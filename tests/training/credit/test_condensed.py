@@ -9,6 +9,7 @@ import torch
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.messages import to_wire, transcript
+from openhands_rl_plugin.core.records import EpisodeStart
 from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -26,7 +27,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
 from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
-from openhands_rl_plugin.trajectories.storages.header import Spine
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader
 
 pytestmark = pytest.mark.contract
 
@@ -106,7 +107,8 @@ def test_every_sampled_token_of_every_segment_is_trained_once() -> None:
     assert trained(samples) == sorted([1000 + at for at in range(1, 9)] + [2000 + at for at in range(1, 9)])
     assert [sum(sample.mask) for sample in samples] == [6, 6, 4]
     assert {sample.advantage for sample in samples} == {0.5}
-    assert Spine(episode.nodes).along(episode.head) == (8, episode.known_return)
+    header = EpisodeHeader.begun(EpisodeStart.of(episode)).grown(episode.nodes, episode.head, 0.0, episode.evidence)
+    assert (header.turns, header.episode_return) == (8, episode.known_return)
 
 
 def test_a_history_that_begins_alike_trains_its_common_turns_once() -> None:

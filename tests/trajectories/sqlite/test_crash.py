@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.testing.samples import steps_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-from openhands_rl_plugin.trajectories.storages.header import marked
+from openhands_rl_plugin.trajectories.storages.header import joined
 
 pytestmark = pytest.mark.contract
 
@@ -54,7 +54,7 @@ def calls_seen(trajectory: Trajectory, scores: int) -> int:
     assert trajectory.head == getattr(growth, "head", None)
     marks = [mark for step in (*before, growth) for mark in getattr(step, "marks", ())]
     unmarked = [node.model_copy(update={"reward": None}) for node in expected.nodes[: len(trajectory.nodes)]]
-    assert trajectory.nodes == marked(unmarked, marks)
+    assert [*trajectory.nodes] == joined(unmarked, (), marks)
     return 1 + grown
 
 
