@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.templates.function_text import read_function_text
+from openhands_rl_plugin.core.templates.function_text import calls_in_text
 from openhands_rl_plugin.core.types import (
     JsonObject,
     Message,
@@ -472,8 +472,8 @@ def last_answer(trajectory: Trajectory) -> str | None:
         return None
     if last.tool_calls:
         return _finish_message(last.tool_calls)
-    parsed = read_function_text(last.content or "")
-    return _finish_message(parsed.calls) if parsed.calls else last.content
+    calls = calls_in_text(last.content or "")
+    return _finish_message(calls) if calls else last.content
 
 
 def _finish_message(calls: Sequence[ToolCall]) -> str | None:

@@ -1,4 +1,4 @@
-"""Calls read from texts of models, well and badly formed, by every family's template and in the function form.
+"""Calls read from texts of models, well and badly formed, by every family's template.
 
 The texts, ``texts.json.zst``, stand alone or with tools that their calls must keep to.
 """
@@ -11,7 +11,6 @@ from typing import Any
 from golden import read
 
 from openhands_rl_plugin import make_template
-from openhands_rl_plugin.core.templates.function_text import parse_function_text
 
 FAMILIES = ("hermes", "llama3", "llama3.1", "qwen2.5", "qwen3", "qwen3-no-thinking", "qwen3-instruct", "smollm2")
 
@@ -19,7 +18,7 @@ FAMILIES = ("hermes", "llama3", "llama3.1", "qwen2.5", "qwen3", "qwen3-no-thinki
 def parse_all() -> dict[str, dict[str, str]]:
     """Row -> reading -> who reads it so."""
     given = read("texts")
-    parsers = {name: make_template(name).parse for name in FAMILIES} | {"function text": parse_function_text}
+    parsers = {name: make_template(name).parse for name in FAMILIES}
     made = {}
     for at, (text, has_tools) in enumerate(given["rows"]):
         readings = {name: reading(parse(text, given["tools"] if has_tools else ())) for name, parse in parsers.items()}

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.redaction import redact_json, redact_text
 from openhands_rl_plugin.core.servers import API_KEY
-from openhands_rl_plugin.core.templates.function_text import read_function_text
+from openhands_rl_plugin.core.templates.function_text import calls_in_text, without_calls
 from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue, Message
 from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 
@@ -238,10 +238,8 @@ def _trace(played: PlayedRollout, at: int) -> dict[str, Any]:
 
 
 def _with_calls(message: Message, tools: Sequence[JsonObject]) -> Message:
-    """An answer with the calls that stand in its text as calls; as it is without any, or with one that is broken."""
-    answer = read_function_text(message.content or "", tools)
-    if message.role != "assistant" or message.tool_calls or answer.problems or not answer.calls:
-        return message
-    calls = tuple(call.model_copy(update={"id": f"toolu_{at:02d}"}) for at, call in enumerate(answer.calls, 1))
-    content = "\n\n".join(filter(None, (answer.before.removesuffix("\n\n"), answer.after.strip())))
-    return message.model_copy(update={"content": content or None, "tool_calls": calls})
+    """An answer with the calls that stand in its text as calls; any other message as it is."""
+    found = () if message.role != "assistant" or message.tool_calls else calls_in_text(message.content or "", tools)
+    calls = tuple(call.model_copy(update={"id": f"toolu_{at:02d}"}) for at, call in enumerate(found, 1))
+    beside = {"tool_calls": calls, "content": without_calls(message.content or "") or None}
+    return message.model_copy(update=beside) if calls else message

@@ -8,17 +8,15 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openhands.llm.fn_call_converter import convert_tool_call_to_string as write_as_1_6
 
 from openhands_rl_plugin.core.templates.function_text import (
-    Newlines,
-    parse_function_text,
-    read_function_text,
+    calls_in_text,
     read_value,
     render_call,
+    without_calls,
     write_value,
 )
-from openhands_rl_plugin.core.templates.parsing import UNDECLARED, Parameter, ProblemKind, RenderError, signature
+from openhands_rl_plugin.core.templates.parsing import UNDECLARED, Parameter, RenderError, signature
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
 TYPES = ["string", "integer", "number", "boolean", "array", "object", "null"]
@@ -77,7 +75,7 @@ def test_any_call_comes_back_as_it_was(given_: dict[str, tuple[object, JsonObjec
     call = ToolCall(name="f", arguments=arguments)
     for tools in ((), (tool({name: schema for name, (_, schema) in given_.items()}),)):
         text = render_call(call, tools[0] if tools else None)
-        (read,) = read_function_text(text, tools).calls
+        (read,) = calls_in_text(text, tools)
         assert read.name == "f" and exact(read.arguments) == exact(arguments)
         text.encode()
 
@@ -89,7 +87,7 @@ def parameter(schema: JsonObject) -> Parameter:
 @given(values, schemas)
 def test_any_value_comes_back_as_it_was(value: object, schema: JsonObject) -> None:
     for known in (parameter(schema), UNDECLARED):
-        assert json.dumps(read_value(write_value(value, known), known, Newlines.WRAPPED)) == json.dumps(value)
+        assert json.dumps(read_value(write_value(value, known), known)) == json.dumps(value)
 
 
 @given(st.lists(st.dictionaries(st.text("ab", min_size=1), texts, max_size=3), min_size=1, max_size=4), st.text())
@@ -98,9 +96,9 @@ def test_several_calls_and_the_text_around_them(arguments: list[dict[str, str]],
         return
     calls = tuple(ToolCall(name="f", arguments=json.dumps(one, ensure_ascii=False)) for one in arguments)
     text = between.join(["", *(render_call(call) for call in calls), ""])
-    answer = parse_function_text(text)
-    assert answer.calls == calls and not answer.problems
-    assert answer.before == between and answer.after == between * len(calls)
+    assert calls_in_text(text) == calls
+    assert without_calls(text) == (between * (len(calls) + 1)).strip()
+    assert calls_in_text(text.rstrip().removesuffix("</function>") if not between.strip() else text) == calls
 
 
 def write_as_sdk(wire: JsonObject) -> str:
@@ -130,9 +128,8 @@ def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> No
     tools = (
         tool({"a": {"type": "string"}, "n": {"type": "integer"}, "b": {"type": "string"}, "l": {"type": "array"}}),
     )
-    (by_sdk,) = parse_function_text(write_as_sdk(wire), tools).calls
-    (by_1_6,) = parse_function_text(write_as_1_6(wire), tools, Newlines.VERBATIM).calls
-    assert exact(by_sdk.arguments) == exact(by_1_6.arguments) == exact(arguments)
+    (by_sdk,) = calls_in_text(write_as_sdk(wire), tools)
+    assert exact(by_sdk.arguments) == exact(arguments)
 
 
 def test_what_is_not_plain_is_written_as_json() -> None:
@@ -141,7 +138,7 @@ def test_what_is_not_plain_is_written_as_json() -> None:
     assert write_value(5, UNDECLARED) == "<json>5</json>" and write_value(5, integer) == "5"
     assert write_value("5", integer) == '<json>"5"</json>'
     assert write_value("\ud800", UNDECLARED) == '<json>"\\ud800"</json>'
-    assert math.isnan(float(str(read_value(write_value(math.nan, number), number, Newlines.WRAPPED))))
+    assert math.isnan(float(str(read_value(write_value(math.nan, number), number))))
     text = render_call(ToolCall(name="f", arguments='{"a>b": "<x>"}'))
     assert text == '<function=f>\n{"a>b": "\\u003cx>"}\n</function>'
 
@@ -162,20 +159,10 @@ def test_what_cannot_be_written_is_refused(name: str, arguments: str, reason: st
         render_call(ToolCall(name=name, arguments=arguments))
 
 
-def test_problems_can_be_fed_back() -> None:
-    tools = (tool({"path": {"type": "string"}}),)
-    answer = parse_function_text("<function=f>\n<parameter=pth>/a</parameter>\n</function>", tools)
-    assert [problem.kind for problem in answer.problems] == [ProblemKind.UNKNOWN_PARAMETER]
-    assert answer.feedback == (
-        "The call of 'f' was not executed: unknown parameter 'pth'; did you mean 'path'? available: path."
-    )
-    assert not answer.calls
-
-
 def test_schemas_with_holes_are_tolerated() -> None:
     """Rows of merged tables have null where a tool has nothing."""
     holes: JsonObject = {
         "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer", "enum": None}, "b": None}}}
     }
-    answer = parse_function_text("<function=f>\n<parameter=a>5</parameter>\n</function>", (holes, {"function": None}))
-    assert answer.calls == (ToolCall(name="f", arguments='{"a": 5}'),)
+    text = "<function=f>\n<parameter=a>5</parameter>\n</function>"
+    assert calls_in_text(text, (holes, {"function": None})) == (ToolCall(name="f", arguments='{"a": 5}'),)

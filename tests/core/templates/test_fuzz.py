@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.templates.function_text import parse_function_text
 from openhands_rl_plugin.core.templates.json_calls import parse_bare_json, parse_tool_call_json
 from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
 
@@ -29,7 +28,7 @@ PIECES = [
     *("\n", " ", "\x00", "\ud800", "9" * 5000, "{" * 80, "[" * 2000),
 ]
 Parser = Callable[..., ParsedAnswer]
-PARSERS: list[Parser] = [parse_tool_call_json, parse_function_text, parse_bare_json]
+PARSERS: list[Parser] = [parse_tool_call_json, parse_bare_json]
 
 
 def mutated(source: random.Random) -> str:
