@@ -12,7 +12,7 @@ from openhands_rl_plugin.cli.options.stored import add_filters, filter_of
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.trajectories.exchange.conversations import ARGUMENTS_FORMS, ArgumentsForm
+from openhands_rl_plugin.trajectories.exchange.foreign import ARGUMENTS_FORMS, ArgumentsForm
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS, Format, exportable, table
 
 if TYPE_CHECKING:

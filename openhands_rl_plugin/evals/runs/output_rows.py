@@ -84,7 +84,7 @@ def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, met
         "test_result": result,
         "instruction": eval_task.task.instruction,
         "metadata": metadata,
-        "history": [*_history(trajectory)],
+        "history": [*events.v0_history(trajectory)],
         "metrics": _metrics(trajectory, outcome),
         "error": _error(trajectory),
         "instance": eval_task.row,
@@ -108,16 +108,6 @@ def prediction_of(row: JsonObject, model: str) -> JsonObject | None:
     if not isinstance(patch, str):
         return None
     return {"instance_id": row["instance_id"], "model_name_or_path": model, "model_patch": patch}
-
-
-def _history(trajectory: Trajectory) -> list[JsonObject]:
-    """The events; none for an episode that failed before its first message."""
-    try:
-        history = next(events.v0_rows(trajectory, ()))["history"]
-    except LeftOutError:
-        return []
-    assert isinstance(history, list)
-    return [event for event in history if isinstance(event, dict)]
 
 
 def _metrics(trajectory: Trajectory, outcome: Outcome) -> JsonObject:

@@ -31,17 +31,17 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.trajectories.exchange.conversations import (
+from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY, resolved, score_of
+from openhands_rl_plugin.trajectories.exchange.foreign import (
     ARGUMENTS_FORMS,
     ArgumentsForm,
+    LeftOutError,
     arguments_object,
     single_call_turns,
     spoken_messages,
     text_messages,
     wire_of,
 )
-from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY, resolved, score_of
-from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.formats import Files
 
 WireMessages = Sequence[dict[str, Any]]

@@ -28,7 +28,6 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.conversations import arguments_object
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     UNKNOWN,
     Imported,
@@ -46,6 +45,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     LeftOutError,
     Record,
     RecordMessage,
+    arguments_object,
     at_path,
     present,
     read_document,
@@ -187,33 +187,27 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
     """
     if trajectory.head is None:
         raise LeftOutError("there is no message in it")
-    seen: set[int] = set()
-    for number, end in enumerate(trajectory.ends()):
-        path = trajectory.path(end)
-        yield _document(trajectory, scores, path, seen, number)
-        seen |= {*path}
-
-
-def _document(
-    trajectory: Trajectory, scores: Sequence[Score], path: Sequence[int], seen: set[int], number: int
-) -> JsonObject:
-    identity = trajectory.id if number == 0 else f"{trajectory.id}-{number + 1}"
     facts = trajectory.model_dump(mode="json", include={"task", "run_id", "group_id", "policy", "stop", "evidence"})
-    judged = present(score=score_of(trajectory, scores), resolved=resolved(trajectory, scores))
+    facts |= present(score=score_of(trajectory, scores), resolved=resolved(trajectory, scores))
     agent: JsonObject = {
         "name": trajectory.strategy.name,
         "version": version("openhands_rl_plugin"),
         "model_name": trajectory.policy.served_name,
         **present(tool_definitions=[*trajectory.tools] or None),
     }
-    return {
-        "schema_version": VERSION,
-        "session_id": identity,
-        "trajectory_id": identity,
-        "agent": agent,
-        "steps": [*_steps(trajectory, path, seen)],
-        "extra": {OWN: {**facts, **judged}},
-    }
+    seen: set[int] = set()
+    for number, end in enumerate(trajectory.ends(), 1):
+        path = trajectory.path(end)
+        identity = trajectory.id if number == 1 else f"{trajectory.id}-{number}"
+        yield {
+            "schema_version": VERSION,
+            "session_id": identity,
+            "trajectory_id": identity,
+            "agent": agent,
+            "steps": [*_steps(trajectory, path, seen)],
+            "extra": {OWN: facts},
+        }
+        seen |= {*path}
 
 
 def _steps(trajectory: Trajectory, path: Sequence[int], seen: set[int]) -> list[dict[str, Any]]:

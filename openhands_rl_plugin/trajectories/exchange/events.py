@@ -31,7 +31,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import JsonValue
 
@@ -53,12 +52,6 @@ from openhands_rl_plugin.core.types import (
     Times,
     ToolCall,
     Trajectory,
-)
-from openhands_rl_plugin.trajectories.exchange.conversations import (
-    arguments_object,
-    conversation_of,
-    spoken_messages,
-    wire_of,
 )
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SWE,
@@ -82,14 +75,18 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     RecordMessage,
     Unit,
     Units,
+    arguments_object,
     at_path,
     chat_message,
+    conversation_of,
     files_below,
     object_at,
     present,
     read_document,
     rows_of,
+    spoken_messages,
     tools_of,
+    wire_of,
     within,
     without_nulls,
 )
@@ -239,10 +236,9 @@ def _shell_result(text: str, metadata: JsonObject) -> str:
 
 def v0_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One row. Raises ``LeftOutError`` without a message."""
-    messages = spoken_messages(trajectory, transcript_nodes(trajectory))
-    if not messages:
+    if not (history := v0_history(trajectory)):
         raise LeftOutError("there is no message in it")
-    judged, events = resolved(trajectory, scores), [*_events_of_v0(trajectory, messages)]
+    judged = resolved(trajectory, scores)
     test_result: JsonObject = {**object_at(trajectory.evidence, "test_result"), "git_patch": patch_of(trajectory) or ""}
     usage: JsonObject = {
         "model": trajectory.policy.served_name,
@@ -268,7 +264,7 @@ def v0_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObj
             "data_split": trajectory.task.split,
             "details": {"trajectory_id": trajectory.id, "stop": trajectory.stop.value},
         },
-        "history": [{"id": at, **event} for at, event in enumerate(_stamped(trajectory, events))],
+        "history": [*history],
         "metrics": {"accumulated_token_usage": usage},
         "instance": trajectory.task.data,
         "run_id": trajectory.run_id,
@@ -279,10 +275,15 @@ def v0_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObj
 _SHELL = {"execute_bash", "execute_powershell", "terminal"}
 
 
-def _events_of_v0(trajectory: Trajectory, messages: Sequence[Message]) -> Iterator[JsonObject]:
+def v0_history(trajectory: Trajectory) -> list[JsonObject]:
+    """The events, numbered; what a rewritten history repeats is there once."""
+    return [{"id": at, **event} for at, event in enumerate(_stamped(trajectory, [*_events_of_v0(trajectory)]))]
+
+
+def _events_of_v0(trajectory: Trajectory) -> Iterator[JsonObject]:
     # Calls by their ids, each with the metadata of its events.
     asked: dict[str, tuple[ToolCall, JsonObject]] = {}
-    for number, message in enumerate(messages):
+    for number, message in enumerate(spoken_messages(trajectory, transcript_nodes(trajectory))):
         content = message.content or ""
         event: JsonObject = {"source": "user" if message.role == "user" else "agent", "message": content}
         if message.role == "tool":
@@ -375,43 +376,34 @@ def read_completions(path: Path) -> Units:
     return (Unit(str(each), partial(_from_calls, each.name, own)) for each, own in sorted(folders.items()))
 
 
-class _Call(NamedTuple):
-    """A call of the model."""
-
-    at: float
-    prompt: Sequence[Message]
-    answer: RecordMessage
-    model: str | None
-    tools: tuple[JsonObject, ...]
-
-
 def _from_calls(instance: str, files: Sequence[Path]) -> Imported:
     # Files are named after the time, which is not a number of fixed length.
-    calls = sorted(map(_read_call, files), key=lambda call: call.at)
+    calls = sorted(map(_read_call, files), key=lambda call: call[0])
     # Other conversations than the one with the most calls are a condenser's.
-    main = Counter(call.prompt[0] for call in calls).most_common(1)[0][0]
+    main = Counter(prompt[0] for _, prompt, *_ in calls).most_common(1)[0][0]
     tree, model = EpisodeTree(), None
-    for call in calls:
-        model = call.model or model
-        if call.prompt[0] != main:
-            answer = Completion(message=plain_message(call.answer), policy=policy_of(model))
-            tree.aside([*map(plain_message, call.prompt)], answer, CONDENSATION)
+    for _, prompt, answer, named, tools in calls:
+        model = named or model
+        if prompt[0] != main:
+            summary = Completion(message=plain_message(answer), policy=policy_of(model))
+            tree.aside([*map(plain_message, prompt)], summary, CONDENSATION)
             continue
-        tree.tools, at = tree.tools or call.tools, None
-        for message in call.prompt:
+        tree.tools, at = tree.tools or tools, None
+        for message in prompt:
             at = _follow(tree, at, plain_message(message))
         tree.head = at
-        say(tree, call.answer, policy_of(model))
+        say(tree, answer, policy_of(model))
     path = set(tree.path())
     for at, node in enumerate(tree.nodes):
         if node.sampled and at not in path and KIND not in node.metadata:
             # The host went on from it.
             node.metadata[ACTED] = True
-    task, times = task_of(tree.messages(), SWE, instance), Times(started=calls[0].at, finished=calls[-1].at)
+    task, times = task_of(tree.messages(), SWE, instance), Times(started=calls[0][0], finished=calls[-1][0])
     return finished(tree, "llm-completions", task, model=model, evidence={"calls": len(calls)}, times=times)
 
 
-def _read_call(file: Path) -> _Call:
+def _read_call(file: Path) -> tuple[float, Sequence[Message], Message, str, tuple[JsonObject, ...]]:
+    """When it was, its prompt and answer, the model, and the tools."""
     record = Record(read_document(file))
     with within(str(file)):
         kwargs, response = record.record("kwargs"), record.record("response")
@@ -421,7 +413,7 @@ def _read_call(file: Path) -> _Call:
             raise ExchangeError("messages: is empty")
         offered = (kwargs if "tools" in kwargs.fields else record).records("tools")
         at, model = times_of([record.get("timestamp")]).started, kwargs.text("model") or response.text("model")
-        return _Call(at, prompt, answer, model, tuple(_read_tool(tool.fields) for tool in offered))
+        return at, prompt, answer, model, tuple(_read_tool(tool.fields) for tool in offered)
 
 
 def _follow(tree: EpisodeTree, at: int | None, message: Message) -> int:
@@ -448,7 +440,6 @@ _STATE, _EVENTS, _SUB_AGENTS = "base_state.json", "events", "subagents"
 _NOT_SAMPLED = "not-sampled-"
 """Begins the ``llm_response_id`` of an answer that is no completion of its own: one that is logged again."""
 _STATUS = {StopReason.TERMINATED: "finished", StopReason.ERROR: "error"}
-_ERROR_HEADER = "[An error occurred during execution.]\n"
 _RESULTS = {"ObservationEvent", "UserRejectObservation", "AgentErrorEvent"}
 _SPOKEN = _RESULTS | {"SystemPromptEvent", "MessageEvent", "ActionEvent"}
 
@@ -459,19 +450,15 @@ def recognises_v1(row: Mapping[str, JsonValue]) -> bool:
     return "source" in row and (kind in _SPOKEN or kind.startswith("Condensation") or kind.endswith("Event"))
 
 
-def is_conversation(path: Path) -> bool:
-    """Whether a folder is a stored conversation of V1, or has some in it."""
-    return path.is_dir() and bool(_conversations(path))
-
-
 def read_conversations(path: Path) -> Units:
     """A conversation's folder, a folder of such folders, or files with all events of a conversation each."""
-    if path.is_dir() and (folders := _conversations(path)):
+    if folders := conversations(path):
         return (Unit(str(folder), partial(_from_folder, folder)) for folder in folders)
     return (Unit(str(file), partial(_from_file, file)) for file in files_below(path, (".jsonl", ".json", ".jsonl.gz")))
 
 
-def _conversations(path: Path) -> list[Path]:
+def conversations(path: Path) -> list[Path]:
+    """The folders of stored conversations of V1 at or below a folder."""
     return sorted(each.parent for each in path.rglob(_EVENTS) if each.is_dir())
 
 
@@ -625,7 +612,7 @@ def _result(event: Record, kind: str) -> list[str]:
         return [f"Action rejected: {event.text('rejection_reason')}"]
     observation = event.record("observation")
     text, metadata = text_of(_parts(observation.get("content"))) or "", observation.get("metadata")
-    header = [_ERROR_HEADER] if observation.get("is_error") else []
+    header = ["[An error occurred during execution.]\n"] if observation.get("is_error") else []
     return [*header, _shell_result(text, metadata) if isinstance(metadata, dict) else text]
 
 
@@ -674,14 +661,12 @@ def v1_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[s
     if not trajectory.path():
         raise LeftOutError("there is no message in it")
     name = f"{safe_name(trajectory.task.id)}/{trajectory.id}"
-    yield (
-        f"{name}/{_STATE}",
-        {
-            "id": named_identity(trajectory.id),
-            "agent": {"kind": "Agent", "llm": {"model": trajectory.policy.served_name}},
-            "execution_status": _STATUS.get(trajectory.stop, "paused"),
-        },
-    )
+    state: JsonObject = {
+        "id": named_identity(trajectory.id),
+        "agent": {"kind": "Agent", "llm": {"model": trajectory.policy.served_name}},
+        "execution_status": _STATUS.get(trajectory.stop, "paused"),
+    }
+    yield f"{name}/{_STATE}", state
     # No event names the one before: SDK 1.15 has no field for it.
     for number, event in enumerate(_stamped(trajectory, _events_of_v1(trajectory))):
         yield f"{name}/{_EVENTS}/event-{number:05d}-{event['id']}.json", event

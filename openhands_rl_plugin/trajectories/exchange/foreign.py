@@ -1,6 +1,12 @@
-"""Records of other programs: their files, the rows of these one at a time, and the fields and chat messages of a row.
+"""Records of other programs: their files, the rows of these one at a time, and the fields and chat messages of a row;
+and the conversations of our own rows.
 
 Null means absent, unknown fields are left alone, and every error names its row or its field.
+
+Rows have OpenAI's chat messages with reasoning, arguments as objects or as text: chat templates differ in what they
+want. Those of Qwen2.5 and Llama 3.1 print a text once more as JSON, so that a model would learn to quote its arguments;
+DeepSeek V3's takes text only. In the text form of OpenHands calls and results are text, one call a turn, and the system
+prompt describes the tools.
 """
 
 from __future__ import annotations
@@ -9,19 +15,31 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import RLError, from_extra, problems
-from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_in, text_of, to_message, whole_json, whole_text
-from openhands_rl_plugin.core.types import Bounded, JsonObject, Message, PolicyRef, Tokens
+from openhands_rl_plugin.core.messages import (
+    SpokenMessage,
+    reasoning_in,
+    reasoning_of,
+    reasoning_with,
+    text_of,
+    to_message,
+    to_wire,
+    whole_json,
+    whole_text,
+)
+from openhands_rl_plugin.core.templates.function_text import RenderError, render_call
+from openhands_rl_plugin.core.types import Bounded, JsonObject, Message, PolicyRef, Tokens, Trajectory
 
 
 class ExchangeError(RLError):
@@ -176,10 +194,8 @@ def chat_message(wire: object) -> RecordMessage:
         message = to_message({**wire, **filled, "tool_call_id": linked_call(wire)})
     except ValidationError as error:
         raise ExchangeError(what_is_wrong(error, RecordMessage)) from error
-    except KeyError as error:
-        raise ExchangeError(f"{error.args[0]}: is required") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ExchangeError(f"has not the form of a chat message ({error})") from error
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ExchangeError(f"has not the form of a chat message ({error!r})") from error
     return RecordMessage(**dict(message), reasoning=reasoning_in(wire), context_only=is_context_only(wire))
 
 
@@ -203,24 +219,18 @@ def without_nulls(value: JsonValue) -> Any:
 
 def tools_of(value: JsonValue) -> tuple[JsonObject, ...]:
     """Tools, or their functions alone, as a list or as JSON, with null-filled fields. Raises ``ExchangeError``."""
-    listed = from_text(value) if isinstance(value, str) and value.strip() else value
-    tools = without_nulls(listed or [])
-    if isinstance(tools, list):
-        tools = [_wrapped(tool) if _is_tool({"function": tool}) else tool for tool in tools]
-    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+    listed = without_nulls((from_text(value) if isinstance(value, str) and value.strip() else value) or [])
+    return tuple(map(_tool, listed if isinstance(listed, list) else [None]))
+
+
+def _tool(tool: JsonValue) -> JsonObject:
+    function = object_at(tool, "function") or object_at(tool)
+    if not isinstance(function.get("name"), str):
         raise ExchangeError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
-    return tuple(tools)
-
-
-def _wrapped(function: JsonObject) -> JsonObject:
-    """Anthropic and MCP have other names for the parameters."""
-    renamed = {"parameters" if name in ("input_schema", "inputSchema") else name: of for name, of in function.items()}
-    return {"type": "function", "function": renamed}
-
-
-def _is_tool(tool: object) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    # Anthropic and MCP have other names for the parameters.
+    names = {"input_schema": "parameters", "inputSchema": "parameters"}
+    renamed = {names.get(name, name): each for name, each in function.items()}
+    return tool if isinstance(tool, dict) and "function" in tool else {"type": "function", "function": renamed}
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -328,30 +338,23 @@ def _opened(file: Path) -> Iterator[io.BufferedReader[Any]]:
 
 def _members(file: Path, document: JsonValue) -> Units:
     """The rows of an array, or of an object from instance ids to rows. Any other object is one row, as a list of chat
-    messages is."""
+    messages is, and one of events of OpenHands V0, as its ``save_trajectory_path`` and its server have them."""
     listed = document.get("trajectory") if isinstance(document, dict) else document
-    if isinstance(document, list) and document and all(map(_is_message, document)):
+    if isinstance(document, list) and _all_have(document, {"role"}, {"content", "tool_calls"}):
         document = {"messages": document, "trajectory_format": CONVERSATION_FILE}
-    elif isinstance(listed, list) and listed and all(map(_is_event, listed)):
+    elif isinstance(listed, list) and _all_have(listed, {"source"}, {"action", "observation"}):
         document = {"history": listed}
-    if isinstance(document, dict) and document and all(_is_member(value) for value in document.values()):
+    elif isinstance(document, dict) and _all_have(document.values(), set(), _MEMBERS):
         document = [{"instance_id": key, **value} for key, value in document.items() if isinstance(value, dict)]
     rows = document if isinstance(document, list) else [document]
     for number, row in enumerate(rows):
         yield Unit(f"{file}[{number}]" if isinstance(document, list) else str(file), lambda row=row: _object(row))
 
 
-def _is_message(value: JsonValue) -> bool:
-    return isinstance(value, dict) and "role" in value and not {"content", "tool_calls"}.isdisjoint(value)
-
-
-def _is_event(value: JsonValue) -> bool:
-    """Whether it is an event of OpenHands V0, as its ``save_trajectory_path`` and its server list them."""
-    return isinstance(value, dict) and "source" in value and not {"action", "observation"}.isdisjoint(value)
-
-
-def _is_member(value: JsonValue) -> bool:
-    return isinstance(value, dict) and not _MEMBERS.isdisjoint(value)
+def _all_have(values: Collection[JsonValue], names: set[str], some: set[str]) -> bool:
+    """Whether all are objects with all of ``names`` and one of ``some``."""
+    objects = [value for value in values if isinstance(value, dict) and names <= value.keys() and some & value.keys()]
+    return 0 < len(objects) == len(values)
 
 
 def _parquet_rows(file: Path) -> Units:
@@ -379,3 +382,173 @@ def _object(value: JsonValue) -> JsonObject:
     if not isinstance(value, dict):
         raise ExchangeError(f"must be a JSON object, not {type(value).__name__}")
     return value
+
+
+JSON = "json"
+"""The Parquet type of values that have no common one."""
+
+ArgumentsForm = Literal["object", "string"]
+ARGUMENTS_FORMS: tuple[ArgumentsForm, ...] = ("object", "string")
+
+CONVERSATION: list[Any] = [
+    {
+        "role": "string",
+        "content": "string",
+        "reasoning_content": "string",
+        "tool_calls": [{"id": "string", "type": "string", "function": {"name": "string", "arguments": JSON}}],
+        "tool_call_id": "string",
+        "name": "string",
+    }
+]
+"""The Parquet type of a conversation; trainers take null for absent."""
+_ARGUMENTS = "arguments"
+
+
+def spoken_messages(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
+    """The messages of some nodes, answers with their reasoning."""
+    found: list[SpokenMessage] = []
+    for node in (trajectory.nodes[at] for at in nodes):
+        reasoning = reasoning_of(node) if node.message.role == "assistant" else None
+        found.append(SpokenMessage(**dict(node.message), reasoning=reasoning, sampled=node.sampled))
+    return found
+
+
+def wire_of(message: Message) -> JsonObject:
+    """An OpenAI chat message, its reasoning in ``reasoning_content``."""
+    return {**to_wire(message), **present(reasoning_content=reasoning_with(message))}
+
+
+def conversation_of(trajectory: Trajectory, path: Sequence[int]) -> list[JsonValue]:
+    """The messages of some nodes, for a row."""
+    return [wire_of(message) for message in spoken_messages(trajectory, path)]
+
+
+def arguments_object(arguments: str) -> JsonObject | None:
+    """The arguments of a call as an object; ``None`` when the text is none."""
+    try:
+        value = from_text(arguments or "{}")
+    except ExchangeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def with_objects(row: JsonObject) -> JsonObject:
+    """The row with the arguments of all calls as objects, changed in place; a malformed text stays as it is."""
+    listed: list[Any] = [each for column in row.values() if isinstance(column, list) for each in column]
+    for message in listed:
+        for call in (isinstance(message, dict) and message.get("tool_calls")) or ():
+            known = arguments_object(call["function"][_ARGUMENTS])
+            call["function"] |= {} if known is None else {_ARGUMENTS: known}
+    return row
+
+
+def as_text(kind: Any) -> Any:
+    """Columns for rows whose arguments are text."""
+    if isinstance(kind, Mapping):
+        return {name: "string" if name == _ARGUMENTS else as_text(inner) for name, inner in kind.items()}
+    return [as_text(each) for each in kind] if isinstance(kind, list) else kind
+
+
+def single_call_turns(messages: Sequence[Message]) -> list[Message]:
+    """Split every message with several calls into one message a call, each followed by its own result.
+
+    The text and the reasoning stand with the first of the calls. Raises ``LeftOutError`` where one of several calls got
+    no result: between two others it cannot stand.
+    """
+    out: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if len(message.tool_calls) < 2:
+            out.append(message)
+            continue
+        following = [*takewhile(lambda each: each.role == "tool", messages[at:])]
+        results, at = {each.tool_call_id: each for each in following}, at + len(following)
+        for number, call in enumerate(message.tool_calls):
+            if call.id not in results:
+                raise LeftOutError("several calls were made at once and some of them got no result")
+            beside = {"content": None, **({"reasoning": None} if isinstance(message, SpokenMessage) else {})}
+            split = message.model_copy(update={"tool_calls": (call,), **(beside if number else {})})
+            out += [split, results[call.id]]
+    return out
+
+
+def until_last_answer(messages: Sequence[Message]) -> list[Message]:
+    """Without what came after the assistant's last message: nothing is learned from it."""
+    last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    return list(messages[: last + 1])
+
+
+_HEAD = "\nYou have access to the following functions:\n\n"
+# The block that says IMPORTANT is never closed in the prompt of the published rows, and is kept so.
+_TAIL = """
+
+If you choose to call a function ONLY reply in the following format with NO suffix:
+
+<function=example_function_name>
+<parameter=example_parameter_1>value_1</parameter>
+<parameter=example_parameter_2>
+This is the value for the second parameter
+that can span
+multiple lines
+</parameter>
+</function>
+
+<IMPORTANT>
+Reminder:
+- Function calls MUST follow the specified format, start with <function= and end with </function>
+- Required parameters MUST be specified
+- Only call one function at a time
+- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT after.
+- If there is no function call available, answer the question like normal with your current knowledge and do not tell \
+the user about function calls
+"""
+_NO_DESCRIPTION = "No description provided"
+
+
+def system_prompt(content: str, tools: Sequence[JsonObject]) -> str:
+    """``content`` with the description of the tools and the rules of the text form; itself without tools."""
+    described = (_describe(number, object_at(tool, "function")) for number, tool in enumerate(tools, 1))
+    return f"{content}{_HEAD}{'\n'.join(described)}{_TAIL}" if tools else content
+
+
+def _describe(number: int, function: JsonObject) -> str:
+    schema, listed = function.get("parameters"), "No parameters are required for this function.\n"
+    if isinstance(schema, dict):
+        required = at_path(schema, "required") or []
+        parameters = enumerate(object_at(schema, "properties").items(), 1)
+        lines = (f"  ({at}) {name} {_declared(info, name in required)}\n" for at, (name, info) in parameters)
+        listed = f"Parameters:\n{''.join(lines)}"
+    name, about = function.get("name", ""), function.get("description", "")
+    begin = f"---- BEGIN FUNCTION #{number}: {name} ----\nDescription: {about}\n"
+    return f"{begin}{listed}---- END FUNCTION #{number} ----\n"
+
+
+def _declared(info: JsonValue, required: bool) -> str:
+    known = info if isinstance(info, dict) else {}
+    allowed, status = known.get("enum"), "required" if required else "optional"
+    values = ", ".join(f"`{value}`" for value in allowed) if isinstance(allowed, list) else None
+    suffix = "" if values is None else f"\nAllowed values: [{values}]"
+    return f"({known.get('type', 'string')}, {status}): {known.get('description', _NO_DESCRIPTION)}{suffix}"
+
+
+def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[JsonObject]:
+    """Messages with at most one call each in the text form. Raises ``LeftOutError``."""
+    if tools and (not messages or messages[0].role != "system"):
+        yield {"role": "system", "content": system_prompt("", tools)}
+    by_name = {str(at_path(tool, "function", "name")): tool for tool in tools}
+    names: dict[str | None, str] = {}
+    for at, message in enumerate(messages):
+        content, role = message.content or "", message.role
+        if role == "system" and at == 0:
+            content = system_prompt(content, tools)
+        elif role == "tool":
+            name = message.name or names.get(message.tool_call_id, "function")
+            content, role = f"EXECUTION RESULT of [{name}]:\n{content}", "user"
+        for call in message.tool_calls:
+            names[call.id] = call.name
+            try:
+                content = "\n\n".join(filter(None, (content, render_call(call, by_name.get(call.name)))))
+            except RenderError as error:
+                raise LeftOutError(str(error)) from error
+        yield {"role": role, "content": content, **present(reasoning_content=reasoning_with(message))}

@@ -22,18 +22,20 @@ from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, Trajec
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
 from openhands_rl_plugin.trajectories.exchange import atif, events, rows
-from openhands_rl_plugin.trajectories.exchange.conversations import ArgumentsForm, as_text, with_objects
 from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels, resolved
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ROW_SUFFIXES,
+    ArgumentsForm,
     ExchangeError,
     LeftOutError,
     Unit,
     Units,
+    as_text,
     files_below,
     refuse,
     rows_of,
     units_of,
+    with_objects,
 )
 from openhands_rl_plugin.trajectories.exchange.writing import Columns, Sink, folder_of_files, json_file, parquet_file
 
@@ -265,7 +267,7 @@ def recognised_source(path: Path) -> tuple[Units, Counter[str]]:
 
     A file whose records are in none of them is a bad record. Raises its ``ExchangeError`` when no file is in one.
     """
-    if events.is_conversation(path):
+    if events.conversations(path):
         return events.read_conversations(path), Counter({events.V1_EVENTS: 1})
     names: dict[Path, str] = {}
     bad: dict[Path, ExchangeError] = {}

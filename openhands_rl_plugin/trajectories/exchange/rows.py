@@ -28,15 +28,6 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.conversations import (
-    CONVERSATION,
-    conversation_of,
-    single_call_turns,
-    spoken_messages,
-    text_messages,
-    until_last_answer,
-    wire_of,
-)
 from openhands_rl_plugin.trajectories.exchange.episodes import (
     SCORE_VERSION,
     STRATEGY,
@@ -51,16 +42,24 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    CONVERSATION,
+    JSON,
     ExchangeError,
     LeftOutError,
     Record,
     at_path,
+    conversation_of,
     present,
+    single_call_turns,
+    spoken_messages,
+    text_messages,
     tools_of,
+    until_last_answer,
     what_is_wrong,
+    wire_of,
     without_nulls,
 )
-from openhands_rl_plugin.trajectories.exchange.writing import JSON, Columns
+from openhands_rl_plugin.trajectories.exchange.writing import Columns
 
 IDENTITY = ("trajectory_id", "instance_id", "run_id", "model", "score", "resolved")
 RECORD = ("test_result", "patch", "traj_id")

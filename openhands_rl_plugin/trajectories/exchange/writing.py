@@ -14,13 +14,11 @@ from pydantic_core import to_json
 
 from openhands_rl_plugin.core.files import PRIVATE, draft_folder, replacing
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, optional
+from openhands_rl_plugin.trajectories.exchange.foreign import JSON, ExchangeError, optional
 
 Columns = Mapping[str, Any]
 """Column -> ``datasets`` type: a name such as ``"string"``, a list of one of these, or another mapping;
 ``JSON`` for values that have no common type: ``datasets`` reads them back as they were, others as text."""
-
-JSON = "json"
 
 Sink = Callable[[str, JsonObject], None]
 """Writes a row; the text is the name of its file below a folder. Raises ``ExchangeError``."""

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from openhands.llm import fn_call_converter as reference
 
 from openhands_rl_plugin.core.messages import to_message, to_wire
-from openhands_rl_plugin.core.templates.function_text import Newlines, read_function_text
-from openhands_rl_plugin.core.types import Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.conversations import (
+from openhands_rl_plugin.core.templates.function_text import calls_in_text
+from openhands_rl_plugin.core.types import Message
+from openhands_rl_plugin.trajectories.exchange.foreign import (
     single_call_turns,
     text_messages,
     until_last_answer,
@@ -66,22 +66,8 @@ def test_where_the_reference_is_lossless_our_bytes_are_the_same(
 def test_rows_of_swe_gym_read_as_they_were_meant() -> None:
     """Their older converter puts line breaks around values of several lines, as the prompt says."""
     text = f"I insert.\n\n<function=execute_bash>\n<parameter=command>\n{INDENTED}\n</parameter>\n</function>"
-    (found,) = read_function_text(text, TOOLS).calls
+    (found,) = calls_in_text(text, TOOLS)
     assert json.loads(found.arguments) == {"command": INDENTED}
-
-
-@given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<>"), max_size=30))
-@settings(deadline=None)
-def test_values_of_the_reference_are_taken_as_they_stand(value: str) -> None:
-    made = {
-        "id": "x",
-        "type": "function",
-        "function": {"name": "execute_bash", "arguments": json.dumps({"command": value})},
-    }
-    text = reference.convert_tool_call_to_string(made)
-    answer = read_function_text(text, TOOLS, Newlines.VERBATIM)
-    assert answer.calls == (ToolCall(id=answer.calls[0].id, name="execute_bash", arguments=answer.calls[0].arguments),)
-    assert json.loads(answer.calls[0].arguments) == {"command": value}
 
 
 def test_a_conversation_for_training_ends_with_an_answer() -> None:

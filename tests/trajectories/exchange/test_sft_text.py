@@ -7,13 +7,13 @@ from exchange_samples import CODE, PROMPT, SYSTEM, TOOLS, call, said, score, tol
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.templates.function_text import read_function_text
+from openhands_rl_plugin.core.templates.function_text import calls_in_text
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.conversations import (
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    LeftOutError,
     system_prompt,
     text_messages,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.rows import import_text, text_rows
 
 
@@ -123,7 +123,7 @@ def test_no_call_is_changed_by_the_text_form(
         said(text="Done."),
     )
     rendered = [*text_messages(messages, tools)]
-    (made_again,) = read_function_text(str(rendered[2]["content"]), tools).calls
+    (made_again,) = calls_in_text(str(rendered[2]["content"]), tools)
     assert (made_again.name, json.loads(made_again.arguments)) == (name, arguments)
     assert str(rendered[2]["content"]).startswith(thought)
     assert rendered[3]["content"] == f"EXECUTION RESULT of [{name}]:\n{result}"
