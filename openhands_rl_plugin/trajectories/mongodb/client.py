@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
+import re
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -14,16 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from bson.errors import BSONError
 from pymongo import ASCENDING, DESCENDING, AsyncMongoClient, IndexModel, ReadPreference, WriteConcern
 from pymongo.asynchronous.collection import AsyncCollection
-from pymongo.errors import (
-    AutoReconnect,
-    BulkWriteError,
-    ConfigurationError,
-    DocumentTooLarge,
-    ExecutionTimeout,
-    NetworkTimeout,
-    PyMongoError,
-    ServerSelectionTimeoutError,
-)
+from pymongo.errors import AutoReconnect, BulkWriteError, ConfigurationError, PyMongoError
 
 from openhands_rl_plugin.core.errors import StorageError, describe
 
@@ -33,38 +23,27 @@ _REPLICATION_MS = 30_000
 # What the connection string says itself is left as it is.
 _TIME_OUTS = {"serverSelectionTimeoutMS": 5_000, "connectTimeoutMS": 5_000, "socketTimeoutMS": 30_000}
 
-_BY_CODE = {
-    13: "does not allow this ({text}); give the user the readWrite role of the database",
-    18: "refused the user or the password; correct the connection string",
-    64: "has a replica set of which too few members of the replica set confirmed a write; start the others, or set "
-    "durable=False",
-    14031: "has no space left; free some, nothing was stored",
-}
-_BY_KIND: dict[type[Exception] | tuple[type[Exception], ...], str] = {
-    ServerSelectionTimeoutError: "cannot be reached ({text}); start the server, or correct the connection string",
-    (NetworkTimeout, ExecutionTimeout): "did not answer in time ({text}); look at the server's load and the network",
-    AutoReconnect: "broke the connection ({text}); try again when the server is back",
-    DocumentTooLarge: "takes no record of 16 MB ({text}); shorten its texts",
-    (BSONError, OverflowError, UnicodeEncodeError): "cannot take a record, which cannot be written as BSON ({text}); "
-    "numbers may have 64 bits, texts must be Unicode",
-    Exception: "failed ({text}); look at the server's log",
+_REMEDIES = {
+    13: "give the user the readWrite role of the database",
+    18: "correct the user and the password of the connection string",
+    64: "too few members of the replica set confirmed a write: start the others, or set durable=False",
+    14031: "it has no space left: free some, nothing was stored",
 }
 
 _UP, _DOWN = ASCENDING, DESCENDING
 _INDEXES = {
-    "episodes": (
+    "episodes": [
         [("order", _UP)],
-        [("run_id", _UP), ("order", _UP)],
-        [("group_id", _UP), ("order", _UP)],
-        [("task_id", _UP), ("order", _UP)],
+        *(
+            [(name, _UP), ("order", _UP)]
+            for name in ("run_id", "group_id", "task_id", "split", "policy_version", "stop")
+        ),
         # Unknown rewards come last in both directions, so the second one is not the first one read backwards.
-        [("unrewarded", _UP), ("reward", _UP), ("order", _UP)],
-        [("unrewarded", _UP), ("reward", _DOWN), ("order", _UP)],
-        [("finished", _UP), ("order", _UP)],
-        [("finished", _DOWN), ("order", _UP)],
-    ),
-    "scores": ([("episode", _UP)],),
-    "labels": ([("episode", _UP)],),
+        *([("unrewarded", _UP), ("reward", direction), ("order", _UP)] for direction in (_UP, _DOWN)),
+        *([("finished", direction), ("order", _UP)] for direction in (_UP, _DOWN)),
+    ],
+    "scores": [[("episode", _UP)]],
+    "labels": [[("episode", _UP)]],
 }
 
 
@@ -134,7 +113,6 @@ class MongoDatabase:
     def _client(self) -> AsyncMongoClient[dict[str, Any]]:
         loop = asyncio.get_running_loop()
         if self._opened is None or self._opened[0] is not loop:
-            _let_resolve(loop)
             chosen = {name.lower() for name, _ in parse_qsl(self._connection_string.partition("?")[2])}
             time_outs: dict[str, Any] = {name: ms for name, ms in _TIME_OUTS.items() if name.lower() not in chosen}
             try:
@@ -160,30 +138,12 @@ class MongoDatabase:
         return text
 
 
-def _let_resolve(loop: asyncio.AbstractEventLoop) -> None:
-    """Event loops look up host names in threads, which are not to be had once the interpreter shuts down.
-
-    That is when a last episode may be saved; its loop has nothing else to do and looks names up itself.
-    """
-
-    async def look_up(host: str, port: int, **kwargs: Any) -> Any:
-        return socket.getaddrinfo(host, port, **kwargs)
-
-    with ThreadPoolExecutor(max_workers=1) as trial:
-        try:
-            trial.submit(int)
-        except RuntimeError:
-            setattr(loop, "getaddrinfo", look_up)  # noqa: B010
-
-
 def _cause(error: Exception) -> str:
-    code, text = getattr(error, "code", None), str(error)
+    code, text = getattr(error, "code", None), str(error) if isinstance(error, PyMongoError) else describe(error)
     if isinstance(error, BulkWriteError):
         first = [*error.details.get("writeErrors", ()), *error.details.get("writeConcernErrors", ()), {}][0]
         code, text = first.get("code"), first.get("errmsg", "")
-    elif not isinstance(error, PyMongoError):
-        text = describe(error)
     # PyMongo puts the state of every server, or the whole answer, behind the cause.
-    cause = text.partition(", full error:")[0].partition(", Topology Description:")[0]
-    told = next(words for kind, words in _BY_KIND.items() if isinstance(error, kind))
-    return _BY_CODE.get(code or 0, told).format(text="".join(cause.splitlines()[:1])[:300])
+    cause = re.split(", full error:|, Topology Description:|\n", text)[0][:300]
+    remedy = _REMEDIES.get(code or 0, "look at the connection string, and at the server's load, disk and log")
+    return f"{'cannot be reached' if isinstance(error, AutoReconnect) else 'failed'} ({cause}); {remedy}"

@@ -123,16 +123,12 @@ class MongoLog(Log):
                     return None
                 raise
         state = Episode(header, 0, length, place=_Place(place.generation, length))
-        if before is None:
-            done = await self._insert(header, state)
-        elif place.generation != before.place.generation:
-            done = await self._replace(before, header, state)
-        else:
-            done = before.revision == length or await self._make_valid(header, state)
-        if done:
+        if await self._visible(before, header, state):
+            if before is not None and place.generation != before.place.generation:
+                await chunks.delete_many(_range(before.place.generation))
             return state
         if place.length == 0:
-            await self._delete(place.generation)
+            await chunks.delete_many(_range(place.generation))
         else:
             now = await self._database["episodes"].find_one({"_id": header.id, "generation": place.generation})
             if now is None or now["chunks"] < length:
@@ -140,34 +136,27 @@ class MongoLog(Log):
                 await chunks.delete_many(_range(place.generation, place.length))
         return None
 
-    async def _insert(self, header: EpisodeHeader, state: Episode) -> bool:
-        row = {"_id": header.id, "order": await self._database.next("episodes"), **_row(header, state)}
-        reward = _reward(header.sorting_reward(None))
-        try:
-            await self._database["episodes"].insert_one({**row, "scored": 0, "score": None, **reward})
-        except DuplicateKeyError:
-            return False
-        return True
-
-    async def _replace(self, before: Episode, header: EpisodeHeader, state: Episode) -> bool:
-        done = await self._update({"generation": before.place.generation, "open": True}, header, state)
-        if done:
-            await self._delete(before.place.generation)
-        return done
-
-    async def _make_valid(self, header: EpisodeHeader, state: Episode) -> bool:
-        where = {"generation": state.place.generation, "open": True, "chunks": {"$lt": state.revision}}
-        return await self._update(where, header, state)
-
-    async def _update(self, where: Query, header: EpisodeHeader, state: Episode) -> bool:
-        """Make an episode this one; a judgement that it has still decides what it is found by, unless it failed."""
+    async def _visible(self, before: Episode | None, header: EpisodeHeader, state: Episode) -> bool:
+        """Make the episode's own document this one, unless another writer was faster."""
+        episodes, row, reward = self._database["episodes"], _row(header, state), _reward(header.sorting_reward(None))
+        if before is None:
+            number = await self._database.next("episodes")
+            try:
+                await episodes.insert_one(
+                    {"_id": header.id, "order": number, **row, "scored": 0, "score": None, **reward}
+                )
+            except DuplicateKeyError:
+                return False
+            return True
+        where = {"_id": header.id, "generation": before.place.generation, "open": True}
+        if state.place.generation == before.place.generation:
+            if state.revision == before.revision:
+                return True
+            where["chunks"] = {"$lt": state.revision}
+        # A judgement that it has still decides what it is found by, unless it failed.
         decides = header.failure_kind is not None or {"$eq": ["$score", None]}
-        change = _literal(_row(header, state)) | _chosen(decides, _reward(header.sorting_reward(None)))
-        found = await self._database["episodes"].update_one({"_id": header.id, **where}, [{"$set": change}])
+        found = await episodes.update_one(where, [{"$set": _literal(row) | _chosen(decides, reward)}])
         return found.matched_count == 1
-
-    async def _delete(self, generation: str) -> None:
-        await self._database["chunks"].delete_many(_range(generation))
 
     async def correct(self, episode: Episode, header: EpisodeHeader) -> None:
         again = {"scored": 0, "score": None, **_reward(header.sorting_reward(None))}
@@ -179,7 +168,7 @@ class MongoLog(Log):
         where = {"_id": identity, "generation": generation, "open": True}
         if (await self._database["episodes"].delete_one(where)).deleted_count == 0:
             return False
-        await self._delete(generation)
+        await self._database["chunks"].delete_many(_range(generation))
         for name in ("scores", "labels"):
             await self._database[name].delete_many({"episode": identity})
         return True
@@ -301,14 +290,8 @@ def _documents(episode: str, place: _Place, records: Iterator[Query]) -> Iterato
         count = max(1, -(-len(record["data"]) // PART_BYTES))
         for part in range(count):
             data = record["data"][part * PART_BYTES : (part + 1) * PART_BYTES]
-            row = {
-                "_id": f"{place.generation}/{seq:08d}",
-                "episode": episode,
-                "seq": seq,
-                "closes": False,
-                "head": None,
-            }
-            yield {**row, "marks": b"", **record, "part": part, "parts": count, "data": data}
+            row = {"_id": f"{place.generation}/{seq:08d}", "episode": episode, "seq": seq, "closes": False}
+            yield {**row, "head": None, "marks": b"", **record, "part": part, "parts": count, "data": data}
             seq += 1
 
 

@@ -40,6 +40,7 @@ KEYS = {
 # "OHRL": shown by file(1) and sqlite3, and distinguishes this from any other database.
 _APPLICATION_ID = 0x4F48524C
 _BUSY_SECONDS = 60.0
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE")
 _OR = " (or its first bytes are damaged: restore it from a backup)"
 # Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
 _PAGE_BYTES = 2048
@@ -63,6 +64,7 @@ CREATE INDEX IF NOT EXISTS episodes_run ON episodes (run_id);
 CREATE INDEX IF NOT EXISTS episodes_group ON episodes (group_id);
 CREATE INDEX IF NOT EXISTS episodes_task ON episodes (task_id);
 CREATE INDEX IF NOT EXISTS episodes_environment ON episodes (environment);
+CREATE INDEX IF NOT EXISTS episodes_split ON episodes (split);
 CREATE INDEX IF NOT EXISTS episodes_strategy ON episodes (strategy);
 CREATE INDEX IF NOT EXISTS episodes_adapter ON episodes (adapter, policy_version);
 CREATE INDEX IF NOT EXISTS episodes_version ON episodes (policy_version);
@@ -91,7 +93,8 @@ CREATE INDEX IF NOT EXISTS labels_trajectory ON labels (trajectory_id);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-_NAMES = {line.split()[5] for line in _SCHEMA.splitlines() if line.startswith(("CREATE TABLE", "CREATE INDEX"))}
+NEWEST_INDEX = "episodes_split"
+"""A store without it was made by an earlier release, and lacks this or more."""
 
 
 def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
@@ -112,11 +115,6 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
             connection.close()
             raise
         return connection
-
-
-def lacks(connection: sqlite3.Connection) -> set[str]:
-    """The tables and indices that an earlier release did not make."""
-    return _NAMES - {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
 
 
 def make_tables(connection: sqlite3.Connection) -> None:
@@ -187,10 +185,9 @@ def _cause(error: Exception, file: Path) -> str:
     if isinstance(error, UnicodeDecodeError) or "decode to UTF-8" in str(error):
         # Python cannot read the text of SQLite's error, which quotes what is damaged.
         return torn(file, "it has a text that is none")
-    if name == "SQLITE_NOTADB" or name.startswith("SQLITE_CORRUPT"):
+    if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
         return torn(file, str(error))
-    full = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE"}
-    if name in full or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if name in _FULL or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"no space left for {file}, or its disk fails ({error}); nothing was stored; free some space"
     denied = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
     if name.startswith(denied) or number in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,10 +19,10 @@ from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.redaction import secrets_looked_up_once
 from openhands_rl_plugin.trajectories.sqlite.database import (
     FILE_NAME,
+    NEWEST_INDEX,
     connect,
     empty_database,
     explained,
-    lacks,
     make_database,
     make_tables,
     torn,
@@ -42,7 +43,7 @@ class _Call:
     running: Coroutine[Any, Any, Any] | None = None
     done: bool = False
     answer: Any = None
-    error: BaseException | None = None
+    error: StorageError | None = None
 
 
 class FileTrajectoryStorage(LogStorage):
@@ -60,13 +61,13 @@ class FileTrajectoryStorage(LogStorage):
         self._file = self._folder / FILE_NAME
         self._durable = durable
         self._process = os.getpid()
-        self._readers: list[sqlite3.Connection] = []
+        self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._waiting: list[_Call] = []
+        self._waiting = deque[_Call]()
         self._called = False  # whether the thread has been notified of waiting calls
-        self._thread: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # guards the readers and what waits
-        self._settling = threading.Lock()
+        self._thread = _writing_thread()
+        # Two threads that read only wait for each other: both make objects.
+        self._reading, self._settling = threading.Lock(), threading.Lock()
 
     async def check(self) -> None:
         """Raises ``StorageError`` when what lists the episodes is damaged, so that some may not be found.
@@ -85,9 +86,8 @@ class FileTrajectoryStorage(LogStorage):
     async def close(self) -> None:
         """Flush and release. The storage can be used again; it then opens its file again."""
         self._wake()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            await asyncio.to_thread(thread.shutdown)
+        thread, self._thread = self._thread, _writing_thread()
+        await asyncio.to_thread(thread.shutdown)
         await asyncio.to_thread(self._release)
 
     async def _read[Answer](self, work: Work[Answer]) -> Answer:
@@ -100,48 +100,37 @@ class FileTrajectoryStorage(LogStorage):
         self._check_process()
         loop = asyncio.get_running_loop()
         call = _Call(identity, work, loop.create_future())
-        with self._lock:
-            self._waiting.append(call)
+        self._waiting.append(call)
         # A moment later, so that all who call now are stored together.
         loop.call_soon(self._wake)
         return await call.outcome
 
     def _ask[Answer](self, ask: Callable[[sqlite3.Connection], Answer]) -> Answer:
         self._check_process()
-        with explained(self._file):
-            with self._lock:
-                readers = self._readers
-                connection = readers.pop() if readers else None
-            there = self._file.exists()
-            if not there:
-                connection = empty_database()
-            elif connection is None:
-                connection = self._connect()
-                connection.execute("PRAGMA query_only = ON")
-            assert connection is not None
+        with explained(self._file), self._reading:
+            there, kept = self._file.exists(), False
+            connection = (self._reader or self._connect()) if there else empty_database()
             try:
+                connection.execute("PRAGMA query_only = ON")
                 connection.execute("BEGIN")
                 answer = ask(connection)
                 connection.execute("ROLLBACK")
+                # On a disk that is not written from here the next reader looks again whether somebody else does.
+                kept = there and os.access(self._folder, os.W_OK)
+                return answer
             except (ValueError, LookupError, TypeError, OverflowError) as error:
-                connection.close()
                 raise DamagedError(f"a record is damaged, restore the file from a backup: {describe(error)}") from error
-            except BaseException:
-                connection.close()
-                raise
-        with self._lock:
-            # On a disk that is not written from here the next reader looks again whether somebody else does.
-            if kept := there and readers is self._readers and os.access(self._folder, os.W_OK):
-                readers.append(connection)
-        if not kept:
-            connection.close()
-        return answer
+            finally:
+                self._reader = connection if kept else None
+                if not kept:
+                    connection.close()
 
     def _connect(self) -> sqlite3.Connection:
         connection = connect(self._file, durable=self._durable)
         try:
-            if missing := lacks(connection):
-                _upgrade(connection, again="labels" in missing)
+            names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+            if not {"labels", NEWEST_INDEX} <= names:
+                _upgrade(connection, again="labels" not in names)
         except BaseException:
             connection.close()
             raise
@@ -149,15 +138,11 @@ class FileTrajectoryStorage(LogStorage):
 
     def _wake(self) -> None:
         """Have the thread store the waiting calls, unless it has been notified already."""
-        with self._lock:
-            if self._called or not self._waiting:
-                return
-            self._called = True
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-storage")
-            thread = self._thread
+        if self._called or not self._waiting:
+            return
+        self._called = True
         try:
-            thread.submit(self._settle)
+            self._thread.submit(self._settle)
         except RuntimeError:
             # No threads are to be had once the interpreter shuts down, which is when a last episode may be saved.
             self._settle()
@@ -168,8 +153,8 @@ class FileTrajectoryStorage(LogStorage):
         What a call computes before it needs the log comes first, so that other processes wait for the writing only.
         """
         with self._settling:
-            with self._lock:
-                group, self._waiting, self._called = self._waiting, [], False
+            self._called = False
+            group = [self._waiting.popleft() for _ in range(len(self._waiting))]
             try:
                 with explained(self._file), secrets_looked_up_once():
                     connection = self._opened()
@@ -186,8 +171,9 @@ class FileTrajectoryStorage(LogStorage):
             except BaseException as error:
                 # Closing the connection undoes what was written; the next call opens a new one.
                 self._disconnect()
+                failed = error if isinstance(error, StorageError) else StorageError(describe(error))
                 for call in group:
-                    call.error = call.error or error
+                    call.error = call.error or failed
                 raise
             finally:
                 for loop, calls in groupby(group, lambda call: call.outcome.get_loop()):
@@ -205,20 +191,25 @@ class FileTrajectoryStorage(LogStorage):
         return self._writer
 
     def _release(self) -> None:
-        with self._settling:
+        with self._settling, self._reading:
             self._disconnect()
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
 
     def _disconnect(self) -> None:
         self._open.clear()
-        with self._lock:
-            readers, self._readers = self._readers, []
-        writer, self._writer = self._writer, None
-        for connection in (*readers, *([writer] if writer else ())):
-            connection.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
+
+
+def _writing_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-storage")
 
 
 def _driven[Answer](work: Work[Answer], connection: sqlite3.Connection) -> Answer:
@@ -275,7 +266,4 @@ def _wake_callers(calls: Sequence[_Call]) -> None:
         if call.error is None:
             call.outcome.set_result(call.answer)
         else:
-            # One of its own for every caller, because tracebacks are added to it.
-            error = StorageError(str(call.error) if isinstance(call.error, StorageError) else describe(call.error))
-            error.__cause__ = call.error
-            call.outcome.set_exception(error)
+            call.outcome.set_exception(call.error)

@@ -47,7 +47,7 @@ Found = tuple[Trajectory, tuple[Score, ...]]
 Kind = Literal["scores", "labels"]
 RECORDS: dict[type[Score | Label], Kind] = {Score: "scores", Label: "labels"}
 
-# Trajectories, or summaries, that a reader holds in one batch; one more batch is read ahead.
+# Trajectories, or summaries, that a reader holds in one batch.
 _BATCH, _SUMMARIES = 8, 256
 # So many open episodes are remembered, which spares reading their nodes again whenever they grow.
 _REMEMBERED = 256
@@ -307,20 +307,9 @@ class LogStorage(ABC):
             first = ids.index(asked.after) + 1 + asked.offset
             return ids[first : None if asked.limit is None else first + asked.limit]
 
-        ahead: asyncio.Task[list[Item]] | None = None
-        try:
-            for ids in batched(await self._read(matching), size):
-                ready = [] if ahead is None else await ahead
-                # One at a time: two threads that make objects only wait for each other.
-                ahead = asyncio.create_task(self._read(lambda log, ids=ids: load(log, ids)))
-                for item in ready:
-                    yield item
-            for item in [] if ahead is None else await ahead:
+        for ids in batched(await self._read(matching), size):
+            for item in await self._read(lambda log, ids=ids: load(log, ids)):
                 yield item
-        finally:
-            if ahead is not None:
-                ahead.cancel()
-                await asyncio.gather(ahead, return_exceptions=True)
 
     async def _load(self, log: Log, ids: Sequence[str]) -> list[Found]:
         episodes = await log.episodes(ids)
@@ -422,10 +411,7 @@ class LogStorage(ABC):
         found = await log.episodes([identity], unseen=True)
         if not found:
             raise StorageError(f"episode {identity!r} is not open; begin() it first")
-        try:
-            start, stored = _opened(found[0])
-        except DamagedError as error:
-            raise DamagedError(f"trajectory {identity!r}: {error}") from error
+        start, stored = _opened(found[0])
         return _Standing(found[0], start, stored, found[0].content.head, *_secrets_of(start, stored))
 
     def _remember(self, standing: _Standing) -> None:

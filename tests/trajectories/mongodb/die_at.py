@@ -1,7 +1,7 @@
 """A program that plays an episode into MongoDB and kills itself before one step of the writer.
 
-Usage: die_at.py URL DATABASE ID METHOD COUNT [add]: before the COUNT-th call of METHOD of the writer; with ``add`` two
-steps are played, and then the whole episode is added. It prints how many nodes were acknowledged.
+Usage: die_at.py URL DATABASE ID METHOD COUNT [add]: before the COUNT-th call of METHOD of PyMongo's collections; with
+``add`` two steps are played, and then the whole episode is added. It prints how many nodes were acknowledged.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import signal
 import sys
 from itertools import count
 
+from pymongo.asynchronous.collection import AsyncCollection
+
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
 from openhands_rl_plugin.testing.samples import sample_episode, steps_of
-from openhands_rl_plugin.trajectories.mongodb.log import MongoLog
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 
 
@@ -28,14 +29,14 @@ async def play(storage: MongoDBTrajectoryStorage, step: EpisodeStart | EpisodeGr
 
 
 def die_before(method: str, nth: int) -> None:
-    original, calls = getattr(MongoLog, method), count(1)
+    original, calls = getattr(AsyncCollection, method), count(1)
 
     async def dying(*args: object, **kwargs: object) -> object:
         if next(calls) == nth:
             os.kill(os.getpid(), signal.SIGKILL)
         return await original(*args, **kwargs)
 
-    setattr(MongoLog, method, dying)
+    setattr(AsyncCollection, method, dying)
 
 
 async def main(url: str, database: str, identity: str, adds: bool) -> None:

@@ -27,11 +27,11 @@ PASSWORD = "Tr0ub4dor+3"
 
 # Episode -> before which step of the writer its process is killed, and how many nodes can be read then.
 DEATHS = {
-    "begin, nothing valid": ("_insert", 1, None),
-    "grow, nothing valid": ("_make_valid", 2, 3),
-    "end, nothing valid": ("_make_valid", 4, 6),
-    "add, the old one valid": ("_replace", 1, 3),
-    "add, the old one there": ("_delete", 1, 6),
+    "begin, nothing valid": ("insert_one", 1, None),
+    "grow, nothing valid": ("update_one", 2, 3),
+    "end, nothing valid": ("update_one", 4, 6),
+    "add, the old one valid": ("update_one", 2, 3),
+    "add, the old one there": ("delete_many", 1, 6),
 }
 
 
@@ -150,30 +150,12 @@ async def test_a_wrong_password_is_said_and_not_shown(mongodb: MongoServer, tmp_
         url = server.url.replace("//", "//bob:{}@") + "&authMechanism=SCRAM-SHA-256"
         refused = await error_of(url.format(PASSWORD.replace("+", "%2B")))
         # Some servers give no code for it.
-        assert "refused the user or the password" in refused or "Authentication failed" in refused
+        assert "correct the user and the password" in refused or "Authentication failed" in refused
         async with MongoDBTrajectoryStorage(url.format("right")) as storage:
             await storage.add(sample_episode("a"))
             assert await storage.count() == 1
     finally:
         server.stop()
-
-
-def test_an_episode_can_be_saved_when_the_interpreter_ends(
-    mongodb: MongoServer, database: Database[dict[str, object]]
-) -> None:
-    """No thread is to be had any more, not even to look up a host name."""
-    code = f"""
-import asyncio, atexit
-from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
-from openhands_rl_plugin.testing.samples import sample_episode
-def storage():
-    return MongoDBTrajectoryStorage({mongodb.url.replace("127.0.0.1", "localhost")!r}, {database.name!r})
-storage()
-atexit.register(lambda: asyncio.run(storage().add(sample_episode("last"))))
-"""
-    ran = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
-    assert ran.stderr == ""
-    assert [each["_id"] for each in database["episodes"].find()] == ["last"]
 
 
 def test_importing_it_loads_no_client() -> None:

@@ -118,7 +118,7 @@ async def test_an_older_store_gets_the_indices_of_its_orders(tmp_path: Path) -> 
             await storage.add(sample_episode(f"{at}", reward=at / 4))
     with closing(sqlite3.connect(tmp_path / "old" / FILE_NAME)) as connection, connection:
         connection.execute("DROP INDEX episodes_by_reward")
-        connection.execute("DROP INDEX episodes_by_tokens")
+        connection.execute("DROP INDEX episodes_split")
         connection.execute("CREATE INDEX episodes_reward ON episodes (reward) WHERE stop <> 'unfinished'")
     assert indices(tmp_path / "old") != indices(tmp_path / "new")
     order = TrajectoryFilter(sort=TrajectoryOrder.REWARD, descending=True, finished=None)
