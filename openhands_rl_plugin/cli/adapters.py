@@ -80,8 +80,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _list(store: AdapterStore, serving: ServingSettings) -> None:
-    from openhands_rl_plugin.trajectories.view.tables import table
-    from openhands_rl_plugin.trajectories.view.terminal import console
+    from openhands_rl_plugin.trajectories.view.terminal import console, table
 
     current = store.current(serving.adapter)
     versions = store.versions(serving.adapter)

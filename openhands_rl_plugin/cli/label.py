@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 RESUME = "what was said is kept, and shown with --again; the same command goes on with the next"
-_MOST_LINES, _MOST_CHARACTERS, _WIDTH = 60, 6000, 160
+_MOST, _WIDTH = (60, 6000), 160
 _WHOLE_WORDS = {
     "yes": "y", "no": "n", "skip": "s", "quit": "q", "undo": "u", "comment": "m", "alike": "=", "first": "1",
     "second": "2",
@@ -55,7 +55,7 @@ def show(out: Console, trajectory: Trajectory, actions: int, heading: str) -> No
     """What was done last, and the change, or the last answer."""
     from openhands_rl_plugin.core.messages import one_line
     from openhands_rl_plugin.trajectories.exchange.episodes import patch_of
-    from openhands_rl_plugin.trajectories.view.tables import said_by
+    from openhands_rl_plugin.trajectories.view.episode import message_text, shortened
 
     messages = trajectory.messages()
     write(out, f"── {heading} ──", "bold")
@@ -63,17 +63,19 @@ def show(out: Console, trajectory: Trajectory, actions: int, heading: str) -> No
     for at, message in enumerate(messages):
         if turns and at >= turns[0]:
             style = "green" if message.role == "assistant" else "dim"
-            write(out, f"  {message.role}: {one_line(said_by(message), _WIDTH)}", style)
+            write(out, f"  {message.role}: {one_line(message_text(message), _WIDTH)}", style)
     if patch := patch_of(trajectory):
-        write(out, _cut(patch), "yellow")
+        write(out, shortened(patch, *_MOST), "yellow")
     elif turns:
-        write(out, _cut(said_by(messages[turns[-1]])), "green")
+        write(out, shortened(message_text(messages[turns[-1]]), *_MOST), "green")
 
 
 def show_task(out: Console, trajectory: Trajectory) -> None:
     """What was asked."""
-    said = next((each.content for each in trajectory.messages() if each.role == "user"), "")
-    write(out, _cut(trajectory.task.instruction or said or ""), "cyan")
+    from openhands_rl_plugin.trajectories.view.episode import shortened
+
+    first = next((each.content for each in trajectory.messages() if each.role == "user"), "")
+    write(out, shortened(trajectory.task.instruction or first or "", *_MOST), "cyan")
 
 
 def undone(label: Label) -> str:
@@ -90,13 +92,6 @@ def write(out: Console, text: str, style: str) -> None:
     from openhands_rl_plugin.core.messages import visible
 
     out.print(Text(visible(text), style), soft_wrap=True)
-
-
-def _cut(text: str) -> str:
-    lines = text[:_MOST_CHARACTERS].split("\n")
-    shown = "\n".join(lines[:_MOST_LINES])
-    cut = len(lines) > _MOST_LINES or len(text) > _MOST_CHARACTERS
-    return f"{shown}\n… cut: {len(text):,} characters; `openhands-rl show --full` shows them" if cut else shown
 
 
 def _is_number(word: str) -> bool:
@@ -226,12 +221,12 @@ async def _say(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     from openhands_rl_plugin.rollout.scoring import comment, prefer
     from openhands_rl_plugin.trajectories.view.episode import find_episode
 
-    one = await find_episode(storage, args.id)
+    one, _ = await find_episode(storage, args.id)
     if args.comment:
         await comment(storage, one.id, args.comment, author=args.author)
         print(f"{one.id}: comment kept")
         return 0
-    other = await find_episode(storage, args.better_than or args.as_good_as)
+    other, _ = await find_episode(storage, args.better_than or args.as_good_as)
     for episode in (one, other):
         if episode.stop is StopReason.UNFINISHED or episode.failure is not None:
             state = "has not ended yet" if episode.failure is None else f"failed ({episode.failure.kind})"

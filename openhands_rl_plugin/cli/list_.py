@@ -38,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Print the list. Raises ``RLError`` when the store or a filter is wrong."""
-    from openhands_rl_plugin.trajectories.view.figures import rewarded_by
-    from openhands_rl_plugin.trajectories.view.tables import list_table
+    from openhands_rl_plugin.trajectories.view.figures import list_table, rewarded_by
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc}

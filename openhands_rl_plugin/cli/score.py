@@ -99,7 +99,7 @@ async def _say(args: argparse.Namespace) -> int:
     value = None if args.value == _WITHDRAW else float(args.value)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         # All are looked up first, so that a wrong id leaves nothing half done.
-        found = [await find_episode(storage, each) for each in args.ids]
+        found = [(await find_episode(storage, each))[0] for each in args.ids]
         for episode in found:
             if episode.stop is StopReason.UNFINISHED:
                 raise ConfigError(f"{episode.id} has not ended yet: judge it when it has")

@@ -29,16 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Print the episode. Raises ``RLError`` when the store or the id is wrong."""
-    from openhands_rl_plugin.trajectories.view.episode import find_episode
-    from openhands_rl_plugin.trajectories.view.tables import print_episode, print_tree
+    from openhands_rl_plugin.core.judgements import labels_of
+    from openhands_rl_plugin.trajectories.view.episode import as_json, find_episode, print_episode
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        episode = await find_episode(storage, args.id)
+        trajectory, scores = await find_episode(storage, args.id)
+        labels = await labels_of(storage, [trajectory.id])
     if args.json:
-        print_json(episode)
-    elif args.tree:
-        print_tree(console(), episode)
+        print_json(as_json(trajectory, scores, labels))
     else:
-        print_episode(console(), episode, full=args.full)
+        print_episode(console(), trajectory, scores, labels, tree=args.tree, full=args.full)
     return 0

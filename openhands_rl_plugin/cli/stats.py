@@ -48,9 +48,9 @@ async def run(args: argparse.Namespace) -> int:
         figures_of,
         notes_of,
         rewarded_by,
+        stats_table,
         without_rewards,
     )
-    from openhands_rl_plugin.trajectories.view.tables import stats_table
     from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
     reward = load_settings(args.config).reward if args.config is not None else None
@@ -76,8 +76,8 @@ async def run(args: argparse.Namespace) -> int:
         print_json(groups)
     elif groups:
         console().print(stats_table(groups, by))
-        _print_segments(sum((Counter(group.segments) for group in groups), Counter()), BEGINNING)
-        _print_gaps(sum((Counter(group.gaps) for group in groups), Counter()), REMEDY)
+        _print_segments(sum((Counter(group["segments"]) for group in groups), Counter()), BEGINNING)
+        _print_gaps(sum((Counter(group["gaps"]) for group in groups), Counter()), REMEDY)
     else:
         print("no episodes match")
     return 0

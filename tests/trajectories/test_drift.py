@@ -36,7 +36,7 @@ from openhands_rl_plugin.trajectories.drift import (
     segment_causes,
 )
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-from openhands_rl_plugin.trajectories.view.episode import view_of
+from openhands_rl_plugin.trajectories.view.episode import totals_of, turns_of
 
 THOUGHT = "<think>I should list the files first.</think>Let me look at it."
 PLAIN = [Answer("Let me look at the files."), Answer("Now I know what to do."), Answer("It is done as you said.")]
@@ -246,6 +246,7 @@ def test_segments_of_an_episode_have_their_causes():
     )
     episode = example_trajectory().model_copy(update={"nodes": nodes, "head": 3})
     assert segment_causes(episode) == {1: BEGINNING, 3: "history condensed"}
-    shown = view_of(episode)
-    assert [(turn.turn, turn.segment) for turn in shown.acted if turn.turn] == [(1, 1), (2, 2)]
-    assert (shown.totals.segments, shown.totals.turns, shown.totals.sampled_tokens) == (2, 2, 2)
+    turns = turns_of(episode)
+    assert [(turn.turn, turn.segment) for turn in turns if turn.acted and turn.turn] == [(1, 1), (2, 2)]
+    totals = totals_of(episode, turns)
+    assert (totals["segments"], totals["turns"], totals["sampled_tokens"]) == (2, 2, 2)

@@ -20,7 +20,7 @@ from openhands_rl_plugin.training.loop.facts import FACTS, HeldOut, RunFacts, su
 from openhands_rl_plugin.training.loop.facts import evaluations as measured
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.stages import LoopListener
-from openhands_rl_plugin.trajectories.view.tables import said_by
+from openhands_rl_plugin.trajectories.view.episode import message_text
 
 SUCCESS = 0.999
 
@@ -160,7 +160,7 @@ def episode_lines(trajectory: Trajectory) -> list[str]:
     """An episode in a few lines: its task, policy and return, then each answer in a line."""
     head = f"for example {trajectory.task.id}, by {trajectory.policy.served_name}: "
     answers = [trajectory.nodes[at].message for at in trajectory.path() if trajectory.nodes[at].sampled]
-    lines = [f"{turn}. {one_line(said_by(answer), _ANSWER)}" for turn, answer in enumerate(answers, start=1)]
+    lines = [f"{turn}. {one_line(message_text(answer), _ANSWER)}" for turn, answer in enumerate(answers, start=1)]
     return [
         f"    {one_line(head, _ANSWER)} return {trajectory.episode_return:.2f}",
         *(f"      {each}" for each in lines),

@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, Trajectory
 from openhands_rl_plugin.training.credit.estimators import RolloutBatch, grpo
-from openhands_rl_plugin.trajectories.view.episode import Turn, view_of
+from openhands_rl_plugin.trajectories.view.episode import Turn, totals_of, turns_of
 
 EXCERPT = 160
 MOST_NODES = 64
@@ -74,29 +74,30 @@ def header_of(opened: Opened) -> JsonObject:
     """Header, scores, labels, and the skeleton: every node with the first characters of its text."""
     trajectory = opened.trajectory
     parent = sub_agent_of(trajectory.task)
-    view = view_of(trajectory, opened.scores, opened.labels)
+    turns = turns_of(trajectory)
+    totals = totals_of(trajectory, turns)
     functions = [tool.get("function") for tool in trajectory.tools]
     tools: list[JsonValue] = [each.get("name") for each in functions if isinstance(each, dict)]
     return {
-        "id": view.id,
-        "run": view.run_id,
-        "group": view.group_id,
-        "task": {**_task(trajectory), "instruction": view.task.instruction[:_LONGEST_DATA]},
+        "id": trajectory.id,
+        "run": trajectory.run_id,
+        "group": trajectory.group_id,
+        "task": {**_task(trajectory), "instruction": trajectory.task.instruction[:_LONGEST_DATA]},
         "sub_agent": None if parent is None else parent.model_dump(),
         "strategy": {"name": trajectory.strategy.name, "options": trajectory.strategy.options},
         "policy": trajectory.policy.model_dump(),
-        "stop": view.stop.value,
-        "failure": None if view.failure is None else view.failure.model_dump(mode="json"),
+        "stop": trajectory.stop.value,
+        "failure": None if trajectory.failure is None else trajectory.failure.model_dump(mode="json"),
         "head": trajectory.head,
         "tools": tools,
-        "scores": [_score(score) for score in view.scores],
-        "labels": [label.model_dump(mode="json") for label in standing(view.labels)],
-        "usage": view.usage.model_dump(),
-        "totals": {**view.totals.model_dump(), "episode_return": number(view.totals.episode_return)},
+        "scores": [_score(score) for score in opened.scores],
+        "labels": [label.model_dump(mode="json") for label in standing(opened.labels)],
+        "usage": trajectory.usage.model_dump(),
+        "totals": {**totals, "episode_return": number(totals["episode_return"])},
         "started": trajectory.times.started,
         "finished": trajectory.times.finished,
         "evidence": plain(trajectory.evidence, _LONGEST_DATA, _MOST_DATA),
-        "nodes": skeleton(trajectory, view.turns),
+        "nodes": skeleton(trajectory, turns),
     }
 
 
@@ -107,18 +108,19 @@ def _task(trajectory: Trajectory) -> JsonObject:
 def skeleton(trajectory: Trajectory, turns: Sequence[Turn]) -> JsonObject:
     """A row a node, in the order of their making. ``policy`` only where it is another than the episode's."""
     nodes, own = trajectory.nodes, trajectory.policy
-    same = ("parent", "turn", "segment", "dropped", "temperature", "prompt_tokens", "sampled_tokens", "context_tokens")
+    same = ("parent", "turn", "segment", "temperature", "prompt_tokens", "sampled_tokens", "context_tokens")
     return columns(
         {
             **{name: [getattr(each, name) for each in turns] for name in same},
             **{name: [number(getattr(each, name)) for each in turns] for name in ("reward", "value")},
-            **{name: [getattr(each, name) or None for each in turns] for name in ("visits", "merged", "lacks")},
+            **{name: [getattr(each, name) or None for each in turns] for name in ("visits", "lacks")},
             **{name: [1 if getattr(each, name) else None for each in turns] for name in ("acted", "simulated")},
             "role": [each.message.role for each in turns],
             "kind": [each.kind if each.kind != "turn" else None for each in turns],
             "sampled": [1 if node.sampled else None for node in nodes],
             "cause": [each.segment_cause for each in turns],
-            "search": [each.search_report for each in turns],
+            "search": [each.search.get("report") for each in turns],
+            **{name: [each.search.get(name) for each in turns] for name in ("merged", "dropped")},
             "policy": [None if node.policy in (None, own) else node.policy.served_name for node in nodes],
             "finish": [each.finish_reason for each in turns],
             "logprob": [_mean_logprob(node) for node in nodes],

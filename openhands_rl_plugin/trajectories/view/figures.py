@@ -1,24 +1,27 @@
-"""Figures over many episodes, in groups: how many, how good, how long, what went wrong and what training lacks; and
-listings in which the scores of one reward stand as the rewards.
+"""Lists of episodes, and figures over many in groups: how many, how good, how long, what went wrong and what training
+lacks. The scores of one reward may stand as the rewards.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field
+from rich.table import Table
 
-from openhands_rl_plugin.core.judgements import named_score, opinions, scores_of
+from openhands_rl_plugin.core.judgements import OPINIONS, named_score, opinions, scores_of
+from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.redaction import is_redacted
-from openhands_rl_plugin.core.statistics import NORMAL_95, Estimate, paired_difference, wilson
-from openhands_rl_plugin.core.types import Frozen, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.statistics import Estimate, paired_difference, wilson
+from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
 from openhands_rl_plugin.trajectories.drift import segment_causes
+from openhands_rl_plugin.trajectories.view.terminal import number, table
 
 REMEDY = (
     "training with rewards needs token ids and logprobs: serve the model with vLLM or `openhands-rl serve`, and let "
@@ -71,10 +74,8 @@ def _gaps(trajectory: Trajectory) -> Iterator[str]:
 
 
 GROUPINGS: Mapping[str, Callable[[TrajectorySummary], str]] = {
+    **{name: attrgetter(name) for name in ("environment", "split", "strategy")},
     "run": attrgetter("run_id"),
-    "environment": attrgetter("environment"),
-    "split": attrgetter("split"),
-    "strategy": attrgetter("strategy"),
     "version": attrgetter("policy.served_name"),
     "task": attrgetter("task_id"),
 }
@@ -83,96 +84,63 @@ GROUPINGS: Mapping[str, Callable[[TrajectorySummary], str]] = {
 Succeeded = Callable[[TrajectorySummary, float], bool]
 """Whether an episode with this reward is a success."""
 
-_MOST_RESAMPLED = 300
-
-
-class GroupFigures(Frozen):
-    """One group. Success, reward and turns are over its valid episodes: finished, without a failure, and
-    with a reward.
-
-    ``success`` is the share of successes, with its Wilson interval. ``gaps``: what answers lack for training, by cause.
-    ``segments``: how many there are, by why they begin. ``opinions``: means of what people and verifiers say, which
-    have no say in the reward.
-    """
-
-    name: tuple[str, ...]
-    episodes: int
-    valid: int
-    unfinished: int
-    success: Estimate
-    reward: Estimate
-    turns: float | None
-    prompt_tokens: int
-    sampled_tokens: int
-    calls: int
-    stops: dict[str, int]
-    failures: dict[str, int]
-    gaps: dict[str, int] = Field(default_factory=dict)
-    segments: dict[str, int] = Field(default_factory=dict)
-    opinions: dict[str, Estimate] = Field(default_factory=dict)
-
 
 async def figures_of(
     summaries: AsyncIterator[TrajectorySummary],
     by: Sequence[str],
     success: Succeeded,
     notes: Mapping[str, Notes] | None = None,
-) -> tuple[GroupFigures, ...]:
-    """Figures of every group, in the order in which the groups appear. ``notes``: by the id of the episode."""
+) -> list[dict[str, Any]]:
+    """Figures of every group, in the order in which the groups appear. ``notes``: by the id of the episode.
+
+    Success, reward and turns are over a group's valid episodes: finished, without a failure, and with a reward.
+    ``success`` is the share of successes, with its Wilson interval. ``gaps``: what answers lack for training, by cause.
+    ``segments``: how many there are, by why they begin. ``opinions``: means of what people and verifiers say, which
+    have no say in the reward.
+    """
     groups: dict[tuple[str, ...], list[TrajectorySummary]] = {}
     async for summary in summaries:
         groups.setdefault(tuple(GROUPINGS[each](summary) for each in by), []).append(summary)
-    return tuple(_figures(name, group, success, notes or {}) for name, group in groups.items())
+    figures: list[dict[str, Any]] = []
+    for name, group in groups.items():
+        valid = [(each, reward) for each in group if (reward := reward_of(each)) is not None]
+        noted = [notes[each.id] for each in group if notes and each.id in notes]
+        columns = {column: [each.opinions[column] for each in noted if column in each.opinions] for column in OPINIONS}
+        figures.append(
+            {
+                "name": name,
+                "episodes": len(group),
+                "valid": len(valid),
+                "unfinished": sum(each.stop is StopReason.UNFINISHED for each in group),
+                "success": wilson(sum(success(each, reward) for each, reward in valid), len(valid)),
+                "reward": mean_of([reward for _, reward in valid]),
+                "turns": sum(each.turns for each, _ in valid) / len(valid) if valid else None,
+                "prompt_tokens": sum(each.usage.prompt_tokens for each in group),
+                "sampled_tokens": sum(each.usage.completion_tokens for each in group),
+                "calls": sum(each.usage.calls for each in group),
+                "stops": _counted(each.stop.value for each in group),
+                "failures": _counted(each.failure.value for each in group if each.failure is not None),
+                "gaps": _counted(cause for each in noted for cause in each.gaps.elements()),
+                "segments": _counted(cause for each in noted for cause in each.segments.elements()),
+                "opinions": {column: mean_of(values) for column, values in columns.items() if values},
+            }
+        )
+    return figures
 
 
-def _figures(
-    name: tuple[str, ...], group: Sequence[TrajectorySummary], success: Succeeded, notes: Mapping[str, Notes]
-) -> GroupFigures:
-    valid = [(each, reward) for each in group if (reward := reward_of(each)) is not None]
-    rewards = [reward for _, reward in valid]
-    noted = [notes[each.id] for each in group if each.id in notes]
-    values: dict[str, list[float]] = {}
-    for each in noted:
-        for column, value in each.opinions.items():
-            values.setdefault(column, []).append(value)
-    return GroupFigures(
-        name=name,
-        episodes=len(group),
-        valid=len(valid),
-        unfinished=sum(each.stop is StopReason.UNFINISHED for each in group),
-        success=wilson(sum(success(each, reward) for each, reward in valid), len(valid)),
-        reward=mean_of(rewards),
-        turns=sum(each.turns for each, _ in valid) / len(valid) if valid else None,
-        prompt_tokens=sum(each.usage.prompt_tokens for each in group),
-        sampled_tokens=sum(each.usage.completion_tokens for each in group),
-        calls=sum(each.usage.calls for each in group),
-        stops=_counted(each.stop.value for each in group),
-        failures=_counted(each.failure.value for each in group if each.failure is not None),
-        gaps=_counted(cause for each in noted for cause in each.gaps.elements()),
-        segments=_counted(cause for each in noted for cause in each.segments.elements()),
-        opinions={column: mean_of(each) for column, each in values.items()},
-    )
-
-
-def _counted(names: Iterator[str]) -> dict[str, int]:
+def _counted(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
 def reward_of(summary: TrajectorySummary) -> float | None:
     """The newest score, or the return when nothing scored the episode; ``None`` for no valid sample, or no reward."""
-    if summary.failure is not None or summary.stop is StopReason.UNFINISHED:
-        return None
-    return summary.episode_return if summary.reward is None else summary.reward
+    return None if summary.stop is StopReason.UNFINISHED else summary.judged
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Mean with its 95% interval: bootstrap of up to 300 values, the normal approximation of more."""
-    if len(values) <= _MOST_RESAMPLED:
-        return paired_difference([0.0] * len(values), values, resamples=2000)
-    mean = math.fsum(values) / len(values)
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    half = NORMAL_95 * spread / math.sqrt(len(values))
-    return Estimate(mean=mean, low=mean - half, high=mean + half, n=len(values))
+    """Mean with its 95% interval by bootstrap, whose resamples are fewer the more values there are."""
+    resamples = max(200, min(2000, 600_000 // (len(values) or 1)))
+    return paired_difference([0.0] * len(values), values, resamples=resamples)
 
 
 async def rewarded_by(
@@ -203,3 +171,70 @@ async def rewarded_by(
 def without_rewards(where: TrajectoryFilter) -> TrajectoryFilter:
     """``where`` without what looks at rewards."""
     return where.model_copy(update={"reward_at_least": None, "reward_at_most": None})
+
+
+_SHORTEST_ID = 8
+_LONGEST_NAME = 40
+
+
+def list_table(summaries: Sequence[TrajectorySummary], held: Mapping[str, Mapping[str, float]]) -> Table:
+    """An episode in a row; the ids are cut to their shortest distinct prefixes. ``held``: their ``opinions``, in
+    columns of their own where there are some."""
+    columns = [name for name in OPINIONS if any(name in each for each in held.values())]
+    ids = short_ids([summary.id for summary in summaries])
+    rows = [
+        (
+            *(one_line(text, _LONGEST_NAME) for text in (short, each.run_id, each.task_id, each.strategy)),
+            one_line(each.policy.served_name, _LONGEST_NAME),
+            str(each.turns),
+            number(reward_of(each)),
+            *(number(held.get(each.id, {}).get(name)) for name in columns),
+            each.stop.value if each.failure is None else f"{each.stop.value} ({each.failure.value})",
+            _when(each.times.finished),
+        )
+        for short, each in zip(ids, summaries, strict=True)
+    ]
+    names = ("id", "run", "task", "strategy", "version", "turns", "reward", *columns, "stop", "when")
+    return table(names, rows, numbers=("turns", "reward", *columns))
+
+
+def stats_table(groups: Sequence[Mapping[str, Any]], by: Sequence[str]) -> Table:
+    """A group in a row. Means of opinions have columns of their own where there are some."""
+    columns = [name for name in OPINIONS if any(name in group["opinions"] for group in groups)]
+    rows = [
+        (
+            *(one_line(part, _LONGEST_NAME) for part in group["name"]),
+            str(group["episodes"]),
+            str(group["valid"]),
+            *map(_interval, (group["success"], group["reward"], *(group["opinions"].get(name) for name in columns))),
+            number(group["turns"]),
+            f"{group['prompt_tokens']:,}",
+            f"{group['sampled_tokens']:,}",
+            *(", ".join(f"{name} {n}" for name, n in group[each].items()) or "-" for each in ("stops", "failures")),
+        )
+        for group in groups
+    ]
+    figures = ("episodes", "judged", "success", "reward", *columns, "turns", "prompt tokens", "sampled tokens")
+    return table((*by, *figures, "stops", "failures"), rows, numbers=figures)
+
+
+def short_ids(ids: Sequence[str]) -> list[str]:
+    """The ids, cut to the same length: at least eight characters, and enough to tell them apart."""
+    lengths = range(_SHORTEST_ID, max(map(len, ids), default=0))
+    enough = (length for length in lengths if len({each[:length] for each in ids}) == len(set(ids)))
+    length = next(enough, None)
+    return [each[:length] for each in ids]
+
+
+def _when(seconds: float) -> str:
+    """Date and time of this place; imported episodes may have none (0), or one that is no date."""
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g} s"
+
+
+def _interval(estimate: Estimate | None) -> str:
+    if estimate is None or not estimate.n:
+        return "-"
+    return f"{number(estimate.mean)} [{number(estimate.low)}, {number(estimate.high)}]"

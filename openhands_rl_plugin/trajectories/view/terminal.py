@@ -8,21 +8,15 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from pydantic_core import to_jsonable_python
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from openhands_rl_plugin.core.messages import visible
-from openhands_rl_plugin.core.types import Frozen
 
 _WIDTH_OF_FILES = 200
 
@@ -33,10 +27,9 @@ def console() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
-def print_json(value: Frozen | Sequence[Frozen]) -> None:
+def print_json(value: Any) -> None:
     """Print values as JSON of ASCII characters, which no terminal acts upon."""
-    many = [json.loads(each.model_dump_json()) for each in ([value] if isinstance(value, Frozen) else value)]
-    print(json.dumps(many[0] if isinstance(value, Frozen) else many, indent=1))
+    print(json.dumps(to_jsonable_python(value, inf_nan_mode="strings"), indent=1))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> Table:
@@ -67,9 +60,7 @@ class ProgressBar:
         return not self._progress.disable
 
     def update(self, done: int, total: int | None = None, *, what: str | None = None, note: str | None = None) -> None:
-        """Move the bar to ``done``. ``what`` is the text before it, ``note`` the one after it (default: the speed)."""
-        speed = self._progress.tasks[0].speed or 0
-        note = f"{speed:,.0f}/s" if note is None and speed >= 1 else note
+        """Move the bar to ``done``. ``what`` is the text before it, ``note`` the one after it."""
         self._progress.update(self._task, completed=done, total=total, description=what, note=note or "")
 
     def advance(self) -> None:
@@ -84,14 +75,7 @@ class ProgressBar:
 @contextmanager
 def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> Iterator[ProgressBar]:
     """A bar until the block ends. ``total``: steps; ``None`` when not known yet."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         yield ProgressBar(progress, what, total)

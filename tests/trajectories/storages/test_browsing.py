@@ -124,8 +124,8 @@ async def test_the_revision_is_another_one_after_each_change(make: Make) -> None
 
 async def test_a_prefix_finds_an_episode(varied_store: Make) -> None:
     storage = varied_store()
-    assert (await find_episode(storage, "[")).id == "[a]-4"
-    assert (await find_episode(storage, "ab")).id == "ab-1"
+    assert (await find_episode(storage, "["))[0].id == "[a]-4"
+    assert (await find_episode(storage, "ab"))[0].id == "ab-1"
     with pytest.raises(StorageError, match="5 episodes"):
         await find_episode(storage, "a")
     await storage.close()
