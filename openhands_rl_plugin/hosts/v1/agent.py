@@ -141,8 +141,8 @@ class RLAgent(Agent):
         if episode is None:
             yield self
             return
-        llm = SessionLLM.over(self.llm, partial(episode.answer, self.llm), episode.prompts)
-        llm.heard_by(episode.cancel, episode.unread)
+        answer = partial(episode.answer, self.llm)
+        llm = SessionLLM.over(self.llm, answer, episode.prompts, episode.cancel, episode.unread)
         try:
             with judged_in(episode.episode, episode.session), adopting(partial(self._adopt, episode)):
                 yield self.model_copy(update={"llm": llm, "condenser": _recorded(self.condenser, episode)})

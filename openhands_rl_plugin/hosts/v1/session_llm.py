@@ -1,7 +1,7 @@
 """The LLM that an agent's step is given: a session answers its requests, in the place of litellm.
 
-Its completions are made here, from prompt to response: the SDK formats and copies the whole conversation for each one.
-Prompts and tools are written once; arguments, retries, errors, text calls, costs and logs are the SDK's.
+Prompts, retries, errors, text calls, costs and logs are the SDK's. It formats and copies the whole conversation for
+each completion, and writes every tool; here that is done once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any, Self
 
 from litellm import model_cost
@@ -19,9 +18,6 @@ from litellm.llms.base_llm.base_model_iterator import convert_model_response_to_
 from litellm.types.utils import ModelResponse
 from openhands.sdk.llm import LLM, ImageContent, LLMResponse, exceptions
 from openhands.sdk.llm import Message as SdkMessage
-from openhands.sdk.llm.llm import LLM_RETRY_EXCEPTIONS
-from openhands.sdk.llm.options.chat_options import select_chat_options
-from openhands.sdk.llm.utils.telemetry import Telemetry
 from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr, SecretStr
 
@@ -40,7 +36,7 @@ class Prompts:
         self.compact = compact
         self._settings: dict[str, Any] = {}
         self._messages: Sequence[SdkMessage] = ()
-        self._written: list[JsonObject] = []
+        self._written = _Written()
         self._tools: tuple[ToolDefinition, ...] = ()
         self._offered: list[Any] = []
         self._risk = self._fixed = False
@@ -56,7 +52,7 @@ class Prompts:
         new = llm.format_messages_for_llm([each.model_copy() for each in messages[known:]])
         # Without ``self``, an LLM that is changed later would be compared with itself.
         self._settings, self._messages = dict(llm.__dict__), tuple(messages)
-        self._written = [*self._written[:known], *new]
+        self._written = _Written([*self._written[:known], *new])
         return self._written
 
     def offer(self, tools: Sequence[ToolDefinition], risk: bool) -> tuple[list[Any], bool]:
@@ -65,14 +61,13 @@ class Prompts:
         if not (same or self._fixed):
             self._tools, self._risk = tuple(tools), risk
             written = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
-            self._offered = compact_tools(written) if self.compact else [*map(dict, written)]
+            self._offered = [_Offered(tool) for tool in (compact_tools(written) if self.compact else written)]
         return self._offered, self._risk
 
     def forked(self, outside: frozenset[str]) -> Prompts:
         """For a copy of the conversation: with the tools of this one, whatever the copy has. It lacks ``outside``."""
-        twin = Prompts(compact=self.compact)
-        twin.outside = outside
-        twin._offered, twin._risk, twin._fixed = self._offered, self._risk, bool(self._tools)
+        twin = copy.copy(self)
+        twin.outside, twin._fixed = outside, bool(self._tools)
         return twin
 
     def _known(self, llm: LLM, messages: Sequence[SdkMessage]) -> int:
@@ -87,23 +82,24 @@ class Prompts:
         return len(before) if tuple(messages[: len(before)]) == before else 0
 
 
+class _Written(list[Any]):
+    """Messages of a prompt, which nobody changes: the SDK copies them for its logs."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class _Offered(dict[str, Any]):
+    """A tool as it is sent, where the SDK expects its definition."""
+
+    def to_openai_tool(self, **_: Any) -> JsonObject:
+        return {**self}
+
+
 MALFORMED = malformed(exceptions)
 """What the SDK raises for an answer of the model that it cannot parse."""
-_RISK, _RISK_IN_TEXT = "add_security_risk_prediction", "include_security_params"
-# Newer than 1.15: a text on the argument ``security_risk`` in text calls, what a completion belongs to, the provider.
-_HAS_RISK_IN_TEXT = _RISK_IN_TEXT in signature(LLM.pre_request_prompt_mock).parameters
-_CONTEXT = "call_context"
-_HAS_CONTEXT = _CONTEXT in signature(select_chat_options).parameters
-_HAS_PROVIDER = "provider_info" in signature(Telemetry.on_response).parameters
-
-
+_RISK = "add_security_risk_prediction"
 _COST = {"llm_provider-x-litellm-response-cost": 0.0}
-
-
-def _has_price(llm: LLM) -> bool:
-    """Whether an answer's cost is known. Else the SDK asks litellm for it, and warns each time that there is none."""
-    names = (llm.model, llm.model.partition("/")[2])
-    return llm.input_cost_per_token is not None or any(name in model_cost for name in names)
 
 
 class Unrecorded(Exception):
@@ -123,53 +119,6 @@ class _Metrics:
         return getattr(self._metrics, name)
 
 
-class _Request:
-    """One completion, as the SDK makes it: ``body`` without the messages, ``wire``; ``tools`` where calls are text."""
-
-    def __init__(self, llm: SessionLLM, messages: Sequence[SdkMessage], tools: Any, given: Mapping[str, Any]) -> None:
-        self.llm, plain, prompts = llm, llm._plain, llm._prompts
-        named = {name: given[name] for name in given if name not in {"on_token", "stream", _RISK, _CONTEXT}}
-        offered, risk = prompts.offer(tools or (), bool(given.get(_RISK)))
-        self.wire = written = prompts.write(plain, messages)
-        self.tools = offered if llm.should_mock_tool_calls(offered) else []
-        self.risk = {_RISK_IN_TEXT: risk} if _HAS_RISK_IN_TEXT else {}
-        if self.tools:
-            # The SDK adds its text where there are tools and a system message: 1,500 tokens more than the compact one.
-            own: Any = copy.deepcopy(written)
-            rest = [message for message in own if message["role"] != "system"] if prompts.compact else own
-            shown = [] if prompts.compact else offered
-            self.wire, named = llm.pre_request_prompt_mock(rest, shown, named, **self.risk)
-            if prompts.compact:
-                self.wire = described(own, self.wire, offered)
-        named["tools"] = native = None if self.tools else offered or None
-        context = {_CONTEXT: given.get(_CONTEXT)} if _HAS_CONTEXT else {}
-        options = select_chat_options(llm, named, has_tools=bool(native), **context)
-        self.body = {"model": llm.model, "seed": llm.seed, **options}
-        longest = getattr(llm, "effective_max_input_tokens", llm.max_input_tokens)
-        self.about: dict[str, Any] = {"context_window": longest or 0}
-        if llm.telemetry.log_enabled:
-            shown = offered if prompts.compact else tools
-            self.about |= {"messages": self.wire, "tools": shown, "kwargs": options}
-            self.about |= {"raw_messages": written} if self.tools else {}
-
-    def answer(self, **again: Any) -> ModelResponse:
-        """One attempt. ``again``: arguments that a retry changes."""
-        llm: Any = self.llm  # releases differ
-        sampled = None
-        llm.telemetry.on_request(telemetry_ctx=self.about)
-        response = answered(llm._complete, {**self.body, **again, "messages": self.wire})
-        if self.tools:
-            sampled = copy.deepcopy(response)
-            response = llm.post_response_prompt_mock(response, nonfncall_msgs=self.wire, tools=self.tools, **self.risk)
-        if not _has_price(llm):
-            response._hidden_params = {**response._hidden_params, "additional_headers": _COST}
-        provider = {"provider_info": llm._provider_info} if _HAS_PROVIDER else {}
-        llm.telemetry.on_response(response, raw_resp=sampled, **provider)
-        if not response.choices:
-            raise exceptions.LLMNoResponseError(f"the model server answered without a choice: {response}")
-        return response
-
-
 class SessionLLM(LLM):
     """An LLM with the settings, the metrics and the telemetry of ``plain``, whose requests ``complete`` answers.
 
@@ -184,96 +133,123 @@ class SessionLLM(LLM):
     _unread: Callable[[str], None] | None = PrivateAttr(default=None)
 
     @classmethod
-    def over(cls, plain: LLM, complete: Complete, prompts: Prompts) -> Self:
-        """``complete`` may raise ``Unrecorded``. ``prompts`` writes those of one conversation."""
+    def over(
+        cls,
+        plain: LLM,
+        complete: Complete,
+        prompts: Prompts,
+        cancel: Callable[[], None] | None = None,
+        unread: Callable[[str], None] | None = None,
+    ) -> Self:
+        """``complete`` may raise ``Unrecorded``. ``prompts`` writes those of one conversation.
+
+        ``cancel`` ends a call, and blocks until it has ended; ``unread`` gets the reason why an answer cannot be read.
+        """
         # A search may take longer than a completion.
-        made = cls.model_construct(_fields_set=set(plain.model_fields_set), **{**plain.__dict__, "timeout": None})
+        changed = {"timeout": None, "fallback_strategy": None}
+        made = cls.model_construct(_fields_set=set(plain.model_fields_set), **{**plain.__dict__, **changed})
         # It keeps the request under way: in a copy, side by side. The plain one is made when it is asked for.
         telemetry = plain.telemetry.model_copy(update={"metrics": _Metrics(plain.metrics)})
-        own = {"_plain": plain, "_complete": complete, "_prompts": prompts}
+        own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_cancel": cancel, "_unread": unread}
         shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {}), "_telemetry": telemetry}
         object.__setattr__(made, "__pydantic_private__", {**shared, **own})
         return made
 
-    def heard_by(self, cancel: Callable[[], None], unread: Callable[[str], None]) -> Self:
-        """``cancel`` ends a call, and blocks until it has ended; ``unread`` gets the reason why an answer cannot be
-        read."""
-        self._cancel, self._unread = cancel, unread
-        return self
-
     def uses_responses_api(self) -> bool:
         """Never: token ids come with chat completions only."""
         return False
+
+    def resolve_runtime_metadata(self, **_: Any) -> None:
+        """Nothing: this LLM lasts for one step, and the router's limits would be looked up for each."""
+
+    async def aresolve_runtime_metadata(self, **_: Any) -> None:
+        """Nothing, either."""
+
+    def format_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
+        """As of the plain LLM. Not to be changed."""
+        return self._prompts.write(self._plain, messages)
+
+    async def aformat_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
+        """In a thread."""
+        return await asyncio.to_thread(self.format_messages_for_llm, messages)
+
+    def pre_request_prompt_mock(  # type: ignore[override]
+        self, messages: list[dict[str, Any]], tools: list[Any], kwargs: dict[str, Any], **risk: bool
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The prompt for calls in the text; a compact one without the SDK's own text of 1,500 tokens."""
+        if not self._prompts.compact:
+            return super().pre_request_prompt_mock([*messages], tools, kwargs, **risk)
+        # The SDK adds its text where there are tools and a system message.
+        rest = [message for message in messages if message["role"] != "system"]
+        written, given = super().pre_request_prompt_mock(rest, [], kwargs, **risk)
+        return described(messages, written, tools), given
 
     def completion(  # type: ignore[override]
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """As of the plain LLM. A stream is one chunk, when the answer is there: litellm's would bring no prompt ids."""
         try:
-            with self._errors():
-                made = self._retried(_Request(self, messages, tools, named).answer)()
+            with self._reading():
+                made = super().completion(messages, **self._offering(tools, named))
         except Unrecorded:
             return self._plain.completion(messages, tools, **named)
-        if (chunk := self._chunk(made, named)) is not None:
-            named["on_token"](chunk)
-        return self._response(made)
+        for call in made.message.tool_calls or ():
+            if call.name in self._prompts.outside:
+                raise BadEnvironmentError(f"the tool {call.name!r} cannot be executed in a fork of the conversation")
+        return made
 
-    async def acompletion(  # type: ignore[override]
+    async def acompletion(
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """``completion`` in a thread. Cancelling it ends the request: nothing of it counts as acted on."""
-
-        async def answer(**again: Any) -> ModelResponse:
-            return await asyncio.to_thread(request.answer, **again)
-
+        stock: Any = super()  # absent in 1.15
+        plain: Any = self._plain
         try:
-            with self._errors():
-                request = await asyncio.to_thread(_Request, self, messages, tools, named)
-                made = await self._retried(answer)()
+            with self._reading():
+                return await stock.acompletion(messages, **self._offering(tools, named))
         except Unrecorded:
-            plain: Any = self._plain  # absent in 1.15
             return await plain.acompletion(messages, tools, **named)
         except asyncio.CancelledError:
             if self._cancel is not None:
                 self._cancel()
             raise
-        if (chunk := self._chunk(made, named)) is not None and asyncio.iscoroutine(heard := named["on_token"](chunk)):
-            await heard
-        return self._response(made)
 
-    def _retried(self, attempt: Callable[..., Any]) -> Callable[..., Any]:
-        if (newer := getattr(self, "_make_retry_decorator", None)) is not None:
-            return newer()(attempt)
-        names = ("num_retries", "retry_min_wait", "retry_max_wait", "retry_multiplier")
-        asked: dict[str, Any] = {name: getattr(self, name) for name in names}
-        asked |= {"retry_exceptions": LLM_RETRY_EXCEPTIONS, "retry_listener": self._retry_listener_fn}
-        return self.retry_decorator(**asked)(attempt)
+    def _transport_call(  # type: ignore[override]
+        self, *, messages: list[JsonObject], enable_streaming: bool = False, on_token: Any = None, **asked: Any
+    ) -> ModelResponse:
+        response = answered(self._complete, {"model": self.model, "seed": self.seed, **asked, "messages": messages})
+        if enable_streaming and on_token is not None and response.choices:
+            on_token(convert_model_response_to_streaming(response))
+        if not _has_price(self):
+            response._hidden_params = {**response._hidden_params, "additional_headers": _COST}
+        return response
+
+    async def _atransport_call(self, *, on_token: Any = None, **asked: Any) -> ModelResponse:
+        heard: list[Any] = []
+        response = await asyncio.to_thread(self._transport_call, on_token=on_token and heard.append, **asked)
+        for chunk in heard:
+            if asyncio.iscoroutine(waiting := on_token(chunk)):
+                await waiting
+        return response
+
+    def _offering(self, tools: Sequence[ToolDefinition] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+        offered, risk = self._prompts.offer(tools or (), bool(named.get(_RISK)))
+        return {**named, "tools": offered, _RISK: risk}
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
         try:
             yield
-        except Unrecorded:
-            raise
-        except Exception as error:
-            self.telemetry.on_error(error)
-            if isinstance(error, MALFORMED) and self._unread is not None:
+        except MALFORMED as error:
+            if self._unread is not None:
                 self._unread(describe(error))
-            if (mapped := exceptions.map_provider_exception(error)) is not error:
-                raise mapped from error
             raise
 
-    def _chunk(self, made: ModelResponse, named: Mapping[str, Any]) -> Any:
-        streams = (self.stream or named.get("stream")) and named.get("on_token")
-        return convert_model_response_to_streaming(made) if streams else None
 
-    def _response(self, made: ModelResponse) -> LLMResponse:
-        choice: Any = made.choices[0]
-        message = SdkMessage.from_llm_chat_message(choice.message)
-        for call in message.tool_calls or ():
-            if call.name in self._prompts.outside:
-                raise BadEnvironmentError(f"the tool {call.name!r} cannot be executed in a fork of the conversation")
-        return LLMResponse(message=message, metrics=self.metrics.get_snapshot(), raw_response=made)
+def _has_price(llm: LLM) -> bool:
+    """Whether an answer's cost is known. Else the SDK asks litellm for it, and warns each time that there is none."""
+    names = (llm.model, llm.model.partition("/")[2])
+    return llm.input_cost_per_token is not None or any(name in model_cost for name in names)
 
 
 def key_of(llm: LLM) -> str | None:
