@@ -74,7 +74,7 @@ def local_runner(
         if host_of(settings) == "v0":
             from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner as Runner
         else:
-            from openhands_rl_plugin.hosts.v1.conversation_session import ConversationRunner as Runner
+            from openhands_rl_plugin.hosts.v1.runs import ConversationRunner as Runner
     return Runner(settings, options, storage=storage)
 
 
@@ -106,7 +106,7 @@ def run_task(
         if host == "v0":
             codes.append(_run_main(task, folder, work))
         else:
-            from openhands_rl_plugin.hosts.v1.task import run_task as run_in_sdk
+            from openhands_rl_plugin.hosts.v1.runs import run_task as run_in_sdk
 
             codes.append(run_in_sdk(task, folder, work, show))
         if codes[-1] == _INTERRUPTED:

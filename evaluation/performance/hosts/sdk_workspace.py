@@ -56,7 +56,7 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1 import RLAgent
-from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
+from openhands_rl_plugin.hosts.v1.agent import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import BranchWorld

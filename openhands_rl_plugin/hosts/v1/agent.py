@@ -1,41 +1,94 @@
 """``RLAgent`` of OpenHands V1: the SDK's agent, with a strategy for every completion, fully recorded.
 
-Importing this module registers it: the SDK finds an agent's class by its name (``kind``).
+Here are the episodes of its conversations (when one begins, its completions, why and how it ends) and the branches of a
+conversation with its workspace, for search. Importing this module registers the agent: the SDK finds an agent's class
+by its name (``kind``).
+
+What the SDK's tools for delegation make during a step of an ``RLAgent`` is an ``RLAgent``, too. Each such sub-agent has
+an episode of its own, whose task names the parent's in ``data["sub_agent"]``. The tools ask ``get_agent_factory`` for a
+kind of agent.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import socket
+import threading
+import time
+import uuid
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent, AgentBase
 from openhands.sdk.context.condenser import CondenserBase
 from openhands.sdk.conversation import ConversationCallbackType, ConversationTokenCallbackType, LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
-from openhands.sdk.llm import LLM
+from openhands.sdk.conversation.state import ConversationState
+from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, MessageEvent
+from openhands.sdk.event.conversation_error import ConversationErrorEvent
+from openhands.sdk.llm import LLM, TextContent
 from openhands.sdk.llm.exceptions import LLMContextWindowExceedError
+from openhands.sdk.subagent import get_agent_factory
+from openhands.sdk.tool.builtins import FinishTool, ThinkTool
 from pydantic import Field, PrivateAttr, field_validator
 
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.concurrency import background, bound
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, RLError, boundary
+from openhands_rl_plugin.core.messages import one_line
+from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
+from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
-from openhands_rl_plugin.hosts.shared.run_checks import too_long
-from openhands_rl_plugin.hosts.v1 import conversations
-from openhands_rl_plugin.hosts.v1.conversations import ConversationEpisode, adopting
-from openhands_rl_plugin.hosts.v1.critic import judged_in
-from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM
+from openhands_rl_plugin.hosts.shared.litellm_calls import server_error, split_provider
+from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, too_long
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+from openhands_rl_plugin.hosts.shared.sessions import (
+    SHORT_ID,
+    StandaloneRun,
+    protected_by,
+    register_runtime,
+    runtime_of,
+    standalone_episode,
+    store_name,
+    workspace_task,
+)
+from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM, Unrecorded, key_of, model_server
+from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, ConversationWorkspace, NoEvidence
+from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
+from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS
+from openhands_rl_plugin.rollout.forks import World
+from openhands_rl_plugin.session.branches import BranchWorld, Complete
+from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
+from openhands_rl_plugin.session.upstream import upstream_in
+from openhands_rl_plugin.session.wire import Json
 
 log = logging.getLogger("openhands")
 
-# Absent before 1.23, whose conversations have no ``arun``.
-_stock_astep: Callable[..., Awaitable[None]] | None = getattr(Agent, "astep", None)
+BOUNDARY = "openhands.conversation"
+KEY = "openhands_rl"
+"""In the state's ``agent_state``: where the conversation is recorded, or why it is not."""
+WATCH_SECONDS = 1.0
+"""How often an open conversation is looked at."""
+ENDED = frozenset({Status.FINISHED, Status.ERROR, Status.STUCK})
+"""From these a conversation goes on only when it is run again."""
+
+_LIMITS = {"MaxIterationsReached": StopReason.MAX_TURNS, "MaxBudgetReached": StopReason.TRUNCATED}
+_LONGEST = 300
 
 
 class RLAgent(Agent):
@@ -48,9 +101,7 @@ class RLAgent(Agent):
 
     rl: dict[str, Any] = Field(default_factory=dict, description="The [rl] section of openhands_rl_plugin.")
 
-    replays_sampled: ClassVar[bool] = True
-    """Calls that the SDK repaired are replayed to the model as they were sampled, so that prompts extend each other."""
-
+    # The episode in which it was made as a sub-agent, and its registered kind.
     _parent: tuple[ConversationEpisode, str] | None = PrivateAttr(default=None)
 
     @field_validator("rl")
@@ -84,84 +135,61 @@ class RLAgent(Agent):
         on_token: ConversationTokenCallbackType | None = None,
     ) -> None:
         """As the stock agent's."""
-        with self._playing(conversation) as agent:
+        with self._recorded(conversation) as agent:
             Agent.step(agent, conversation, on_event, on_token)
 
-    async def astep(
-        self,
-        conversation: LocalConversation,
-        on_event: ConversationCallbackType,
-        on_token: ConversationTokenCallbackType | None = None,
-    ) -> None:
+    async def astep(self, conversation: LocalConversation, *callbacks: Any, **named: Any) -> None:
         """As the stock agent's. The SDK asks for it since 1.23."""
-        with self._playing(conversation) as agent:
-            assert _stock_astep is not None
-            await _stock_astep(agent, conversation, on_event, on_token)
+        with self._recorded(conversation) as agent:
+            stock_agent: Any = Agent
+            await stock_agent.astep(agent, conversation, *callbacks, **named)
 
     def close(self) -> None:
-        """End the episodes of the conversation that is being closed."""
-        conversations.close()
+        """End the episodes of the conversation that is being closed. Blocks."""
+        for episode in list(_episodes.values()):
+            # The SDK closes an agent without saying for which of its conversations.
+            if getattr(episode.conversation(), "_cleanup_initiated", True):
+                episode.end()
+                episode.release()
         super().close()
-
-    def episode_of(self, conversation: LocalConversation) -> ConversationEpisode | None:
-        """The newest episode of a conversation; ``None`` before its first step and where the plugin failed."""
-        return conversations.episode_of(conversation)
-
-    @property
-    def parent(self) -> tuple[ConversationEpisode, str] | None:
-        """The episode in which this agent was made as a sub-agent, and its registered kind."""
-        return self._parent
 
     @property
     def delegated_by(self) -> Session | None:
         """The episode in which this agent was made, as a sub-agent."""
-        return self._parent[0].episode if self._parent is not None else None
-
-    def _adopt(self, by: ConversationEpisode, made: AgentBase, kind: str) -> AgentBase:
-        """The same agent, recorded as a sub-agent."""
-        if type(made) is Agent:
-            fields = {name: getattr(made, name) for name in Agent.model_fields if name != "kind"}
-            made = type(self).model_validate({**fields, "rl": self.rl})
-        if not isinstance(made, RLAgent):
-            log.warning("openhands_rl_plugin: a sub-agent is not recorded: %s is no Agent of the SDK", type(made))
-            return made
-        made = made.model_copy()
-        made._parent = (by, kind)
-        return made
+        return self._parent[0].session if self._parent is not None else None
 
     def settings(self) -> RLSettings:
         """Those of the episode that it is made for, or else its own."""
-        bound = self.delegated_by or current_episode()
-        return bound.settings if bound is not None else settings_from_sections({"rl": self.rl})
+        session = self.delegated_by or current_episode()
+        return session.settings if session is not None else settings_from_sections({"rl": self.rl})
 
     @contextmanager
-    def _playing(self, conversation: LocalConversation) -> Iterator[Agent]:
+    def _recorded(self, conversation: LocalConversation) -> Iterator[Agent]:
         """The agent for one step."""
-        episode = conversations.begin_step(self, conversation)
+        episode = _begin_step(self, conversation)
         if episode is None:
             yield self
             return
         answer = partial(episode.answer, self.llm)
-        llm = SessionLLM.over(self.llm, answer, episode.prompts, episode.cancel, episode.unread)
+        llm = SessionLLM.over(self.llm, answer, episode.prompts, episode.unread)
         try:
-            with judged_in(episode.episode, episode.session), adopting(partial(self._adopt, episode)):
+            with bound(stepping, episode):
                 yield self.model_copy(update={"llm": llm, "condenser": _recorded(self.condenser, episode)})
         except EpisodeOver as over:
             conversation.state.execution_status = Status.FINISHED
             episode.end(over.stop)
         except LLMContextWindowExceedError as error:
-            episode.full = bool(episode.episode.turns)
-            if episode.standalone and not episode.full:
-                raise LLMContextWindowExceedError(too_long(episode.episode.settings)) from error
+            if episode.session.turns:
+                episode.end(StopReason.MAX_TOKENS)
+            elif episode.standalone:
+                raise LLMContextWindowExceedError(too_long(episode.session.settings)) from error
+            raise
+        except asyncio.CancelledError:
+            # Nothing of its request counts as acted on.
+            episode.cancel()
             raise
         finally:
-            conversations.end_step(episode, conversation)
-
-
-class RecordedAgent(RLAgent):
-    """The stock agent with what it sends, recorded: to compare with."""
-
-    replays_sampled: ClassVar[bool] = False
+            episode.end_step(conversation.state)
 
 
 def _recorded(condenser: CondenserBase | None, episode: ConversationEpisode) -> CondenserBase | None:
@@ -175,3 +203,469 @@ def _recorded(condenser: CondenserBase | None, episode: ConversationEpisode) -> 
     if isinstance(inner, list):
         changed["condensers"] = [_recorded(each, episode) for each in inner]
     return condenser.model_copy(update=changed) if changed else condenser
+
+
+def conversation_end(state: ConversationState) -> tuple[StopReason, str]:
+    """Why a conversation ended, and OpenHands' error. Reaching a limit of the SDK is a regular end of an episode."""
+    status, events = state.execution_status, state.events
+    if status == Status.FINISHED:
+        # As with OpenHands V0, words that await an answer are no end of the task's own.
+        return (StopReason.NO_ACTION if isinstance(_last_words(events), MessageEvent) else StopReason.TERMINATED), ""
+    if status == Status.STUCK:
+        # The SDK says it with a status only; these are V0's words.
+        return StopReason.TRUNCATED, "Agent got stuck in a loop"
+    if status != Status.ERROR:
+        return StopReason.ERROR, f"it was closed before the agent had finished ({status.value})"
+    error = next((event for event in reversed(events) if isinstance(event, ConversationErrorEvent)), None)
+    if error is None:
+        return StopReason.ERROR, "the conversation ended with an error"
+    return _LIMITS.get(error.code, StopReason.ERROR), f"{error.code}: {error.detail}"
+
+
+def said_finish(events: Sequence[Event]) -> bool:
+    """Whether the agent's last words were a call of the ``finish`` tool."""
+    return getattr(_last_words(events), "tool_name", None) == FinishTool.name
+
+
+def _last_words(events: Sequence[Event]) -> Event | None:
+    said = (event for event in reversed(events) if isinstance(event, ActionEvent | MessageEvent))
+    return next((event for event in said if event.source == "agent"), None)
+
+
+def _from_user(event: Event) -> bool:
+    return isinstance(event, MessageEvent) and event.source == "user"
+
+
+class ConversationEpisode:
+    """One episode of a conversation of ``agent``: the bound one, one of its own, or that of a sub-agent.
+
+    A sub-agent's ends with its parent's at the latest. ``calls``: those that were sampled in the conversation's earlier
+    episodes. ``standalone`` stores it where no runner does. Raises ``ConfigError`` for an LLM that cannot be recorded.
+    """
+
+    def __init__(self, agent: RLAgent, conversation: LocalConversation, calls: SampledCalls) -> None:
+        self.id, self.calls = str(conversation.state.id), calls
+        self.over = self.failed = False
+        # When the last step ended, unless one is under way; the events at which the agent finished, and why.
+        self.idle_since: float | None = None
+        self.finished: tuple[int | None, StopReason | None] = (None, None)
+        self.delegated: weakref.WeakSet[ConversationEpisode] = weakref.WeakSet()
+        self.sub_agent, self._llm = partial(type(agent), rl=agent.rl), agent.llm
+        # Empty when nothing else refers to it any more.
+        self.conversation, self._ending = weakref.ref(conversation), threading.Lock()
+        session, self.standalone, own = self._begin(agent, conversation)
+        self.session = session
+        self.prompts = Prompts(compact=session.settings.workspace.is_compact)
+        served = session.request.served_model or session.base_model
+        self._own = upstream_in(session.settings, model=served, base_model=session.base_model) if own else None
+        llm = agent.llm
+        if self._own is None and (llm.uses_responses_api() or type(llm).completion is not LLM.completion):
+            what = f"{type(llm).__name__} of {llm.model}"
+            raise ConfigError(f"RLAgent needs one model, with chat completions, which have token ids, not {what}")
+        session.connect(self._own or model_server(agent.llm))
+        session.calls, session.world = (calls if session.exact else None), self._world
+        self._unisolated = self._begin_evidence(Path(str(conversation.workspace.working_dir)))
+        if self.standalone is not None:
+            self.standalone.before_exit = partial(self.end, exiting=True)
+        if agent._parent is not None:
+            agent._parent[0].delegated.add(self)
+        elif self.standalone is not None:
+            store, strategy = store_name(session.settings), session.strategy_spec.name
+            short = trajectory_id(session.request)[:SHORT_ID]
+            forks = self._forkable or strategy == "StandardReAct"
+            flat = "" if forks else f'; {strategy} forks nothing: isolation = "none"'
+            _note(conversation, f"recorded in {store} on {socket.gethostname()} as {short}{flat}")
+
+    def _begin(self, agent: RLAgent, conversation: LocalConversation) -> tuple[Session, StandaloneRun | None, bool]:
+        """The session, what stores it where no runner does, and whether ``[rl]`` may say what samples for it."""
+        llm, named = agent.llm, split_provider(agent.llm.model)[1]
+        asked = next(filter(_from_user, reversed(conversation.state.events)), None)
+        said = asked.llm_message.content if isinstance(asked, MessageEvent) else ()
+        instruction = "\n".join(part.text for part in said if isinstance(part, TextContent))
+        if agent._parent is not None:
+            by, kind = agent._parent
+            live = by.conversation()
+            other = named if live is not None and live.agent.llm.model != llm.model else None
+            session = _sub_agents_session(by.session, kind, self.id, instruction, other)
+            above = by.standalone.parent if by.standalone else by.session
+            return session, StandaloneRun(session, self.id, parent=above), session.exact and other is None
+        if (session := current_episode()) is not None:
+            return session, None, session.exact
+        settings = agent.settings()
+        serving, base_model = settings.serving, settings.serving.model or named
+        url, key = (serving.base_url, serving.api_key()) if serving.base_url else (llm.base_url, key_of(llm))
+        session = standalone_episode(
+            settings,
+            session=self.id,
+            instruction=instruction,
+            base_model=base_model,
+            environment_mode=False,
+            served_model=adapter_in_use(serving, model=base_model, url=url, key=key) if url else None,
+            workspace=str(conversation.workspace.working_dir),
+        )
+        return session, StandaloneRun(session, self.id), True
+
+    def _begin_evidence(self, folder: Path) -> SandboxedWorkspace | NoEvidence | None:
+        """The folder as its evidence, where the tools have no workspace of their own that is."""
+        runtime, settings = runtime_of(self.id), self.session.settings
+        if isinstance(runtime, ConversationWorkspace) and not runtime.closed:
+            return runtime.sandboxed.begin()
+        try:
+            protected = protected_by(settings.reward)
+            made = SandboxedWorkspace(folder, settings.workspace, protected=protected, isolated=False)
+        except ConfigError as error:
+            made = NoEvidence(str(error))
+        register_runtime(self.id, made)
+        return made
+
+    @property
+    def _forkable(self) -> ConversationWorkspace | None:
+        """The sandbox that its tools work in, if it can be forked."""
+        runtime = runtime_of(self.id)
+        return runtime if isinstance(runtime, ConversationWorkspace) and runtime.sandboxed.forks else None
+
+    def answer(self, llm: LLM, body: JsonObject) -> Json:
+        """The strategy's answer to a request of ``llm``, stored before it is returned. Blocks.
+
+        Raises ``EpisodeOver``, and ``CaughtFailure`` for an error of the model server. When the plugin itself fails,
+        raises ``Unrecorded`` without a runner, else that error.
+        """
+        session = self.session
+        if self.over:
+            raise EpisodeOver(session.stop or StopReason.ERROR)
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.agent"):
+                if self._own is not None:
+                    body = {**body, "model": session.base_model}
+                elif llm is not self._llm:
+                    session.connect(model_server(llm))
+                    self._llm = llm
+                return self._with_ids(body, session.answer(body))
+        except EpisodeOver:
+            raise
+        except RLError as error:
+            if server_error(error) is not None:
+                raise
+            self._fail(error)
+            raise Unrecorded from error
+
+    def summarize(self, llm: LLM, body: JsonObject) -> Json:
+        """A completion for a condenser: a node of its own kind. Raises ``CaughtFailure`` for an error of the model
+        server, and ``Unrecorded`` when the plugin fails."""
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.condenser"):
+                return background().wait_for(self.session.aside(body, CONDENSATION, model_server(llm)))
+        except CaughtFailure as caught:
+            if server_error(caught) is not None:
+                raise
+            log.warning("openhands_rl_plugin: a summary was not recorded: %s", caught)
+            raise Unrecorded from caught
+
+    def cancel(self) -> None:
+        """End a decision that is under way, a sub-agent's too. Blocks until its forks are closed."""
+        for each in list(self.delegated):
+            each.cancel()
+        self.session.cancel()
+
+    def unread(self, why: str) -> None:
+        """The SDK could not read the last answer, and goes on without it."""
+        if not self.failed:
+            self.session.unread(why)
+
+    def _fail(self, error: RLError) -> None:
+        """The plugin itself failed. Under a runner the episode fails, and the error is raised; else the user's
+        conversation goes on, without the plugin."""
+        if isinstance(error, ConfigError):
+            self.session.refuse(error)
+        elif isinstance(error, CaughtFailure):
+            self.session.failure = error.failure
+        if self.standalone is None:
+            raise error
+        self.failed = True
+        if (conversation := self.conversation()) is not None:
+            _go_on_without(conversation, error)
+        self.end(StopReason.ERROR)
+
+    def end_step(self, state: ConversationState) -> None:
+        """The step has ended; the conversation may have, too."""
+        if state.execution_status == Status.FINISHED and (self.standalone or said_finish(state.events)):
+            self.finished = len(state.events), conversation_end(state)[0]
+        self.idle_since = time.monotonic()
+
+    def answered(self) -> bool:
+        """Whether the user said something after the agent had finished: the next task, not a hook's objection."""
+        at, conversation = self.finished[0], self.conversation()
+        return conversation is None or (at is not None and any(map(_from_user, conversation.state.events[at:])))
+
+    def end(self, stop: StopReason | None = None, *, exiting: bool = False) -> None:
+        """End the episode: ``stop``, or why the conversation ended. Idempotent; errors are logged.
+
+        One without a runner is stored with its evidence and closed. When the process is ``exiting``, ``StandaloneRun``
+        stores it afterwards, with what changed where nothing isolates the workspace.
+        """
+        with self._ending:
+            over, self.over = self.over, True
+        if over:
+            return
+        for each in list(self.delegated):
+            each.end()
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.end"):
+                self._note_end(stop)
+                if exiting and self._unisolated is not None:
+                    self.session.evidence, _ = self._unisolated.conclude()
+                if self.standalone is not None:
+                    if not exiting:
+                        self.standalone.end()
+                    self.release()
+        except RLError as error:
+            # Why it failed was said already.
+            level = logging.DEBUG if self.failed else logging.WARNING
+            log.log(level, "openhands_rl_plugin: the episode of %s was not closed: %s", self.id, error)
+
+    async def watch(self) -> None:
+        """End the episode where nobody closes its conversation: when that is gone, or rests at its end."""
+        while not self.over:
+            await asyncio.sleep(WATCH_SECONDS)
+            conversation, since = self.conversation(), self.idle_since
+            rests = since is not None and time.monotonic() - since > WATCH_SECONDS
+            if conversation is None or (rests and conversation.state.execution_status in ENDED):
+                await background().blocking(self.end)
+            conversation = None
+
+    def release(self) -> None:
+        """Remove what was kept of the workspace's start."""
+        if self._unisolated is not None:
+            self._unisolated.close()
+
+    def _note_end(self, stop: StopReason | None) -> None:
+        why = ""
+        if stop is None:
+            stop, why = (
+                self.finished[1] or StopReason.ERROR,
+                "its conversation was dropped before the agent had finished",
+            )
+            if (conversation := self.conversation()) is not None:
+                stop, why = conversation_end(conversation.state)
+        if stop is not StopReason.ERROR:
+            # An error that the conversation went on after is none of the episode.
+            self.session.failure = None
+        elif why and self.session.failure is None:
+            kind = FailureKind.INFRASTRUCTURE
+            self.session.failure = Failure(kind=kind, message=why[:500], boundary=BOUNDARY)
+        self.session.end_here(stop)
+
+    def _with_ids(self, body: JsonObject, document: Json) -> Json:
+        """The answer with token ids where the SDK asks for them: it has an event of its own for them."""
+        tree = self.session.tree
+        if not body.get(TOKEN_IDS) or tree.head is None or (tokens := tree.nodes[tree.head].tokens) is None:
+            return document
+        choice = {**document["choices"][0], SAMPLED_IDS: list(tokens.sampled_ids)}
+        return {**document, PROMPT_IDS: list(tokens.prompt_ids), "choices": [choice]}
+
+    def _world(self) -> World | None:
+        workspace, conversation = self._forkable, self.conversation()
+        if workspace is None or conversation is None:
+            return None
+        agent: Any = conversation.agent
+        live = ConversationBranch(agent, log_of(conversation.state), workspace, self.prompts, threading.Event())
+        return BranchWorld(live, self.session)
+
+
+def _sub_agents_session(by: Session, kind: str, id: str, instruction: str, model: str | None) -> Session:
+    """The session of a sub-agent, stored where that of ``by`` is. ``model``: the served name where it is another one.
+
+    Its run and its group are its own, because it is no sample of the parent's task. Its split is the parent's.
+    """
+    asked, spec = by.request, by.strategy_spec
+    data = {SUB_AGENT: {"parent": trajectory_id(asked), "kind": kind}}
+    name = workspace_task(instruction, asked.task.id).id
+    own = {
+        "task": asked.task.model_copy(update={"id": name, "instruction": instruction, "data": data}),
+        "run_id": sub_agents_run(asked.run_id),
+        "group_id": id,
+        "seed": zlib.crc32("\0".join((str(asked.seed), kind, instruction)).encode()),
+        "served_model": asked.served_model if model is None else None,
+    }
+    session = Session(
+        asked.model_copy(update={"sample": 0, "attempt": 0, **own}),
+        by.settings,
+        strategy=registry.build("strategies", spec.name, spec.options) if by.exact else type(by.strategy)(),
+        strategy_spec=spec,
+        base_model=model or by.base_model,
+        environment_mode=by.environment_mode,
+        workspace=by.workspace,
+        token_ids=by.token_ids,
+    )
+    session.exact = by.exact
+    return session
+
+
+_EPISODE = "_rl_episode"
+"""A conversation's attribute: its newest episode; ``None`` where it goes on without the plugin, which failed."""
+_episodes: weakref.WeakValueDictionary[str, ConversationEpisode] = weakref.WeakValueDictionary()
+"""The newest of each id of a conversation, which holds it."""
+
+
+def episode_of(conversation: LocalConversation | None) -> ConversationEpisode | None:
+    """The newest episode of a conversation; ``None`` before its first step and where the plugin failed."""
+    return getattr(conversation, _EPISODE, None)
+
+
+def _begin_step(agent: RLAgent, conversation: LocalConversation) -> ConversationEpisode | None:
+    """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
+
+    When the user says something after an end, or the watch saw the end, a new episode begins. A reply is an end as
+    well, but in an episode of a runner, which answers by itself.
+    """
+    if getattr(conversation, _EPISODE, agent) is None:
+        return None
+    id = str(conversation.state.id)
+    episode = _episodes.get(id)
+    if episode is not None and (episode.conversation() is not conversation or episode.answered()):
+        episode.end(episode.finished[1])
+    if episode is None or episode.over:
+        calls = episode.calls if episode is not None else SampledCalls()
+        try:
+            with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
+                episode = _episodes[id] = ConversationEpisode(agent, conversation, calls)
+        except RLError as error:
+            if agent._parent is None and current_episode() is not None:
+                raise
+            _go_on_without(conversation, error)
+            return None
+        setattr(conversation, _EPISODE, episode)
+        if episode.standalone:
+            background().start(episode.watch())
+    episode.idle_since, episode.finished = None, (None, None)
+    return episode
+
+
+def _go_on_without(conversation: LocalConversation, error: RLError) -> None:
+    """Let the conversation go on without the plugin, which failed, and note why."""
+    log.warning("openhands_rl_plugin: %s; the conversation goes on without it", str(error).splitlines()[0])
+    _note(conversation, f"not recorded: {one_line(str(error), _LONGEST)}")
+    setattr(conversation, _EPISODE, None)
+
+
+def _note(conversation: LocalConversation, text: str) -> None:
+    state = conversation.state
+    state.agent_state = {**state.agent_state, KEY: text}
+
+
+stepping: ContextVar[ConversationEpisode | None] = ContextVar("rl_conversation", default=None)
+"""The episode whose step is under way: sub-agents that are made now are its own, and critics judge it."""
+
+
+def _factory_of(name: str | None = None) -> Any:
+    """As ``get_agent_factory``; during a step, of agents that are recorded, where they can be."""
+    found, by = get_agent_factory(name), stepping.get()
+
+    def make(llm: LLM) -> AgentBase:
+        made = found.factory_func(llm)
+        if by is None:
+            return made
+        if type(made) is Agent:
+            fields = {name: getattr(made, name) for name in Agent.model_fields if name != "kind"}
+            made = by.sub_agent(**fields)
+        if not isinstance(made, RLAgent):
+            log.warning("openhands_rl_plugin: a sub-agent is not recorded: %s is no Agent of the SDK", type(made))
+            return made
+        made = made.model_copy()
+        made._parent = (by, found.definition.name)
+        return made
+
+    return found._replace(factory_func=make)
+
+
+for _name in ("openhands.tools.delegate.impl", "openhands.tools.task.manager"):  # not every release has both
+    with suppress(ModuleNotFoundError):
+        if hasattr(_module := import_module(_name), "get_agent_factory"):
+            _module.get_agent_factory = _factory_of  # type: ignore[attr-defined]
+
+
+_ON_THE_COPY = frozenset({TERMINAL, EDITOR})
+_EXECUTED = _ON_THE_COPY | {FinishTool.name, ThinkTool.name}
+# What a branch does without: it would act outside of it, or cost calls of a model.
+_LEFT_OUT: dict[str, object] = {"condenser": None, "critic": None, "agent_context": None, "mcp_config": {}}
+
+
+@dataclass
+class ConversationBranch:
+    """A ``Branch`` of a conversation of ``agent``; the live one where ``tools`` are the live one's.
+
+    A branch is a conversation of its own, kept in memory, over copies of the events and of the workspace. The SDK
+    itself executes an answer there and writes the next prompt, so both are what the live conversation would have. In a
+    branch there are no condenser, critic, hooks or confirmations, and of the tools only those that work on the copy.
+
+    ``log``: as of ``log_of``. ``prompts``: the live conversation's.
+    """
+
+    agent: Agent
+    log: tuple[list[Any], Any]
+    tools: ConversationWorkspace
+    prompts: Prompts
+    stop: threading.Event
+    conversation: LocalConversation | None = None
+
+    @property
+    def workspace(self) -> SandboxedWorkspace:
+        """As ``Branch.workspace``."""
+        assert isinstance(self.tools.sandboxed, SandboxedWorkspace), "a container cannot be forked"
+        return self.tools.sandboxed
+
+    def fork(self) -> ConversationBranch:
+        """As ``Branch.fork``."""
+        if self.conversation is not None:
+            self.log = log_of(self.conversation.state)
+        return replace(self, tools=self.tools.fork(self.stop), conversation=None)
+
+    def run(self, complete: Complete) -> None:
+        """As ``Branch.run``. Raises ``BadEnvironmentError`` for a tool that a fork cannot execute."""
+        live, id = self.agent, uuid.uuid4()
+        register_runtime(str(id), self.tools)
+        # In metrics of its own: the session counts the tokens.
+        plain = live.llm.model_copy()
+        plain.reset_metrics()
+        llm, outside = SessionLLM.over(plain, complete, self.prompts.forked()), set(live.tools_map) - _EXECUTED
+
+        def refuse(event: Event) -> None:
+            if isinstance(event, AgentErrorEvent) and event.tool_name in outside:
+                raise BadEnvironmentError(
+                    f"the tool {event.tool_name!r} cannot be executed in a fork of the conversation"
+                )
+
+        kept: dict[str, Any] = {name: getattr(live, name) for name in Agent.model_fields if name != "kind"}
+        kept |= {name: value for name, value in _LEFT_OUT.items() if name in kept}
+        kept |= {"llm": llm, "tools": [tool for tool in live.tools if tool.name in _ON_THE_COPY]}
+        conversation = LocalConversation(
+            agent=Agent(**kept),
+            conversation_id=id,
+            workspace=str(self.workspace.private),
+            persistence_dir=None,
+            visualizer=None,
+            stuck_detection=False,
+            callbacks=[refuse],
+        )
+        # Newer releases of the SDK would keep it until the program's end.
+        atexit.unregister(conversation.close)
+        state: Any = conversation.state
+        events, leaf = self.log
+        for event in events:
+            state.events.append(event.model_copy())
+        if hasattr(state, "active_branch"):
+            state.leaf_event_id = leaf
+            state.rebuild_view()
+        state.execution_status = Status.IDLE
+        self.conversation = conversation
+        try:
+            conversation.run()
+        except Exception as error:
+            # The SDK raises another one for it.
+            raise (error.__cause__ if isinstance(error.__cause__, RLError) else error) from None
+
+
+def log_of(state: Any) -> tuple[list[Any], Any]:
+    """The events of a conversation's state, and from 1.31 on, where they are a tree, the one at which it stands."""
+    events = state.active_branch() if hasattr(state, "active_branch") else state.events
+    return [*events], getattr(state, "leaf_event_id", None)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from litellm import model_cost
@@ -21,7 +19,7 @@ from openhands.sdk.llm import Message as SdkMessage
 from openhands.sdk.tool import ToolDefinition
 from pydantic import PrivateAttr, SecretStr
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
+from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
@@ -40,7 +38,6 @@ class Prompts:
         self._tools: tuple[ToolDefinition, ...] = ()
         self._offered: list[Any] = []
         self._risk = self._fixed = False
-        self.outside: frozenset[str] = frozenset()
 
     def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> list[JsonObject]:
         """What ``llm.format_messages_for_llm`` returns. Not to be changed: the next prompt shares it.
@@ -57,17 +54,16 @@ class Prompts:
 
     def offer(self, tools: Sequence[ToolDefinition], risk: bool) -> tuple[list[Any], bool]:
         """The tools as they are sent, and whether they have the argument ``security_risk``. Not to be changed."""
-        same = risk == self._risk and len(tools) == len(self._tools) and all(map(operator.is_, tools, self._tools))
-        if not (same or self._fixed):
+        if not self._fixed and (risk, *map(id, tools)) != (self._risk, *map(id, self._tools)):
             self._tools, self._risk = tuple(tools), risk
             written = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
             self._offered = [_Offered(tool) for tool in (compact_tools(written) if self.compact else written)]
         return self._offered, self._risk
 
-    def forked(self, outside: frozenset[str]) -> Prompts:
-        """For a copy of the conversation: with the tools of this one, whatever the copy has. It lacks ``outside``."""
+    def forked(self) -> Prompts:
+        """For a copy of the conversation: with the tools of this one, whatever the copy has."""
         twin = copy.copy(self)
-        twin.outside, twin._fixed = outside, bool(self._tools)
+        twin._fixed = bool(self._tools)
         return twin
 
     def _known(self, llm: LLM, messages: Sequence[SdkMessage]) -> int:
@@ -129,28 +125,20 @@ class SessionLLM(LLM):
     _plain: LLM = PrivateAttr()
     _complete: Complete = PrivateAttr()
     _prompts: Prompts = PrivateAttr()
-    _cancel: Callable[[], None] | None = PrivateAttr(default=None)
     _unread: Callable[[str], None] | None = PrivateAttr(default=None)
 
     @classmethod
     def over(
-        cls,
-        plain: LLM,
-        complete: Complete,
-        prompts: Prompts,
-        cancel: Callable[[], None] | None = None,
-        unread: Callable[[str], None] | None = None,
+        cls, plain: LLM, complete: Complete, prompts: Prompts, unread: Callable[[str], None] | None = None
     ) -> Self:
-        """``complete`` may raise ``Unrecorded``. ``prompts`` writes those of one conversation.
-
-        ``cancel`` ends a call, and blocks until it has ended; ``unread`` gets the reason why an answer cannot be read.
-        """
+        """``complete`` may raise ``Unrecorded``. ``prompts`` writes those of one conversation. ``unread`` gets the
+        reason why an answer cannot be read."""
         # A search may take longer than a completion.
         changed = {"timeout": None, "fallback_strategy": None}
         made = cls.model_construct(_fields_set=set(plain.model_fields_set), **{**plain.__dict__, **changed})
         # It keeps the request under way: in a copy, side by side. The plain one is made when it is asked for.
         telemetry = plain.telemetry.model_copy(update={"metrics": _Metrics(plain.metrics)})
-        own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_cancel": cancel, "_unread": unread}
+        own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_unread": unread}
         shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {}), "_telemetry": telemetry}
         object.__setattr__(made, "__pydantic_private__", {**shared, **own})
         return made
@@ -184,35 +172,34 @@ class SessionLLM(LLM):
         written, given = super().pre_request_prompt_mock(rest, [], kwargs, **risk)
         return described(messages, written, tools), given
 
+    def post_response_prompt_mock(self, *given: Any, **named: Any) -> ModelResponse:
+        """As of the plain LLM: reads the calls in the text."""
+        try:
+            return super().post_response_prompt_mock(*given, **named)
+        except MALFORMED as error:
+            if self._unread is not None:
+                self._unread(describe(error))
+            raise
+
     def completion(  # type: ignore[override]
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """As of the plain LLM. A stream is one chunk, when the answer is there: litellm's would bring no prompt ids."""
         try:
-            with self._reading():
-                made = super().completion(messages, **self._offering(tools, named))
+            return super().completion(messages, **self._offering(tools, named))
         except Unrecorded:
             return self._plain.completion(messages, tools, **named)
-        for call in made.message.tool_calls or ():
-            if call.name in self._prompts.outside:
-                raise BadEnvironmentError(f"the tool {call.name!r} cannot be executed in a fork of the conversation")
-        return made
 
-    async def acompletion(
+    async def acompletion(  # type: ignore[override]
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
-        """``completion`` in a thread. Cancelling it ends the request: nothing of it counts as acted on."""
+        """``completion`` in a thread."""
         stock: Any = super()  # absent in 1.15
         plain: Any = self._plain
         try:
-            with self._reading():
-                return await stock.acompletion(messages, **self._offering(tools, named))
+            return await stock.acompletion(messages, **self._offering(tools, named))
         except Unrecorded:
             return await plain.acompletion(messages, tools, **named)
-        except asyncio.CancelledError:
-            if self._cancel is not None:
-                self._cancel()
-            raise
 
     def _transport_call(  # type: ignore[override]
         self, *, messages: list[JsonObject], enable_streaming: bool = False, on_token: Any = None, **asked: Any
@@ -235,15 +222,6 @@ class SessionLLM(LLM):
     def _offering(self, tools: Sequence[ToolDefinition] | None, named: Mapping[str, Any]) -> dict[str, Any]:
         offered, risk = self._prompts.offer(tools or (), bool(named.get(_RISK)))
         return {**named, "tools": offered, _RISK: risk}
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except MALFORMED as error:
-            if self._unread is not None:
-                self._unread(describe(error))
-            raise
 
 
 def _has_price(llm: LLM) -> bool:

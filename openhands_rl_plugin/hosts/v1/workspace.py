@@ -52,27 +52,18 @@ class ConversationWorkspace:
     """What the tools ``terminal`` and ``file_editor`` of one conversation work on. All methods block."""
 
     def __init__(self, sandboxed: SandboxedWorkspace | ContainerWorkspace) -> None:
-        self.sandboxed = sandboxed
-        self.terminal = Terminal(self)
-        self.editor = ConversationEditor(self)
-        self.closed = False
+        self.sandboxed, self.closed = sandboxed, False
+        self.terminal, self.editor = Terminal(self), ConversationEditor(self)
+        self.conclude, self.check = sandboxed.conclude, sandboxed.check
 
     def fork(self, stop: threading.Event) -> ConversationWorkspace:
         """As ``SandboxedWorkspace.fork``, with the editor's history."""
-        if self.terminal.busy:
+        if self.terminal.running is not None:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
         assert isinstance(self.sandboxed, SandboxedWorkspace), "a container cannot be forked"
         twin = ConversationWorkspace(self.sandboxed.fork(stop))
         twin.editor.copies = self.editor.copies.forked(twin.sandboxed.place, twin.sandboxed.private)
         return twin
-
-    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """As ``SandboxedWorkspace.conclude``."""
-        return self.sandboxed.conclude()
-
-    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
-        """As ``SandboxedWorkspace.check``."""
-        return self.sandboxed.check(asked, stop)
 
     def close(self) -> None:
         """End all processes and remove what is not the folder itself. Idempotent."""
@@ -86,13 +77,9 @@ class NoEvidence:
     def __init__(self, why: str) -> None:
         self._why = why
 
-    def changes(self) -> JsonObject:
-        """No patch, and why."""
-        return {"git_patch": None, "git_patch_missing": self._why}
-
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """No evidence, and no failure."""
-        return self.changes(), None
+        """No patch and why, and no failure."""
+        return {"git_patch": None, "git_patch_missing": self._why}, None
 
     def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
         """Not run."""
@@ -132,7 +119,7 @@ class ContainerWorkspace(ContainerShell, NoEvidence):
         """No evidence, and the failure of the container's owner, if any."""
         failed = self.failure[:500]
         failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=failed, boundary="container") if failed else None
-        return self.changes(), failure
+        return NoEvidence.conclude(self)[0], failure
 
     def close(self) -> None:
         """End the command that is running. What runs in the background stays, for those who judge the work."""
@@ -146,75 +133,77 @@ _NO_INPUT = (
     "was not sent: the running command has no terminal and an empty standard input. Send C-c to interrupt it, or an "
     "empty command to wait for it"
 )
+_NOT_EXECUTED = (
+    '[Your command "{command}" is NOT executed. The previous command is still running - You CANNOT send '
+    "new commands until the previous command is completed. By setting `is_input` to `true`, you can "
+    f"interact with the current process: {TIMEOUT_MESSAGE_TEMPLATE}]"
+)
 _INTERRUPT = "C-c"
 # Seconds for an interrupted command to end.
 _INTERRUPTED = 5.0
 
 
-class Terminal(ToolExecutor[TerminalAction, TerminalObservation]):
-    """One session's terminal: a shell, and the command that runs in it.
-
-    It holds the workspace, which is registered by a weak reference.
-    """
+class _Executor(ToolExecutor[Any, Any]):
+    """Executes the calls of a tool of the SDK. It holds the workspace, which is registered by a weak reference."""
 
     def __init__(self, whole: ConversationWorkspace) -> None:
         self._whole, self._workspace = whole, whole.sandboxed
-        self._running: tuple[str, Future[CommandResult]] | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a command is still running."""
-        return self._running is not None
-
-    def __call__(self, action: TerminalAction, conversation: LocalConversation | None = None) -> TerminalObservation:
-        """``execute``, with secrets treated as by the SDK's own."""
-        if conversation is None:
-            return self.execute(action)
-        secrets = conversation.state.secret_registry
-        variables = {} if action.is_input or self.busy else secrets.get_secrets_as_env_vars(action.command)
-        exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if name.isidentifier()]
-        if exports:
-            self._workspace.run("\n".join(exports), timeout=SandboxedWorkspace.seconds)
-        made = self.execute(action)
-        masked = TerminalObservation.from_text(text=secrets.mask_secrets_in_output(made.text), command=None)
-        return made.model_copy(update={"content": masked.content})
 
     def close(self) -> None:
         """End the session's sandbox."""
         self._whole.close()
 
-    def execute(self, action: TerminalAction) -> TerminalObservation:
-        """Run a command, or attend to the one that is running."""
+
+class Terminal(_Executor):
+    """One session's terminal: a shell, and the command that runs in it, if one does (``running``)."""
+
+    running: tuple[str, Future[CommandResult]] | None = None
+
+    def __call__(self, action: TerminalAction, conversation: LocalConversation | None = None) -> TerminalObservation:
+        """Run a command, or attend to the one that is running, with secrets treated as by the SDK's own."""
+        if conversation is None:
+            return self._execute(action)
+        secrets = conversation.state.secret_registry
+        variables = {} if action.is_input or self.running else secrets.get_secrets_as_env_vars(action.command)
+        exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if name.isidentifier()]
+        if exports:
+            self._workspace.run("\n".join(exports), timeout=SandboxedWorkspace.seconds)
+        made = self._execute(action)
+        return _with_text(made, secrets.mask_secrets_in_output(made.text))
+
+    def _execute(self, action: TerminalAction) -> TerminalObservation:
         command = action.command.strip()
         if action.reset and action.is_input:
             raise ValueError("Cannot use reset=True with is_input=True")
         if action.reset:
-            return self._reset(command, action.timeout)
+            self._workspace.restart()
+            self.running = None
+            if not command:
+                return TerminalObservation.from_text(text=_RESET, command="[RESET]", exit_code=0)
+            ran = self._execute(TerminalAction(command=command, timeout=action.timeout))
+            again = ran.model_copy(update={"command": f"[RESET] {command}"})
+            return _with_text(again, f"{_RESET}\n\n{ran.text}")
         seconds = self._workspace.seconds if action.timeout is None else action.timeout
+        what = "interact with" if action.is_input else "retrieve logs from"
+        why = ""
         if "\0" in command:
-            return _refused(command, NO_NULL)
-        if self._running is None:
-            if not command or action.is_input:
-                what = "interact with" if action.is_input else "retrieve logs from"
-                return _refused(command, f"No previous running command to {what}.")
-            self._start(command)
+            why = NO_NULL
+        elif self.running is None and (action.is_input or not command):
+            why = f"No previous running command to {what}."
+        elif self.running is None:
+            self.running = command, self._started(command)
         elif action.is_input and command == _INTERRUPT:
             self._workspace.interrupt()
             seconds = _INTERRUPTED if action.timeout is None else seconds
-        elif action.is_input and command:
-            return _refused(command, f"{command!r} {_NO_INPUT}.")
         elif command:
-            return _refused(
-                command,
-                f'[Your command "{command}" is NOT executed. The previous command is still running - You CANNOT send '
-                "new commands until the previous command is completed. By setting `is_input` to `true`, you can "
-                f"interact with the current process: {TIMEOUT_MESSAGE_TEMPLATE}]",
-            )
+            why = f"{command!r} {_NO_INPUT}." if action.is_input else _NOT_EXECUTED.replace("{command}", command)
+        if why:
+            return TerminalObservation.from_text(text=why, command=command, is_error=True)
         return self._wait(command, seconds)
 
     def interrupt(self) -> None:
         """Send Ctrl-C to a command that is running, until it has ended, for seconds; from any thread, at once."""
-        if (running := self._running) is not None:
+        if (running := self.running) is not None:
             threading.Thread(target=self._interrupt, args=(running[1],), name="rl-interrupt", daemon=True).start()
 
     def _interrupt(self, ended: Future[CommandResult]) -> None:
@@ -225,7 +214,7 @@ class Terminal(ToolExecutor[TerminalAction, TerminalObservation]):
                 self._workspace.interrupt()
             wait((ended,), 1.0)
 
-    def _start(self, command: str) -> None:
+    def _started(self, command: str) -> Future[CommandResult]:
         ended: Future[CommandResult] = Future()
 
         def run() -> None:
@@ -234,94 +223,78 @@ class Terminal(ToolExecutor[TerminalAction, TerminalObservation]):
             except InfrastructureError as error:
                 ended.set_exception(error)
 
-        self._running = command, ended
         threading.Thread(target=run, name="rl-terminal", daemon=True).start()
+        return ended
 
     def _wait(self, said: str, seconds: float) -> TerminalObservation:
-        assert self._running is not None
-        command, ended = self._running
+        assert self.running is not None
+        command, ended = self.running
         try:
             result = ended.result(seconds)
         except TimeoutError:
             suffix = f"\n[The command timed out after {seconds} seconds. {TIMEOUT_MESSAGE_TEMPLATE}]"
-            return _observation(said, "", CmdOutputMetadata(suffix=suffix))
+            return _observation(said, "", suffix=suffix)
         except SandboxEndedError:
-            self._running = None
-            return _observation(said, "", CmdOutputMetadata(suffix=ENDED, working_dir=self._workspace.start))
+            self.running = None
+            return _observation(said, "", suffix=ENDED, working_dir=self._workspace.start)
         except BaseException:
-            self._running = None
+            self.running = None
             raise
-        self._running = None
-        prefix = earlier_output(result) if said == command else "[Below is the output of the previous command.]\n"
+        self.running = None
         code = -1 if result.exit_code is None else result.exit_code
         sent = " CTRL+C was sent." if said == _INTERRUPT else ""
-        metadata = CmdOutputMetadata(
+        return _observation(
+            said,
+            result.output,
             exit_code=code,
             working_dir=result.cwd,
             py_interpreter_path=result.python,
-            prefix=prefix,
+            prefix=earlier_output(result) if said == command else "[Below is the output of the previous command.]\n",
             suffix=f"\n[The command completed with exit code {code}.{sent}]",
         )
-        return _observation(said, result.output, metadata)
-
-    def _reset(self, command: str, timeout: float | None) -> TerminalObservation:
-        self._workspace.restart()
-        self._running = None
-        if not command:
-            return TerminalObservation.from_text(text=_RESET, command="[RESET]", exit_code=0)
-        ran = self.execute(TerminalAction(command=command, timeout=timeout))
-        told = TerminalObservation.from_text(text=f"{_RESET}\n\n{ran.text}", command=None)
-        return ran.model_copy(update={"content": told.content, "command": f"[RESET] {command}"})
 
 
-def _observation(command: str, output: str, metadata: CmdOutputMetadata) -> TerminalObservation:
-    text = maybe_truncate(output.rstrip(), truncate_after=MAX_CMD_OUTPUT_SIZE)
+def _observation(command: str, output: str, **about: Any) -> TerminalObservation:
+    text, metadata = maybe_truncate(output.rstrip(), truncate_after=MAX_CMD_OUTPUT_SIZE), CmdOutputMetadata(**about)
     return TerminalObservation.from_text(
         text=text, command=command, metadata=metadata, exit_code=metadata.exit_code, timeout=False
     )
 
 
-def _refused(command: str, why: str) -> TerminalObservation:
-    return TerminalObservation.from_text(text=why, command=command, is_error=True)
+def _with_text(made: TerminalObservation, text: str) -> TerminalObservation:
+    return made.model_copy(update={"content": [TextContent(text=text)]})
 
 
 _ARGUMENTS = {"command", "file_text", "view_range", "old_str", "new_str", "insert_line"}
 
 
-class ConversationEditor(ToolExecutor[FileEditorAction, FileEditorObservation]):
+class ConversationEditor(_Executor):
     """One session's editor. ``copies`` has the undo history of its files. Calls run one at a time."""
 
     def __init__(self, whole: ConversationWorkspace) -> None:
-        workspace = whole.sandboxed
-        inside = workspace.inside
-        self._whole, self._inside = whole, inside
-        self.copies = CopyEditor(
-            workspace.place, workspace.private, lambda copies: FileEditor(workspace_root=f"{copies}{inside}")
-        )
-
-    def close(self) -> None:
-        """End the session's sandbox."""
-        self._whole.close()
+        super().__init__(whole)
+        place, private, self._inside = whole.sandboxed.place, whole.sandboxed.private, whole.sandboxed.inside
+        self.copies = CopyEditor(place, private, lambda copies: FileEditor(workspace_root=f"{copies}{self._inside}"))
 
     def __call__(
         self, action: FileEditorAction, conversation: LocalConversation | None = None
     ) -> FileEditorObservation:
         """Execute one command; the observation has what is wrong with it."""
-        absolute = action.path.startswith("/")
+        absolute, about = action.path.startswith("/"), {"command": action.command, "is_error": True}
         given = action.model_dump(include=_ARGUMENTS)
 
         def call(editor: FileEditor, copied: Path) -> FileEditorObservation:
             try:
                 return editor(**given, path=str(copied) if absolute else action.path)
             except ToolError as error:
-                return FileEditorObservation.from_text(text=error.message, command=action.command, is_error=True)
+                return FileEditorObservation.from_text(text=error.message, **about)
 
         try:
             path = action.path if absolute else f"{self._inside}/{action.path}"
             return self._renamed(self.copies.edit(path, call))
         except OSError as error:
             said = str(error) if isinstance(error, PermissionError) else f"{action.path}: {error.strerror}"
-            return FileEditorObservation.from_text(text=said, command=action.command, path=action.path, is_error=True)
+            return FileEditorObservation.from_text(text=said, path=action.path, **about)
 
     def _renamed(self, result: FileEditorObservation) -> FileEditorObservation:
         copies = str(self.copies.copies)
@@ -329,8 +302,7 @@ class ConversationEditor(ToolExecutor[FileEditorAction, FileEditorObservation]):
             part.model_copy(update={"text": part.text.replace(copies, "")}) if isinstance(part, TextContent) else part
             for part in result.content
         ]
-        path = result.path.removeprefix(copies) if result.path else result.path
-        update: dict[str, object] = {"content": content, "path": path}
+        update: dict[str, object] = {"content": content, "path": result.path and result.path.removeprefix(copies)}
         if is_rewritten(result.old_content, result.new_content):
             # The SDK would compare the lines in this process to show them.
             update |= {"old_content": None, "new_content": None}

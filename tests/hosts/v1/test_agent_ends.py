@@ -14,7 +14,7 @@ from scripted_model import ScriptedModel, refusal, says
 from sdk_play import converse, finish, make_agent, make_llm, stored, think
 
 from openhands_rl_plugin.core.types import FailureKind, StopReason
-from openhands_rl_plugin.hosts.v1 import conversations
+from openhands_rl_plugin.hosts.v1 import agent as recorder
 
 pytestmark = pytest.mark.contract
 
@@ -146,7 +146,7 @@ async def test_where_nobody_closes_a_conversation_its_end_is_seen(
     play: Play, tmp_path: Path, answers: list[dict], stop: StopReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in an agent server, which keeps conversations open."""
-    monkeypatch.setattr(conversations, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(recorder, "WATCH_SECONDS", 0.05)
     conversation = play(answers, max_iteration_per_run=2)
     conversation.run()
     until = time.monotonic() + 30
@@ -160,7 +160,7 @@ async def test_where_nobody_closes_a_conversation_its_end_is_seen(
 async def test_closing_one_of_two_conversations_of_an_agent_leaves_the_other_open(
     server: ScriptedModel, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversations, "WATCH_SECONDS", 3.0)
+    monkeypatch.setattr(recorder, "WATCH_SECONDS", 3.0)
     server.script("two", [says("One?"), says("Two?")])
     agent = make_agent(make_llm(server, "two"), tmp_path / "store", tools=())
     pair = [converse(agent, workspace) for _ in range(2)]

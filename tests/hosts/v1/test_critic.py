@@ -123,7 +123,7 @@ async def test_a_slow_judgement_is_given_up_and_a_pause_waits_no_longer(
     [
         ({"error": "no such file\nand more"}, "no score of critic_rewards:Broken: ValueError: no such file"),
         ({}, "no score of critic_rewards:Broken: there is nothing to judge yet"),
-        ({"reward": 3.0}, "no score of critic_rewards:Broken: 3 is outside of reward_range [0, 1]; widen it"),
+        ({"reward": 3.0}, "no score of critic_rewards:Broken: 3 is no score from 0 to 1"),
         ({"wrong": 1}, "no score of critic_rewards:Broken: reward 'critic_rewards:Broken': wrong"),
     ],
 )
@@ -151,8 +151,6 @@ def test_it_is_stored_with_its_agent_and_names_are_checked() -> None:
     assert isinstance(again, RewardCritic) and again.model_dump() == critic.model_dump()
     with pytest.raises(ValidationError, match="no-such-reward"):
         RewardCritic(reward="no-such-reward")
-    with pytest.raises(ValidationError, match="has to be below"):
-        RewardCritic(reward=THIRDS, reward_range=(1.0, 0.0))
 
 
 def edit(change: tuple[str, str], id: str) -> dict:
@@ -164,22 +162,19 @@ ADDS = "echo more > left; python3 -c 'from calc import add; assert add(2, 1) == 
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(("reward", "more"), [("command", {"options": {"command": ADDS}}), ("tests", {"tests": ADDS})])
 @pytest.mark.shows("rewards by a command")
-async def test_commands_judge_a_copy_of_the_workspace_after_every_action(
-    server: ScriptedModel, workspace: Path, reward: str, more: dict[str, Any]
+async def test_a_command_judges_a_copy_of_the_workspace_after_every_action(
+    server: ScriptedModel, workspace: Path
 ) -> None:
-    critic = RewardCritic(reward=reward, mode="all_actions", timeout=60.0, **more)
+    critic = RewardCritic(reward="command", options={"command": ADDS}, mode="all_actions", timeout=60.0)
     answers = [think("a", "call-1"), edit(("a - b", "a + b"), "call-2"), think("b", "call-3"), finish()]
-    name = f"judged-by-{reward}"
-    conversation = played(
-        server, workspace, name, answers, critic, rl={"workspace": {"isolation": "bubblewrap"}}, tools=(EDITOR,)
-    )
+    rl = {"workspace": {"isolation": "bubblewrap"}}
+    conversation = played(server, workspace, "judged", answers, critic, rl=rl, tools=(EDITOR,))
     # An action is judged before it is executed, so the change counts from the next one on.
     assert scores_on(conversation) == [0.0, 0.0, 1.0, 1.0]
     episode, [score] = await judged(workspace)
     assert on_nodes(episode) == [0.0, 0.0, 1.0, 1.0]
-    assert score.reward == 1.0 and score.reward_version.startswith(f"verifier-critic@{reward}-")
+    assert score.reward == 1.0 and score.reward_version.startswith("verifier-critic@command-")
     assert sorted(file.name for file in workspace.iterdir()) == ["calc.py"], "what the command wrote is gone"
     assert list(episode.evidence["changed_files"]) == ["calc.py"]
 

@@ -17,7 +17,7 @@ from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, finish, make_agent, make_llm, stored
 
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.hosts.v1.conversations import KEY
+from openhands_rl_plugin.hosts.v1.agent import KEY
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(not takes_agents_of_others(), reason=NO_AGENTS_OF_OTHERS)]
 

@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, ToolCall, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
-from openhands_rl_plugin.hosts.v1.branch import ConversationBranch, log_of
+from openhands_rl_plugin.hosts.v1.agent import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.session.branches import BranchWorld

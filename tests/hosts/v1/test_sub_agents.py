@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Limits, StopReason, T
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.open import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.hosts.v1.conversation_session import ConversationSession
+from openhands_rl_plugin.hosts.v1.runs import ConversationSession
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 import_module("openhands.tools.task")
