@@ -439,14 +439,11 @@ class ConversationEpisode:
             self._unisolated.close()
 
     def _note_end(self, stop: StopReason | None) -> None:
-        why = ""
-        if stop is None:
-            stop, why = (
-                self.finished[1] or StopReason.ERROR,
-                "its conversation was dropped before the agent had finished",
-            )
-            if (conversation := self.conversation()) is not None:
-                stop, why = conversation_end(conversation.state)
+        why, conversation = "", self.conversation()
+        if stop is None and conversation is not None:
+            stop, why = conversation_end(conversation.state)
+        elif stop is None:
+            stop, why = self.finished[1] or StopReason.ERROR, "its conversation was dropped before the agent finished"
         if stop is not StopReason.ERROR:
             # An error that the conversation went on after is none of the episode.
             self.session.failure = None
@@ -479,24 +476,15 @@ def _sub_agents_session(by: Session, kind: str, id: str, instruction: str, model
     """
     asked, spec = by.request, by.strategy_spec
     data = {SUB_AGENT: {"parent": trajectory_id(asked), "kind": kind}}
-    name = workspace_task(instruction, asked.task.id).id
-    own = {
-        "task": asked.task.model_copy(update={"id": name, "instruction": instruction, "data": data}),
-        "run_id": sub_agents_run(asked.run_id),
-        "group_id": id,
-        "seed": zlib.crc32("\0".join((str(asked.seed), kind, instruction)).encode()),
-        "served_model": asked.served_model if model is None else None,
-    }
-    session = Session(
-        asked.model_copy(update={"sample": 0, "attempt": 0, **own}),
-        by.settings,
-        strategy=registry.build("strategies", spec.name, spec.options) if by.exact else type(by.strategy)(),
-        strategy_spec=spec,
-        base_model=model or by.base_model,
-        environment_mode=by.environment_mode,
-        workspace=by.workspace,
-        token_ids=by.token_ids,
-    )
+    identity = workspace_task(instruction, asked.task.id).id
+    task = asked.task.model_copy(update={"id": identity, "instruction": instruction, "data": data})
+    seed = zlib.crc32("\0".join((str(asked.seed), kind, instruction)).encode())
+    served = asked.served_model if model is None else None
+    own = {"task": task, "run_id": sub_agents_run(asked.run_id), "group_id": id, "seed": seed, "served_model": served}
+    request = asked.model_copy(update={"sample": 0, "attempt": 0, **own})
+    strategy = registry.build("strategies", spec.name, spec.options) if by.exact else type(by.strategy)()
+    same = {name: getattr(by, name) for name in ("strategy_spec", "environment_mode", "workspace", "token_ids")}
+    session = Session(request, by.settings, strategy=strategy, base_model=model or by.base_model, **same)
     session.exact = by.exact
     return session
 

@@ -50,7 +50,6 @@ _CONTINUE = (
 # Seconds for the conversation's thread after its tools were closed.
 _PATIENCE = 30.0
 _LONGEST = 200
-_LONGEST_TITLE = 120
 # What the SDK would ask of a model that it does not know, and servers of open models refuse or ignore.
 _DEFAULTS: JsonObject = {"reasoning_effort": None, "usage_id": "agent"}
 
@@ -210,7 +209,7 @@ def _lines_of(event: Any) -> Iterator[str]:
         if event.tool_name not in (FinishTool.name, ThinkTool.name):
             given = (getattr(event.action, name, None) for name in ("command", "path"))
             what = " ".join(str(each) for each in given if each) or event.tool_call.arguments
-            yield f"[{event.tool_name}: {one_line(what, _LONGEST_TITLE)}]"
+            yield f"[{event.tool_name}: {one_line(what, _LONGEST)}]"
     elif isinstance(event, MessageEvent) and event.source == "agent":
         yield _text_of(event.llm_message.content)
     elif isinstance(event, AgentErrorEvent):

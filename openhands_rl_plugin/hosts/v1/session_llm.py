@@ -185,26 +185,24 @@ class SessionLLM(LLM):
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """As of the plain LLM. A stream is one chunk, when the answer is there: litellm's would bring no prompt ids."""
-        try:
-            return super().completion(messages, **self._offering(tools, named))
-        except Unrecorded:
-            return self._plain.completion(messages, tools, **named)
+        return super().completion(messages, **self._offering(tools, named))
 
     async def acompletion(  # type: ignore[override]
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """``completion`` in a thread."""
         stock: Any = super()  # absent in 1.15
-        plain: Any = self._plain
-        try:
-            return await stock.acompletion(messages, **self._offering(tools, named))
-        except Unrecorded:
-            return await plain.acompletion(messages, tools, **named)
+        return await stock.acompletion(messages, **self._offering(tools, named))
 
     def _transport_call(  # type: ignore[override]
         self, *, messages: list[JsonObject], enable_streaming: bool = False, on_token: Any = None, **asked: Any
     ) -> ModelResponse:
-        response = answered(self._complete, {"model": self.model, "seed": self.seed, **asked, "messages": messages})
+        try:
+            response = answered(self._complete, {"model": self.model, "seed": self.seed, **asked, "messages": messages})
+        except Unrecorded:
+            # Copies: litellm may write in it.
+            own, vendors = copy.deepcopy([*messages]), self._plain
+            return vendors._transport_call(messages=own, enable_streaming=enable_streaming, on_token=on_token, **asked)
         if enable_streaming and on_token is not None and response.choices:
             on_token(convert_model_response_to_streaming(response))
         if not _has_price(self):
