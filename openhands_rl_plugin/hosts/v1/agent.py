@@ -154,14 +154,13 @@ class RLAgent(Agent):
         super().close()
 
     @property
-    def delegated_by(self) -> Session | None:
-        """The episode in which this agent was made, as a sub-agent."""
-        return self._parent[0].session if self._parent is not None else None
+    def made_for(self) -> Session | None:
+        """The episode that this agent is made for: that in which it is a sub-agent, or a runner's."""
+        return self._parent[0].session if self._parent is not None else current_episode()
 
     def settings(self) -> RLSettings:
         """Those of the episode that it is made for, or else its own."""
-        session = self.delegated_by or current_episode()
-        return session.settings if session is not None else settings_from_sections({"rl": self.rl})
+        return self.made_for.settings if self.made_for is not None else settings_from_sections({"rl": self.rl})
 
     @contextmanager
     def _recorded(self, conversation: LocalConversation) -> Iterator[Agent]:

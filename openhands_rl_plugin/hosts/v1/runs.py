@@ -141,8 +141,7 @@ class ConversationSession(HostSession):
 
     def _condenser(self) -> CondenserBase | None:
         wanted = dict(self._options.condenser)
-        kind = wanted.pop("type", "noop")
-        if kind == "noop":
+        if (kind := wanted.pop("type", "noop")) == "noop":
             return None
         if kind != "llm":
             raise ConfigError(f'condenser {kind!r}: OpenHands V1 has "llm" and "noop"')

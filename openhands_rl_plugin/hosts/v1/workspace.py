@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationState
@@ -32,7 +32,6 @@ from openhands.tools.terminal.definition import TerminalAction, TerminalObservat
 from openhands.tools.terminal.metadata import CmdOutputMetadata
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import whole_text
@@ -45,7 +44,6 @@ from openhands_rl_plugin.environments.workspace.shell import CommandResult, Sand
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
-from openhands_rl_plugin.session.session import current_episode
 
 
 class ConversationWorkspace:
@@ -318,20 +316,19 @@ _opening = threading.Lock()
 def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
     """The conversation's sandboxed workspace; ``None`` where its tools are the stock ones.
 
-    One that was registered under the conversation's id, or else one over its folder, as the agent's settings ask for.
-    Raises ``ConfigError``.
+    One that was registered under the conversation's id, or else, of an ``RLAgent``, one over its folder, as the agent's
+    settings ask for. Raises ``ConfigError``.
     """
-    session = str(state.id)
+    id, agent = str(state.id), cast(Any, state.agent)
     with _opening:
-        found = runtime_of(session)
+        found = runtime_of(id)
         if isinstance(found, ConversationWorkspace) and not found.closed:
             return found
-        bound, own = getattr(state.agent, "delegated_by", None) or current_episode(), getattr(state.agent, "rl", None)
-        if bound is None and not isinstance(own, dict):
+        if not hasattr(agent, "made_for"):
             return None
-        settings = bound.settings if bound is not None else settings_from_sections({"rl": own})
-        folder = Path(str(state.workspace.working_dir))
-        return open_workspace(session, settings, folder, bound.workspace if bound is not None else None)
+        session = agent.made_for
+        folder, task = Path(str(state.workspace.working_dir)), session.workspace if session is not None else None
+        return open_workspace(id, agent.settings(), folder, task)
 
 
 def open_workspace(
@@ -383,14 +380,10 @@ class RLFileEditorTool(FileEditorTool):
         return [made[0].model_copy(update=own).set_executor(workspace.editor)]
 
 
-def _register() -> None:
-    said = logging.getLogger("openhands.sdk.tool.registry")
-    for kind, stock in ((RLTerminalTool, TerminalTool), (RLFileEditorTool, FileEditorTool)):
-        # Where a conversation is made by a client, the server imports the module of its tools: one that it has.
-        kind.__module__ = stock.__module__
-        said.disabled = True
-        register_tool(stock.name, kind)
-        said.disabled = False
-
-
-_register()
+_registry = logging.getLogger("openhands.sdk.tool.registry")
+for _kind, _stock in ((RLTerminalTool, TerminalTool), (RLFileEditorTool, FileEditorTool)):
+    # Where a conversation is made by a client, the server imports the module of its tools: one that it has.
+    _kind.__module__ = _stock.__module__
+    _registry.disabled = True
+    register_tool(_stock.name, _kind)
+    _registry.disabled = False
