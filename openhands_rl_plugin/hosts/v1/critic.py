@@ -31,6 +31,7 @@ from openhands_rl_plugin.rollout.scoring import workspace_command
 from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN, finished, policy_of, task_of
 from openhands_rl_plugin.trajectories.exchange.events import V1_EVENTS, read_events
 
+_NOTHING = "there is nothing to judge yet"
 CRITIC = "critic"
 """The key of a sampled node's metadata with what the critic said of it."""
 
@@ -74,8 +75,6 @@ class RewardCritic(CriticBase):
 
     def evaluate(self, events: Sequence[LLMConvertibleEvent], git_patch: str | None = None) -> CriticResult:
         """The score of the conversation up to its last event. Raises ``NoScoreError``, which the SDK logs."""
-        if not events:
-            raise NoScoreError(self.reward, "there is nothing to judge yet")
         judged, given_up = stepping.get(), threading.Event()
         given: JsonObject = self.evidence if git_patch is None else {**self.evidence, "git_patch": git_patch}
         ends = isinstance(events[-1], MessageEvent) or said_finish(events)
@@ -93,19 +92,16 @@ class RewardCritic(CriticBase):
             # A reward that blocks the loop is not cancelled by it; it ends by itself.
             score = judging.result(self.timeout)
         except TimeoutError:
-            why = f"it took longer than {self.timeout:g} s; raise the critic's timeout"
-            raise NoScoreError(self.reward, why) from None
+            raise NoScoreError(self.reward, f"it took longer than {self.timeout:g} s; raise its timeout") from None
         except RLError as error:
             why = error.failure.message if isinstance(error, CaughtFailure) else str(error)
             raise NoScoreError(self.reward, why) from error
         finally:
             given_up.set()
             judging.cancel()
-        reward, version = score.reward, score.reward_version
-        if reward is None or not 0 <= reward <= 1:
-            missing = reward is None
-            why = "there is nothing to judge yet" if missing else f"{reward:g} is no score from 0 to 1"
-            raise NoScoreError(self.reward, why)
+        if (reward := score.reward) is None or not 0 <= reward <= 1:
+            raise NoScoreError(self.reward, _NOTHING if reward is None else f"{reward:g} is no score from 0 to 1")
+        version = score.reward_version
         if judged is not None:
             # On the completion that was judged; the last score is stored when the episode ends.
             tree = judged.session.tree
