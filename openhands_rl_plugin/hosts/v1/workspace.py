@@ -159,18 +159,8 @@ class Terminal(_Executor):
 
     def __call__(self, action: TerminalAction, conversation: LocalConversation | None = None) -> TerminalObservation:
         """Run a command, or attend to the one that is running, with secrets treated as by the SDK's own."""
-        if conversation is None:
-            return self._execute(action)
-        secrets = conversation.state.secret_registry
-        variables = {} if action.is_input or self.running else secrets.get_secrets_as_env_vars(action.command)
-        exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if name.isidentifier()]
-        if exports:
-            self._workspace.run("\n".join(exports), timeout=SandboxedWorkspace.seconds)
-        made = self._execute(action)
-        return _with_text(made, secrets.mask_secrets_in_output(made.text))
-
-    def _execute(self, action: TerminalAction) -> TerminalObservation:
-        command = action.command.strip()
+        assert conversation is not None
+        command, secrets, why = action.command.strip(), conversation.state.secret_registry, ""
         if action.reset and action.is_input:
             raise ValueError("Cannot use reset=True with is_input=True")
         if action.reset:
@@ -178,17 +168,19 @@ class Terminal(_Executor):
             self.running = None
             if not command:
                 return TerminalObservation.from_text(text=_RESET, command="[RESET]", exit_code=0)
-            ran = self._execute(TerminalAction(command=command, timeout=action.timeout))
+            ran = self(TerminalAction(command=command, timeout=action.timeout), conversation)
             again = ran.model_copy(update={"command": f"[RESET] {command}"})
             return _with_text(again, f"{_RESET}\n\n{ran.text}")
         seconds = self._workspace.seconds if action.timeout is None else action.timeout
-        what = "interact with" if action.is_input else "retrieve logs from"
-        why = ""
         if "\0" in command:
             why = NO_NULL
         elif self.running is None and (action.is_input or not command):
-            why = f"No previous running command to {what}."
+            why = f"No previous running command to {'interact with' if action.is_input else 'retrieve logs from'}."
         elif self.running is None:
+            variables = secrets.get_secrets_as_env_vars(action.command)
+            exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items() if name.isidentifier()]
+            if exports:
+                self._workspace.run("\n".join(exports), timeout=SandboxedWorkspace.seconds)
             self.running = command, self._started(command)
         elif action.is_input and command == _INTERRUPT:
             self._workspace.interrupt()
@@ -197,7 +189,8 @@ class Terminal(_Executor):
             why = f"{command!r} {_NO_INPUT}." if action.is_input else _NOT_EXECUTED.replace("{command}", command)
         if why:
             return TerminalObservation.from_text(text=why, command=command, is_error=True)
-        return self._wait(command, seconds)
+        made = self._wait(command, seconds)
+        return _with_text(made, secrets.mask_secrets_in_output(made.text))
 
     def interrupt(self) -> None:
         """Send Ctrl-C to a command that is running, until it has ended, for seconds; from any thread, at once."""
@@ -232,11 +225,10 @@ class Terminal(_Executor):
         except TimeoutError:
             suffix = f"\n[The command timed out after {seconds} seconds. {TIMEOUT_MESSAGE_TEMPLATE}]"
             return _observation(said, "", suffix=suffix)
-        except SandboxEndedError:
+        except BaseException as error:
             self.running = None
-            return _observation(said, "", suffix=ENDED, working_dir=self._workspace.start)
-        except BaseException:
-            self.running = None
+            if isinstance(error, SandboxEndedError):
+                return _observation(said, "", suffix=ENDED, working_dir=self._workspace.start)
             raise
         self.running = None
         code = -1 if result.exit_code is None else result.exit_code
