@@ -44,7 +44,11 @@ class Prompts:
 
         Of a conversation that goes on from the last prompt, only what is new is written.
         """
-        known = self._known(llm, messages)
+        before, parts = self._messages, (part for message in messages for part in message.content)
+        # Which messages are marked, and how large an image may be, depends on the others.
+        alone = not llm.is_caching_prompt_active() and not any(isinstance(part, ImageContent) for part in parts)
+        goes_on = alone and llm.__dict__ == self._settings and tuple(messages[: len(before)]) == before
+        known = len(before) if goes_on else 0
         # Copies: the SDK may mark messages for the prompt cache while it writes them.
         new = llm.format_messages_for_llm([each.model_copy() for each in messages[known:]])
         # Without ``self``, an LLM that is changed later would be compared with itself.
@@ -65,17 +69,6 @@ class Prompts:
         twin = copy.copy(self)
         twin._fixed = bool(self._tools)
         return twin
-
-    def _known(self, llm: LLM, messages: Sequence[SdkMessage]) -> int:
-        """How many of the messages are written as they were in the last prompt."""
-        before = self._messages
-        if not before or llm.__dict__ != self._settings:
-            return 0
-        # Which messages are marked, and how large an image may be, depends on the others.
-        images = any(isinstance(part, ImageContent) for message in messages for part in message.content)
-        if llm.is_caching_prompt_active() or images:
-            return 0
-        return len(before) if tuple(messages[: len(before)]) == before else 0
 
 
 class _Written(list[Any]):
