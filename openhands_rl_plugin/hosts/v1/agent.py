@@ -67,7 +67,7 @@ from openhands_rl_plugin.hosts.shared.sessions import (
     workspace_task,
 )
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM, Unrecorded, key_of, model_server
-from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, ConversationWorkspace, NoEvidence
+from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, ConversationWorkspace
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS
 from openhands_rl_plugin.rollout.forks import World
@@ -239,7 +239,8 @@ class ConversationEpisode:
     """One episode of a conversation of ``agent``: the bound one, one of its own, or that of a sub-agent.
 
     A sub-agent's ends with its parent's at the latest. ``calls``: those that were sampled in the conversation's earlier
-    episodes. ``standalone`` stores it where no runner does. Raises ``ConfigError`` for an LLM that cannot be recorded.
+    episodes. ``standalone`` stores it where no runner does. Raises ``ConfigError`` for an LLM that cannot be recorded,
+    and a folder that cannot be evidence.
     """
 
     def __init__(self, agent: RLAgent, conversation: LocalConversation, calls: SampledCalls) -> None:
@@ -263,7 +264,15 @@ class ConversationEpisode:
             raise ConfigError(f"RLAgent needs one model, with chat completions, which have token ids, not {what}")
         session.connect(self._own or model_server(agent.llm))
         session.calls, session.world = (calls if session.exact else None), self._world
-        self._unisolated = self._begin_evidence(Path(str(conversation.workspace.working_dir)))
+        self._unisolated: SandboxedWorkspace | None = None
+        runtime, folder = runtime_of(self.id), Path(str(conversation.workspace.working_dir))
+        if isinstance(runtime, ConversationWorkspace) and not runtime.closed:
+            runtime.sandboxed.begin()
+        else:
+            # The folder is the evidence where the tools have no workspace of their own.
+            settings, protected = session.settings.workspace, protected_by(session.settings.reward)
+            self._unisolated = SandboxedWorkspace(folder, settings, protected=protected, isolated=False)
+            register_runtime(self.id, self._unisolated)
         if self.standalone is not None:
             self.standalone.before_exit = partial(self.end, exiting=True)
         if agent._parent is not None:
@@ -303,19 +312,6 @@ class ConversationEpisode:
             workspace=str(conversation.workspace.working_dir),
         )
         return session, StandaloneRun(session, self.id), True
-
-    def _begin_evidence(self, folder: Path) -> SandboxedWorkspace | NoEvidence | None:
-        """The folder as its evidence, where the tools have no workspace of their own that is."""
-        runtime, settings = runtime_of(self.id), self.session.settings
-        if isinstance(runtime, ConversationWorkspace) and not runtime.closed:
-            return runtime.sandboxed.begin()
-        try:
-            protected = protected_by(settings.reward)
-            made = SandboxedWorkspace(folder, settings.workspace, protected=protected, isolated=False)
-        except ConfigError as error:
-            made = NoEvidence(str(error))
-        register_runtime(self.id, made)
-        return made
 
     @property
     def _forkable(self) -> ConversationWorkspace | None:

@@ -69,25 +69,10 @@ class ConversationWorkspace:
         self.sandboxed.close()
 
 
-class NoEvidence:
-    """In the place of a workspace whose changes and files nobody sees; ``why`` is recorded in their place."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """No patch and why, and no failure."""
-        return {"git_patch": None, "git_patch_missing": self._why}, None
-
-    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
-        """Not run."""
-        return asked.did(error=self._why)
-
-    def close(self) -> None:
-        """Nothing is kept."""
+_JUDGED_BY_OTHERS = "the workspace is a container of another program, which judges it"
 
 
-class ContainerWorkspace(ContainerShell, NoEvidence):
+class ContainerWorkspace(ContainerShell):
     """As ``SandboxedWorkspace``, without forks and without evidence. All methods block.
 
     The constructor raises ``InfrastructureError``. Where the container's owner fails, so does the episode, whatever the
@@ -98,7 +83,6 @@ class ContainerWorkspace(ContainerShell, NoEvidence):
     seconds = SandboxedWorkspace.seconds
 
     def __init__(self, container: ContainerPlace) -> None:
-        NoEvidence.__init__(self, "the workspace is a container of another program, which judges it")
         super().__init__(container)
         self.inside = self.start
         self.private = temporary_folder("container")
@@ -117,7 +101,11 @@ class ContainerWorkspace(ContainerShell, NoEvidence):
         """No evidence, and the failure of the container's owner, if any."""
         failed = self.failure[:500]
         failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=failed, boundary="container") if failed else None
-        return NoEvidence.conclude(self)[0], failure
+        return {"git_patch": None, "git_patch_missing": _JUDGED_BY_OTHERS}, failure
+
+    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
+        """Not run."""
+        return asked.did(error=_JUDGED_BY_OTHERS)
 
     def close(self) -> None:
         """End the command that is running. What runs in the background stays, for those who judge the work."""
