@@ -33,7 +33,7 @@ from typing import Any
 import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent, AgentBase
 from openhands.sdk.context.condenser import CondenserBase
-from openhands.sdk.conversation import ConversationCallbackType, ConversationTokenCallbackType, LocalConversation
+from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.conversation.state import ConversationState
 from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, MessageEvent
@@ -128,15 +128,10 @@ class RLAgent(Agent):
         )
         return system_prompt(summary=True, instructions=SYSTEM if stock_prompt else super().static_system_message)
 
-    def step(
-        self,
-        conversation: LocalConversation,
-        on_event: ConversationCallbackType,
-        on_token: ConversationTokenCallbackType | None = None,
-    ) -> None:
+    def step(self, conversation: LocalConversation, *callbacks: Any, **named: Any) -> None:
         """As the stock agent's."""
         with self._recorded(conversation) as agent:
-            Agent.step(agent, conversation, on_event, on_token)
+            Agent.step(agent, conversation, *callbacks, **named)
 
     async def astep(self, conversation: LocalConversation, *callbacks: Any, **named: Any) -> None:
         """As the stock agent's. The SDK asks for it since 1.23."""
