@@ -92,7 +92,7 @@ class RewardCritic(CriticBase):
             # A reward that blocks the loop is not cancelled by it; it ends by itself.
             score = judging.result(self.timeout)
         except TimeoutError:
-            raise NoScoreError(self.reward, f"it took longer than {self.timeout:g} s; raise its timeout") from None
+            raise NoScoreError(self.reward, f"it {self._late()}") from None
         except RLError as error:
             why = error.failure.message if isinstance(error, CaughtFailure) else str(error)
             raise NoScoreError(self.reward, why) from error
@@ -110,6 +110,9 @@ class RewardCritic(CriticBase):
             judged.session.opinion = score.model_copy(update={"reward_version": f"{OPINION}critic@{version}"})
         return CriticResult(score=reward, message=version, metadata={"reward": reward, "detail": score.detail})
 
+    def _late(self) -> str:
+        return f"took longer than {self.timeout:g} s; raise the critic's timeout"
+
     async def _judge(self, trajectory: Trajectory, workspace: object, given_up: threading.Event) -> Score:
         """The reward's score, with the last answer, the label and the result of its command as evidence."""
         with boundary(FailureKind.GRADER, f"critic.{self.reward}"):
@@ -123,7 +126,7 @@ class RewardCritic(CriticBase):
                 bounded = asked.model_copy(update={"timeout": min(asked.timeout, self.timeout)})
                 ran = await asyncio.to_thread(workspace.check, bounded, given_up)
                 if ran.timed_out and asked.timeout > self.timeout:
-                    raise GraderError(f"its command took longer than {self.timeout:g} s; raise the critic's timeout")
+                    raise GraderError(f"its command {self._late()}")
                 found[CHECKED] = ran.model_dump(mode="json")
             return await made(trajectory.model_copy(update={"evidence": {**found, **trajectory.evidence}}))
 
