@@ -200,7 +200,7 @@ def _recorded(condenser: CondenserBase | None, episode: ConversationEpisode) -> 
 
 
 def conversation_end(state: ConversationState) -> tuple[StopReason, str]:
-    """Why a conversation ended, and OpenHands' error. Reaching a limit of the SDK is a regular end of an episode."""
+    """Why a conversation ended, and OpenHands' error, if any. Reaching a limit of the SDK is a regular end."""
     status, events = state.execution_status, state.events
     if status == Status.FINISHED:
         # As with OpenHands V0, words that await an answer are no end of the task's own.
@@ -209,7 +209,7 @@ def conversation_end(state: ConversationState) -> tuple[StopReason, str]:
         # The SDK says it with a status only; these are V0's words.
         return StopReason.TRUNCATED, "Agent got stuck in a loop"
     if status != Status.ERROR:
-        return StopReason.ERROR, f"it was closed before the agent had finished ({status.value})"
+        return StopReason.ERROR, ""
     error = next((event for event in reversed(events) if isinstance(event, ConversationErrorEvent)), None)
     if error is None:
         return StopReason.ERROR, "the conversation ended with an error"
@@ -432,6 +432,7 @@ class ConversationEpisode:
         why, conversation = "", self.conversation()
         if stop is None and conversation is not None:
             stop, why = conversation_end(conversation.state)
+            why = why or f"it was closed before the agent had finished ({conversation.state.execution_status.value})"
         elif stop is None:
             stop, why = self.finished[1] or StopReason.ERROR, "its conversation was dropped before the agent finished"
         if stop is not StopReason.ERROR:

@@ -35,7 +35,7 @@ from openhands_rl_plugin.hosts.shared.session_runner import (
     SessionHostRunner,
     llm_settings,
 )
-from openhands_rl_plugin.hosts.v1.agent import BOUNDARY, ENDED, RLAgent, conversation_end, episode_of, said_finish
+from openhands_rl_plugin.hosts.v1.agent import BOUNDARY, RLAgent, conversation_end, episode_of, said_finish
 from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, open_workspace
 from openhands_rl_plugin.session.session import Session, bind_episode
 
@@ -89,9 +89,8 @@ class ConversationSession(HostSession):
             recorded.cancel()
 
     def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
-        stop, error = (end if isinstance(end, StopReason) else None), ""
-        if self._conversation is not None and self._conversation.state.execution_status in ENDED:
-            error = conversation_end(self._conversation.state)[1]
+        stop = end if isinstance(end, StopReason) else None
+        error = conversation_end(self._conversation.state)[1] if self._conversation is not None else ""
         if (recorded := episode_of(self._conversation)) is not None:
             recorded.end(stop)
             return stop, None, error
@@ -189,8 +188,7 @@ def run_task(task: str, workspace: Path, work: OwnWork, show: Callable[[str], No
     finally:
         signal.signal(signal.SIGINT, before)
     status, recorded = conversation.state.execution_status, episode_of(conversation)
-    if status in ENDED:
-        failed = conversation_end(conversation.state)[1] or failed
+    failed = conversation_end(conversation.state)[1] or failed
     conversation.close()
     if recorded is not None and isinstance(recorded.session.error, ConfigError):
         raise recorded.session.error
