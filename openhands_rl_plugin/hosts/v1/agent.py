@@ -34,6 +34,7 @@ import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent, AgentBase
 from openhands.sdk.context.condenser import CondenserBase
 from openhands.sdk.conversation import LocalConversation
+from openhands.sdk.conversation.exceptions import ConversationRunError
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.conversation.state import ConversationState
 from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, MessageEvent
@@ -88,7 +89,6 @@ ENDED = frozenset({Status.FINISHED, Status.ERROR, Status.STUCK})
 """From these a conversation goes on only when it is run again."""
 
 _LIMITS = {"MaxIterationsReached": StopReason.MAX_TURNS, "MaxBudgetReached": StopReason.TRUNCATED}
-_LONGEST = 300
 
 
 class RLAgent(Agent):
@@ -523,7 +523,7 @@ def _begin_step(agent: RLAgent, conversation: LocalConversation) -> Conversation
 def _go_on_without(conversation: LocalConversation, error: RLError) -> None:
     """Let the conversation go on without the plugin, which failed, and note why."""
     log.warning("openhands_rl_plugin: %s; the conversation goes on without it", str(error).splitlines()[0])
-    _note(conversation, f"not recorded: {one_line(str(error), _LONGEST)}")
+    _note(conversation, f"not recorded: {one_line(str(error), 300)}")
     setattr(conversation, _EPISODE, None)
 
 
@@ -639,9 +639,8 @@ class ConversationBranch:
         self.conversation = conversation
         try:
             conversation.run()
-        except Exception as error:
-            # The SDK raises another one for it.
-            raise (error.__cause__ if isinstance(error.__cause__, RLError) else error) from None
+        except ConversationRunError as error:
+            raise (error.__cause__ or error) from None
 
 
 def log_of(state: Any) -> tuple[list[Any], Any]:
