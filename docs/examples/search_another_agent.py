@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,7 +69,6 @@ class MiniBranch:
     """A ``session.branches.Branch``: the agent, or a copy of it, in ``workspace``."""
 
     def __init__(self, agent: DefaultAgent, workspace: SandboxedWorkspace) -> None:
-        self.stop = threading.Event()
         self.agent, self.workspace = agent, workspace
         agent.env = Sandbox(workspace)
 
@@ -85,7 +83,7 @@ class MiniBranch:
     def fork(self) -> MiniBranch:
         twin = DefaultAgent(self.agent.model, None, **self.agent.config.model_dump())
         twin.messages = copy.deepcopy(self.agent.messages)
-        return MiniBranch(twin, self.workspace.fork(self.stop))
+        return MiniBranch(twin, self.workspace.fork())
 
 
 def main(base_url: str, model: str, folder: Path, task: str, command: str) -> None:

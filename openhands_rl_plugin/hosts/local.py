@@ -9,7 +9,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 import tomllib
 import uuid
 from collections.abc import Callable
@@ -132,7 +131,7 @@ def _copies(workspace: Path, settings: RLSettings, attempts: int) -> list[Path]:
     own = frozenset({store.relative_to(workspace).parts[0]}) if workspace in store.parents else frozenset[str]()
     limits = ForkLimits(size=sys.maxsize, files=sys.maxsize, seconds=600.0)
     for folder in made:
-        copy_tree(workspace, folder, limits=limits, stop=threading.Event(), leave_out=own)
+        copy_tree(workspace, folder, limits=limits, leave_out=own)
     return made
 
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
-from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, Strategy, info_of
+from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable, LLMEngine, Strategy, info_of
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree, clip
 from openhands_rl_plugin.core.types import (
@@ -29,7 +30,6 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.forks import EnvironmentWorld, World
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, stored_episode
 
 
@@ -126,8 +126,8 @@ class Episode:
             self._journal = EpisodeJournal.resumed(storage, unfinished)
         return True
 
-    async def decide(self, world: World | None) -> int:
-        """The node that the strategy chooses to execute. All forks of ``world`` are closed, also after an error.
+    async def decide(self, world: Forkable | None) -> int:
+        """The node that the strategy chooses to execute. ``world``: the live episode, where it can be forked.
 
         Raises ``CaughtFailure`` when no answer can be had, and ``ConfigError``, both kept for the end of the episode.
         """
@@ -143,9 +143,6 @@ class Episode:
         except ConfigError as error:
             self.refuse(error)
             raise
-        finally:
-            if world is not None:
-                await world.close()
         self.turns += 1
         return chosen
 
@@ -216,6 +213,27 @@ class Episode:
         )
 
 
+class RecordedFork:
+    """An environment, or a fork of one, whose observations are those that the session records. Itself it is forked."""
+
+    def __init__(self, environment: Any, limits: Limits) -> None:
+        self._environment, self._limits = environment, limits
+        self.reset, self.evidence, self.close = environment.reset, environment.evidence, environment.close
+
+    @property
+    def info(self) -> EnvInfo:
+        """The environment's own."""
+        return info_of(self._environment)
+
+    async def step(self, action: Message) -> Observation:
+        """Execute an answer; the observation is cut to ``max_obs_length``."""
+        return clip(await self._environment.step(action), self._limits)
+
+    async def fork(self) -> RecordedFork:
+        """A copy of the episode as it stands."""
+        return RecordedFork(await self._environment.fork(), self._limits)
+
+
 class LiveEnvironment:
     """One episode of one environment, for the host that steps it.
 
@@ -234,9 +252,9 @@ class LiveEnvironment:
         if (reserve := getattr(environment, "reserve", None)) is not None:
             reserve(forks)
 
-    def world(self, limits: Limits) -> EnvironmentWorld | None:
+    def world(self, limits: Limits) -> Forkable | None:
         """The episode, for search to fork; ``None`` when the environment cannot be forked."""
-        return EnvironmentWorld(self.environment, limits) if isinstance(self.environment, Forkable) else None
+        return RecordedFork(self.environment, limits) if isinstance(self.environment, Forkable) else None
 
     async def reset(self, task: Task) -> Observation:
         """Begin. Raises ``CaughtFailure``."""

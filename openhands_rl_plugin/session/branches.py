@@ -22,7 +22,6 @@ from openhands_rl_plugin.core.messages import WireMessage, calls_in, says, text_
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
-from openhands_rl_plugin.rollout.forks import OpenForks
 from openhands_rl_plugin.session.session import EpisodeOver, Session, Turn
 from openhands_rl_plugin.session.wire import Json
 
@@ -56,10 +55,8 @@ class BranchWorkspace(Protocol):
 class Branch(Protocol):
     """A copy of a host's session at a request that waits for its answer. All methods block.
 
-    The live session is one, too, which is only forked. ``stop``: set when no fork is wanted any more.
+    The live session is one, too, which is only forked.
     """
-
-    stop: threading.Event
 
     @property
     def workspace(self) -> BranchWorkspace:
@@ -78,14 +75,24 @@ class Branch(Protocol):
         ...
 
 
-class BranchWorld(OpenForks):
-    """A ``World``: the ``live`` host of a session at one decision, which is only forked."""
+class BranchWorld:
+    """An ``Environment`` over a branch, in the middle of an episode. The branch runs in a thread of its own, and its
+    requests are held. Over the ``live`` branch of a session at one decision it is only forked.
 
-    def __init__(self, live: Branch, session: Session) -> None:
-        super().__init__()
+    ``turn``: the request of the branch that waits. ``decided``: the live one's, at which all branches begin.
+    """
+
+    def __init__(self, live: Branch, session: Session, turn: Turn | None = None, decided: Turn | None = None) -> None:
         self.session = session
-        self.turn = session.turn
-        self._live = live
+        self.turn = turn or session.turn
+        self._decided = decided or self.turn
+        self._branch = live
+        self._loop = asyncio.get_running_loop()
+        self._requests: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._answer: Future[Json] = Future()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._failure: CaughtFailure | None = None
 
     @property
     def info(self) -> EnvInfo:
@@ -96,41 +103,8 @@ class BranchWorld(OpenForks):
         # More than the commands' own limits, so that they report timeouts, too.
         answer = self.session.document_of(action)["choices"][0]["message"]
         texts = [call.arguments for call in calls_in(answer)] or [text_of(answer.get("content")) or ""]
-        default = self._live.workspace.seconds
+        default = self._branch.workspace.seconds
         return sum(max(map(float, _TIMEOUT.findall(text)), default=default) + _SLACK for text in texts)
-
-    async def fork(self) -> BranchEnvironment:
-        """A copy of the live session. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
-        return await self.branch(self._live, self.turn)
-
-    async def branch(self, origin: Branch, turn: Turn) -> BranchEnvironment:
-        """A copy of ``origin``, whose request ``turn`` waits."""
-
-        async def fork() -> BranchEnvironment:
-            return BranchEnvironment(self, await background().blocking(origin.fork), turn)
-
-        return await self.add(fork())
-
-    async def close(self) -> None:
-        """Close all branches; forks that are not finished are abandoned."""
-        self._live.stop.set()
-        await super().close()
-
-
-class BranchEnvironment:
-    """An ``Environment`` over one branch, in the middle of an episode. The branch runs in a thread of its own, and its
-    requests are held."""
-
-    def __init__(self, world: BranchWorld, branch: Branch, turn: Turn) -> None:
-        self._world = world
-        self._branch = branch
-        self._turn = turn
-        self._loop = asyncio.get_running_loop()
-        self._requests: asyncio.Queue[Json | None] = asyncio.Queue()
-        self._answer: Future[Json] = Future()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._failure: CaughtFailure | None = None
 
     async def reset(self, task: Task) -> Observation:
         """Not supported: a branch begins in the middle of an episode."""
@@ -141,7 +115,7 @@ class BranchEnvironment:
 
         Raises ``BadEnvironmentError`` for an action that a fork cannot execute.
         """
-        before, session = self._turn, self._world.session
+        before, session = self.turn, self.session
         if self._thread is None:
             run = contextvars.copy_context().run
             self._thread = threading.Thread(target=run, args=(self._run,), name="rl-branch", daemon=True)
@@ -160,13 +134,13 @@ class BranchEnvironment:
         replayed = len(wire) > known and wire[known]["role"] == "assistant"
         new = tuple(to_message(message) for message in wire[known + replayed :])
         # The earlier messages are shared, because a search holds very many turns.
-        self._turn = Turn(before.body, [*before.wire, *wire[known:]], (*before.path, action, *new))
-        session.expect(self._turn)
+        self.turn = Turn(before.body, [*before.wire, *wire[known:]], (*before.path, action, *new))
+        session.expect(self.turn)
         return Observation(messages=new)
 
-    async def fork(self) -> BranchEnvironment:
-        """A copy of this branch."""
-        return await self._world.branch(self._branch, self._turn)
+    async def fork(self) -> BranchWorld:
+        """A copy. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
+        return BranchWorld(await background().blocking(self._branch.fork), self.session, self.turn, self._decided)
 
     async def evidence(self) -> JsonObject:
         """The changes to the workspace since the session began."""
@@ -178,7 +152,6 @@ class BranchEnvironment:
 
     async def close(self) -> None:
         """End the host's run, without a retry, its processes, and remove its files."""
-        self._world.closed(self)
         self._closed = True
         if not self._answer.done():
             self._answer.set_exception(EpisodeOver(StopReason.NO_ACTION))
@@ -194,8 +167,8 @@ class BranchEnvironment:
                 raise self._failure
             return None
         wire: Sequence[WireMessage] = body["messages"]
-        calls = self._world.session.calls
-        return wire if calls is None else calls.put_back(wire, path[len(self._world.turn.path) :])
+        calls = self.session.calls
+        return wire if calls is None else calls.put_back(wire, path[len(self._decided.path) :])
 
     def _run(self) -> None:
         try:

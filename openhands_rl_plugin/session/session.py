@@ -31,7 +31,7 @@ from openhands_rl_plugin.core.messages import (
     usage_to_wire,
     wire_calls,
 )
-from openhands_rl_plugin.core.protocols import Strategy
+from openhands_rl_plugin.core.protocols import Forkable, Strategy
 from openhands_rl_plugin.core.records import MISSING, PROMPT
 from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import (
@@ -54,7 +54,6 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
 from openhands_rl_plugin.models.engines.openai_wire import ChatChoice, ids_in, text_of_ids
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
-from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import Episode
 from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
@@ -183,7 +182,7 @@ class Session(Episode):
         )
         self.opinion: Score | None = None
         self.note: JsonObject = {}
-        self.world: Callable[[], World | None] | None = None
+        self.world: Callable[[], Forkable | None] | None = None
         self.reads: Callable[[Json], str | None] | None = None
         self.samples = True
         self.exact = True

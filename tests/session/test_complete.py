@@ -195,7 +195,7 @@ class Counting:
     """A host that tells the model how often it has answered, and ends when it is told to."""
 
     def __init__(self, before: list[Any], *, odd: bool = False) -> None:
-        self.stop, self.before, self.odd, self.closed = threading.Event(), before, odd, False
+        self.before, self.odd, self.closed = before, odd, False
         self.workspace = self
 
     def run(self, complete: Complete) -> None:
@@ -235,6 +235,7 @@ class Forking(StandardReActStrategy):
         again = await forks[0].fork()
         [answer] = await engine.complete([*tree.messages(node), *told[0].messages])
         self.told = (*told, await again.step(answer.message))
+        await asyncio.gather(*(fork.close() for fork in (*forks, again)))
         return node
 
 
@@ -245,7 +246,7 @@ def test_branches_show_what_comes_and_each_has_a_thread_of_its_own(server: Scrip
     session.world = lambda: BranchWorld(live, session)
     ask(session, "fork")
     assert {told.messages[0].content for told in strategy.told[:-1]} == {"2"} and strategy.told[-1].terminated
-    assert live.stop.is_set() and not live.closed
+    assert not live.closed
     assert threading.active_count() <= threads + MAX_COMPLETIONS_IN_FLIGHT, "closing ends the host's run"
 
 

@@ -234,12 +234,11 @@ def fork_ms(url: str, folder: Path, forks: int) -> list[float]:
         times = []
         for _ in range(forks):
             os.sync()
-            live = ConversationBranch(*given, stop=threading.Event())
-            world = BranchWorld(live, session)
+            world = BranchWorld(ConversationBranch(*given), session)
             began = time.perf_counter()
-            await world.fork()
+            fork = await world.fork()
             times.append(1000 * (time.perf_counter() - began))
-            await world.close()
+            await fork.close()
         return times
 
     times = background().wait_for(measure())

@@ -15,7 +15,6 @@ import os
 import random
 import statistics
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,7 +63,7 @@ def milliseconds(runtime: WorkspaceRuntime, method: ForkMethod) -> float:
     os.sync()
     runtime.workspace.fork_methods = (method,)
     started = time.perf_counter()
-    twin = runtime.fork(threading.Event())
+    twin = runtime.fork()
     elapsed = time.perf_counter() - started
     twin.close()
     return 1000 * elapsed
@@ -92,7 +91,7 @@ def crossings(runtime: WorkspaceRuntime, forks: int) -> int:
         return str(getattr(twin.run_action(action), "content", "")).split()
 
     def right(number: int) -> bool:
-        twin = runtime.fork(threading.Event())
+        twin = runtime.fork()
         assert isinstance(twin, WorkspaceRuntime)
         try:
             run(twin, f"echo {number} | tee mine d0/f0 /tmp/mine; sleep 900 & export ME={number}")

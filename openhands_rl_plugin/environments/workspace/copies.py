@@ -73,7 +73,7 @@ def fork_tree(
     Raises ``BadEnvironmentError`` when a limit is reached or none of ``methods`` works here: this workspace cannot be
     forked. Raises ``InfrastructureError`` when ``stop`` is set or the copying fails.
     """
-    limits, stop = limits or ForkLimits(), stop or threading.Event()
+    limits = limits or ForkLimits()
     target = into / "workspace"
     target.mkdir()
     if source.overlay is not None or ("overlay" in methods and can_overlay(into.parent, source.directory, into)):
@@ -95,7 +95,7 @@ def copy_tree(
     target: Path,
     *,
     limits: ForkLimits,
-    stop: threading.Event,
+    stop: threading.Event | None = None,
     leave_out: frozenset[str] = frozenset(),
     live: bool = False,
 ) -> None:
@@ -133,7 +133,7 @@ def copy_tree(
                 status = process.wait(_POLL)
                 break
             except subprocess.TimeoutExpired:
-                if stop.is_set() or time.monotonic() > deadline:
+                if (stop is not None and stop.is_set()) or time.monotonic() > deadline:
                     process.kill()
         if status:
             said.seek(0)

@@ -156,12 +156,12 @@ class SandboxedWorkspace:
         self._shell.close()
         self._shell = self._new_shell()
 
-    def fork(self, stop: threading.Event) -> Self:
+    def fork(self) -> Self:
         """Copies of the files, of ``/tmp`` and of the shell's state. The caller closes it; until then this one must not
         change.
 
         Raises ``BadEnvironmentError`` when processes run or the workspace cannot be copied, ``InfrastructureError``
-        when copying fails or ``stop`` is set meanwhile.
+        when copying fails.
         """
         assert isinstance(self._sandbox, BubblewrapSandbox), "only a workspace in bubblewrap can be forked"
         stands = self._shell.snapshot()
@@ -173,11 +173,11 @@ class SandboxedWorkspace:
         twin, private, limits = copy.copy(self), temporary_folder("fork"), self.fork_limits
         new: Shell | None = None
         try:
-            tree = twin._tree = fork_tree(self._tree, private, limits=limits, methods=self.fork_methods, stop=stop)
+            tree = twin._tree = fork_tree(self._tree, private, limits=limits, methods=self.fork_methods)
             sandbox = twin._sandbox = self._sandbox.over(tree.directory, tree.mounting())
             new = Shell(sandbox, self.variables, self._limits, start=stands.cwd)
             temporary = self._shell.path_from_host(TEMPORARY), new.path_from_host(TEMPORARY)
-            copy_tree(*temporary, limits=limits, stop=stop, leave_out=sandbox.host_names_in_tmp)
+            copy_tree(*temporary, limits=limits, leave_out=sandbox.host_names_in_tmp)
         except BaseException:
             if new is not None:
                 new.close()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +65,7 @@ from openhands.runtime import get_runtime_cls
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
 from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.protocols import Forkable
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, described, system_prompt
@@ -82,7 +82,6 @@ from openhands_rl_plugin.hosts.v0.runtime import (
     WorkspaceRuntime,
 )
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, refusing
-from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
@@ -293,7 +292,7 @@ class RLAgent(CodeActAgent):
             runtime.decides(self._session)
         return self._session.answer(body, _last_event(self._state))
 
-    def _world(self) -> World | None:
+    def _world(self) -> Forkable | None:
         """The live session, for the strategy to fork."""
         assert self._session is not None and self._state is not None
         runtime = runtime_of(self._state.session_id)
@@ -301,7 +300,7 @@ class RLAgent(CodeActAgent):
             return runtime.live.world(self._session.limits)
         if not (isinstance(runtime, WorkspaceRuntime) and runtime.workspace.forks):
             return None
-        live = SessionBranch(self, self._state, runtime, runtime, *self._seen, threading.Event())
+        live = SessionBranch(self, self._state, runtime, runtime, *self._seen)
         return BranchWorld(live, self._session)
 
     def _get_messages(
@@ -363,7 +362,6 @@ class SessionBranch:
     runtime: WorkspaceRuntime
     events: list[Event]
     forgotten: set[int]
-    stop: threading.Event
 
     @property
     def workspace(self) -> SandboxedWorkspace:
@@ -372,7 +370,7 @@ class SessionBranch:
 
     def fork(self) -> SessionBranch:
         """As ``Branch.fork``."""
-        return replace(self, runtime=self.runtime.fork(self.stop), events=[*self.events])
+        return replace(self, runtime=self.runtime.fork(), events=[*self.events])
 
     def run(self, complete: Complete) -> None:
         """As ``Branch.run``. Raises ``BadEnvironmentError`` for an action that a fork cannot execute."""

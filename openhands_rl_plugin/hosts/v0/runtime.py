@@ -18,7 +18,6 @@ import atexit
 import copy
 import math
 import tempfile
-import threading
 import zipfile
 from contextlib import suppress
 from functools import wraps
@@ -216,7 +215,7 @@ class WorkspaceRuntime(SessionRuntime):
         """As ``SandboxedWorkspace.check``."""
         return self.workspace.check(asked)
 
-    def fork(self, stop: threading.Event) -> WorkspaceRuntime:
+    def fork(self) -> WorkspaceRuntime:
         """A runtime over ``SandboxedWorkspace.fork``, without a subscription to its event stream."""
         fork: Any = copy.copy(self)
         fork.status_callback = None
@@ -226,7 +225,7 @@ class WorkspaceRuntime(SessionRuntime):
             name = f"{get_conversation_dir(self.sid, live.user_id)}TASKS.md"
             tasks.write(name, live.file_store.read(name))
         fork.event_stream = SimpleNamespace(user_id=live.user_id, file_store=tasks)
-        fork.workspace = self.workspace.fork(stop)
+        fork.workspace = self.workspace.fork()
         fork.editor = self.editor.forked(fork.workspace.place, fork.workspace.private)
         return fork
 

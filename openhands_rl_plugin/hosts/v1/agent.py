@@ -51,6 +51,7 @@ from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.concurrency import background, bound
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, RLError, boundary
 from openhands_rl_plugin.core.messages import one_line
+from openhands_rl_plugin.core.protocols import Forkable
 from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
@@ -71,7 +72,6 @@ from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM, Unreco
 from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, ConversationWorkspace
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS
-from openhands_rl_plugin.rollout.forks import World
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
@@ -451,12 +451,12 @@ class ConversationEpisode:
         choice = {**document["choices"][0], SAMPLED_IDS: list(tokens.sampled_ids)}
         return {**document, PROMPT_IDS: list(tokens.prompt_ids), "choices": [choice]}
 
-    def _world(self) -> World | None:
+    def _world(self) -> Forkable | None:
         workspace, conversation = self._forkable, self.conversation()
         if workspace is None or conversation is None:
             return None
         agent: Any = conversation.agent
-        live = ConversationBranch(agent, log_of(conversation.state), workspace, self.prompts, threading.Event())
+        live = ConversationBranch(agent, log_of(conversation.state), workspace, self.prompts)
         return BranchWorld(live, self.session)
 
 
@@ -584,7 +584,6 @@ class ConversationBranch:
     log: tuple[list[Any], Any]
     tools: ConversationWorkspace
     prompts: Prompts
-    stop: threading.Event
     conversation: LocalConversation | None = None
 
     @property
@@ -597,7 +596,7 @@ class ConversationBranch:
         """As ``Branch.fork``."""
         if self.conversation is not None:
             self.log = log_of(self.conversation.state)
-        return replace(self, tools=self.tools.fork(self.stop), conversation=None)
+        return replace(self, tools=self.tools.fork(), conversation=None)
 
     def run(self, complete: Complete) -> None:
         """As ``Branch.run``. Raises ``BadEnvironmentError`` for a tool that a fork cannot execute."""

@@ -54,12 +54,12 @@ class ConversationWorkspace:
         self.terminal, self.editor = Terminal(self), ConversationEditor(self)
         self.conclude, self.check = sandboxed.conclude, sandboxed.check
 
-    def fork(self, stop: threading.Event) -> ConversationWorkspace:
+    def fork(self) -> ConversationWorkspace:
         """As ``SandboxedWorkspace.fork``, with the editor's history."""
         if self.terminal.running is not None:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
         assert isinstance(self.sandboxed, SandboxedWorkspace), "a container cannot be forked"
-        twin = ConversationWorkspace(self.sandboxed.fork(stop))
+        twin = ConversationWorkspace(self.sandboxed.fork())
         twin.editor.copies = self.editor.copies.forked(twin.sandboxed.place, twin.sandboxed.private)
         return twin
 

@@ -6,12 +6,12 @@ import asyncio
 import math
 import zlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.concurrency import shielded
-from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ModelError, boundary, describe
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ModelError, RLError, boundary, describe
 from openhands_rl_plugin.core.messages import whole_observation
 from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, info_of
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -94,12 +94,18 @@ class ForkPool:
             self._kept.move_to_end(state)
         return self._kept.get(state)
 
-    @contextmanager
-    def copied(self, state: int | None) -> Iterator[None]:
-        """Keep the fork at ``state`` open while it is copied."""
+    async def copy(self, state: int | None, origin: Forkable) -> Environment:
+        """A copy of ``origin``, for which a place was taken; what is kept at ``state`` stays open meanwhile.
+
+        Where the caller is cancelled, the copy is closed as soon as it is made.
+        """
         self._copied[state] += 1
+        making = asyncio.Task(origin.fork(), loop=asyncio.get_running_loop(), eager_start=True)
         try:
-            yield
+            return await asyncio.shield(making)
+        except BaseException:
+            self._begin_to_end(making)
+            raise
         finally:
             self._copied[state] -= 1
             self._changed.set()
@@ -123,18 +129,18 @@ class ForkPool:
             self._begin_to_end(environment)
         await shielded(asyncio.gather(*self._closing))
 
-    def _begin_to_end(self, environment: Environment) -> asyncio.Task[None]:
+    def _begin_to_end(self, environment: Environment | asyncio.Future[Environment]) -> asyncio.Task[None]:
         closing = asyncio.create_task(self._end(environment))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         return closing
 
-    async def _end(self, environment: Environment) -> None:
+    async def _end(self, environment: Environment | asyncio.Future[Environment]) -> None:
         """A failed close leaks a fork but does not spoil the search."""
         try:
-            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
+            with suppress(RLError), boundary(FailureKind.INFRASTRUCTURE, "search.close"):
                 async with asyncio.timeout(self._patience):
-                    await environment.close()
+                    await (await environment if isinstance(environment, asyncio.Future) else environment).close()
         finally:
             self.leave()
 
@@ -431,12 +437,7 @@ class Search:
             return start.ready
         assert start.origin is not None
         known = info_of(start.origin).fork_steps
-        try:
-            with nullcontext() if start.way else self._worlds.copied(start.state):
-                environment = await start.origin.fork()
-        except BaseException:
-            self._worlds.leave()
-            raise
+        environment = await self._worlds.copy(start.state, start.origin)
         # A server reports that it cannot copy only on the first request.
         self._count_steps(max(0, info_of(start.origin).fork_steps - known))
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorksp
 def test_commands_reach_the_network_of_the_host_only_where_it_is_on(network: bool, tmp_path: Path):
     settings = settings_from_sections({"rl": {"workspace": {"network": network}}}).workspace
     workspace = SandboxedWorkspace(tmp_path, settings)
-    fork = workspace.fork(threading.Event())
+    fork = workspace.fork()
     with socket.create_server(("127.0.0.1", 0)) as server:
         for each in (workspace, fork):
             reached = each.run(f"exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]}", timeout=20).exit_code == 0

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,7 +186,7 @@ def world_of(conversation: LocalConversation) -> BranchWorld:
     told = [event for event in conversation.state.events if isinstance(event, LLMConvertibleEvent)]
     prompts = Prompts(compact=False)
     wire = prompts.write(agent.llm, LLMConvertibleEvent.events_to_messages(told))
-    live = ConversationBranch(agent, log_of(conversation.state), workspace, prompts, threading.Event())
+    live = ConversationBranch(agent, log_of(conversation.state), workspace, prompts)
     turn = Turn({"messages": wire}, wire, tuple(to_message(each) for each in wire))
     return BranchWorld(live, Told(turn))  # type: ignore[arg-type]
 

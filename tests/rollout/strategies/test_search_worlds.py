@@ -115,6 +115,25 @@ async def test_who_is_stopped_while_forks_are_closed_leaves_none_open(times: int
     assert len(world.opened) > 1 and world.left_open == 0
 
 
+class Copying(CountedWorld):
+    """Its forks take 50 ms to be made, and go on being made where nobody waits any more."""
+
+    async def fork(self) -> PlanningEnvironment:
+        await asyncio.sleep(0.05)
+        return await super().fork()
+
+
+async def test_who_is_stopped_while_a_fork_is_made_leaves_none_open():
+    world = Copying()
+    strategy = BestOfNStrategy(n=4, value=NoValue())
+    search = asyncio.ensure_future(strategy.decide(await opened(world), EveryWayEngine(), world))
+    await asyncio.sleep(0.02)
+    search.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await search
+    assert len(world.opened) == 4 and world.left_open == 0
+
+
 async def test_a_close_that_hangs_is_given_up_after_the_time_of_a_step():
     world = Lingering()
     world.lasts = 30.0
