@@ -192,7 +192,7 @@ def test_nothing_lies_at_the_door_that_belongs_nowhere() -> None:
 
 
 def test_hosts_do_not_know_each_other() -> None:
-    """``hosts/shared`` and ``hosts/pool`` import no OpenHands, and only one module names a host."""
+    """``hosts/shared`` and ``hosts.pool`` import no OpenHands, and only one module names a host."""
     wrong = [
         str(each)
         for file in sources(f"{PACKAGE}/hosts")
@@ -206,7 +206,7 @@ def test_hosts_do_not_know_each_other() -> None:
 
 
 def test_only_hosts_names_a_host() -> None:
-    """Others ask ``hosts.open`` for a runner. The texts of ``doctor`` and of errors may quote a line of config.toml."""
+    """Others ask ``hosts.pool`` for a runner. The texts of ``doctor`` and of errors may quote a line of config.toml."""
     quotes = {"cli/doctor.py", "environments/workspace/sandbox.py"}
     wrong = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
@@ -277,12 +277,12 @@ TORCH_ROOMS = (
             ("environments/openenv.py", "contrib/environments/verifiers_bridge.py"),
         ),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
-        ({"ray"}, ("hosts/pool/ray", "contrib/rollouts/service.py", "contrib/trainers/skyrl.py")),
+        ({"ray"}, ("hosts/pool.py", "contrib/rollouts/service.py", "contrib/trainers/skyrl.py")),
         ({"skyrl"}, ("contrib/trainers/skyrl.py",)),
         ({"verl"}, ("contrib/trainers/verl.py",)),
         ({"verifiers"}, ("contrib/environments/verifiers_bridge.py", "contrib/trainers/verifiers.py")),
         # Between a pool and the workers that it started, as with ``multiprocessing`` and Ray; never a file.
-        ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ("hosts/pool/runner.py", "hosts/pool/worker.py")),
+        ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ("hosts/pool.py",)),
         # Code that this process compiled, for its own child, which would execute the text as well.
         ({"marshal"}, ("environments/workspace/inside.py",)),
     ],

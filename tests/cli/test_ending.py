@@ -144,7 +144,7 @@ def test_ctrl_c_in_the_terminal_is_for_the_parent_only(tmp_path: Path) -> None:
 
 
 def test_a_worker_leaves_signals_to_its_pool_and_ends_with_it() -> None:
-    words = ["-m", "openhands_rl_plugin.hosts.pool.worker"]
+    words = ["-m", "openhands_rl_plugin.hosts.pool"]
     calls, theirs = socket.socketpair()
     with theirs, started(*words, stdin=theirs) as worker:
         status = Path(f"/proc/{worker.pid}/status")

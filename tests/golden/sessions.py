@@ -19,7 +19,7 @@ from scripted_model import EMPTY, Policy, ScriptedModel, call, refusal, says, se
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
-from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 BASH, EDIT = "execute_bash", "str_replace_editor"

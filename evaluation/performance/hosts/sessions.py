@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.protocols import EpisodeRunner
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
-from openhands_rl_plugin.hosts.open import make_runner
+from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 
 _SHOP = """
@@ -96,17 +96,17 @@ def _lost(number: int, commands: int, trajectory: Trajectory) -> int:
 
 async def _measure(
     what: str,
-    runner: EpisodeRunner,
+    opened: AbstractAsyncContextManager[EpisodeRunner],
     requests: Sequence[EpisodeRequest],
     warm_up: Sequence[EpisodeRequest],
     commands: int,
 ) -> Measurement:
-    # The first episode of a process imports, connects and fills caches.
-    await asyncio.gather(*(runner.run(request) for request in warm_up))
-    cpu, started = _cpu_seconds(), time.perf_counter()
-    played = await asyncio.gather(*(runner.run(request) for request in requests))
-    wall, cpu = time.perf_counter() - started, _cpu_seconds() - cpu
-    await runner.close()
+    async with opened as runner:
+        # The first episode of a process imports, connects and fills caches.
+        await asyncio.gather(*(runner.run(request) for request in warm_up))
+        cpu, started = _cpu_seconds(), time.perf_counter()
+        played = await asyncio.gather(*(runner.run(request) for request in requests))
+        wall, cpu = time.perf_counter() - started, _cpu_seconds() - cpu
     in_workspace = requests[0].task.environment == "workspace"
     steps = sum(trajectory.usage.steps for trajectory in played)
     return Measurement(
@@ -137,11 +137,11 @@ async def _measure_all(sessions: int, commands: int, workers: int) -> list[Measu
         actions = min(commands, 15)
         shopping = [_shopping(number, actions) for number in range(sessions)]
         rows = [
-            await _measure("workspace", make_runner(settings, workspace), working, [_working(sessions, 2)], commands),
-            await _measure("webshop", make_runner(settings), shopping, [_shopping(sessions, 2)], actions),
+            await _measure("workspace", open_runner(settings, workspace), working, [_working(sessions, 2)], commands),
+            await _measure("webshop", open_runner(settings), shopping, [_shopping(sessions, 2)], actions),
         ]
         if workers:
-            pool = make_runner(settings, workers=workers)
+            pool = open_runner(settings, workers=workers)
             warm_up = [_shopping(sessions + number, 2) for number in range(workers)]
             rows.append(await _measure(f"webshop, {workers} workers", pool, shopping, warm_up, actions))
         return rows

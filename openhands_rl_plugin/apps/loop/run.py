@@ -40,7 +40,7 @@ from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
 from openhands_rl_plugin.evals.runs.suites import graded_by
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
-from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore

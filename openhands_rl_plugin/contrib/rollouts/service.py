@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.servers import AccessRules, is_loopback, listening, required_key, serving
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.hosts.pool.ray_workers import cluster_machines, join_cluster
+from openhands_rl_plugin.hosts.pool import cluster_machines, join_cluster
 
 _STATES = ("REGISTERED", "RUNNING", "COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
 _KEPT_EVENTS, _EVENT_PAUSE = 20_000, 0.25

@@ -33,7 +33,7 @@ from openhands_rl_plugin.environments.container import LONGEST_LINE
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.runs.suites import REPLIES
-from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.trajectories.exchange import atif
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError

@@ -34,7 +34,7 @@ from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, Suite, graded_
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.local import HostRunner
-from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 
 SCRATCH = ".work"

@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of, settings_of
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
-from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

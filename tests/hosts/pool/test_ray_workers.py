@@ -15,8 +15,7 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.open import make_runner
-from openhands_rl_plugin.hosts.pool.runner import WorkerPoolRunner
+from openhands_rl_plugin.hosts.pool import WorkerPoolRunner, open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -81,11 +80,10 @@ class TestCluster:
 
     async def test_actors_play_into_the_same_storage(self, shop: str, storage: FileTrajectoryStorage) -> None:
         with instant_model() as model:
-            pool = make_runner(settings_for(model, shop), workers=2, storage=storage)
             plan = RolloutPlan(run_id="run", tasks=tuple(map(shopping, range(6))), samples_per_task=2)
-            played = await roll_out(plan, pool, storage)
-            await pool.close()
-            await pool.close()
+            async with open_runner(settings_for(model, shop), workers=2, storage=storage) as pool:
+                played = await roll_out(plan, pool, storage)
+                await pool.close()
         assert {trajectory.stop for trajectory in played} == {StopReason.MAX_TURNS}
         assert {len(list(trajectory.sampled())) for trajectory in played} == {3}
         stored = await everything(storage)
@@ -95,17 +93,16 @@ class TestCluster:
         self, shop: str, storage: FileTrajectoryStorage
     ) -> None:
         with instant_model(delay=0.5) as model:
-            pool = make_runner(settings_for(model, shop), HostOptions(sessions=4), workers=1, storage=storage)
-            plan = RolloutPlan(run_id="run", tasks=tuple(map(shopping, range(4))), concurrency=4)
-            playing = asyncio.create_task(roll_out(plan, pool, storage))
-            async with asyncio.timeout(200):
-                while not any(list(found.sampled()) for found in await everything(storage)):
-                    await asyncio.sleep(0.05)
-            assert isinstance(pool, WorkerPoolRunner)
-            worker = pool._workers[0]
-            worker.kill()
-            played = await playing
-            await pool.close()
+            plan, options = RolloutPlan(run_id="run", tasks=tuple(map(shopping, range(4)))), HostOptions(sessions=4)
+            async with open_runner(settings_for(model, shop), options, workers=1, storage=storage) as pool:
+                playing = asyncio.create_task(roll_out(plan, pool, storage))
+                async with asyncio.timeout(200):
+                    while not any(list(found.sampled()) for found in await everything(storage)):
+                        await asyncio.sleep(0.05)
+                assert isinstance(pool, WorkerPoolRunner)
+                worker = pool._workers[0]
+                worker.kill()
+                played = await playing
         assert [trajectory.failure for trajectory in played] == [None] * 4
         lost = [found for found in await everything(storage) if found.failure is not None]
         assert lost and {found.failure.kind for found in lost if found.failure} == {FailureKind.INFRASTRUCTURE}
@@ -119,18 +116,16 @@ class TestCluster:
         request = EpisodeRequest(task=task, run_id="r", group_id="g")
         with instant_model() as model:
             options = HostOptions(environment_mode=False)
-            pool = make_runner(settings_for(model, shop), options, workers=1, storage=storage)
-            episode = await pool.run(request)
-            await pool.close()
+            async with open_runner(settings_for(model, shop), options, workers=1, storage=storage) as pool:
+                episode = await pool.run(request)
         assert (episode.stop, episode.failure) == (StopReason.TERMINATED, None)
         assert "/workspace" in str([message.content for message in episode.messages() if message.role == "tool"])
         assert [found.id async for found, _ in storage.find(TrajectoryFilter())] == [episode.id]
 
     async def test_an_actor_that_cannot_make_its_runner_stops_the_run(self) -> None:
-        pool = make_runner(RLSettings(executor="ray"), workers=1)
-        with pytest.raises(ConfigError, match="base_url"):
-            await pool.run(request(1))
-        await pool.close()
+        async with open_runner(RLSettings(executor="ray"), workers=1) as pool:
+            with pytest.raises(ConfigError, match="base_url"):
+                await pool.run(request(1))
 
 
 @needs_ray
@@ -138,14 +133,17 @@ async def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.Monke
     ray.shutdown()  # an earlier test may have started a cluster, and that would be used
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")
     with pytest.raises(InfrastructureError, match="the Ray cluster at nonsense cannot be used"):
-        make_runner(RLSettings(executor="ray"), workers=1)
+        async with open_runner(RLSettings(executor="ray"), workers=1):
+            pass
 
 
 @pytest.mark.skipif(ray is not None, reason="Ray is installed")
-def test_without_ray_it_is_said_how_to_get_it() -> None:
+async def test_without_ray_it_is_said_how_to_get_it() -> None:
     with pytest.raises(MissingExtraError, match=r"openhands_rl_plugin\[ray\]"):
-        make_runner(RLSettings(executor="ray"), workers=1)
+        async with open_runner(RLSettings(executor="ray"), workers=1):
+            pass
 
 
-def test_processes_are_the_default() -> None:
-    assert type(make_runner(RLSettings(), workers=1)) is WorkerPoolRunner
+async def test_processes_are_the_default() -> None:
+    async with open_runner(RLSettings(), workers=1) as pool:
+        assert type(pool) is WorkerPoolRunner

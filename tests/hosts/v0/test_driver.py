@@ -21,7 +21,7 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
-from openhands_rl_plugin.hosts.pool.runner import ProcessWorker, WorkerPoolRunner
+from openhands_rl_plugin.hosts.pool import ProcessWorker, WorkerPoolRunner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -254,7 +254,7 @@ async def test_an_environment_that_cannot_be_made_stops_a_run(model: str):
 
 def test_importing_runners_and_the_pool_imports_no_openhands():
     code = (
-        "import sys; import openhands_rl_plugin.hosts.local, openhands_rl_plugin.hosts.pool.runner;"
+        "import sys; import openhands_rl_plugin.hosts.local, openhands_rl_plugin.hosts.pool;"
         "print([name for name in sys.modules if name.partition('.')[0] in ('openhands', 'litellm')])"
     )
     root, environ = Path(__file__).parents[3], {**os.environ, "OPENHANDS_RL_AUTOLOAD": "0"}
@@ -338,16 +338,3 @@ class TestWorkerPool:
             await pool.close()
             assert isinstance(worker, ProcessWorker) and worker.process.wait(1) in (0, -9)
             assert (await playing).failure is not None
-
-    async def test_idle_workers_end_and_start_again(self, shop: str):
-        with instant_model(delay=0.2) as model:
-            pool = WorkerPoolRunner(settings_for(model, shop), workers=1, idle_timeout=0.5)
-            for number in range(2):
-                episode = await pool.run(shopping(number, ["search[x]"] * 4))
-                assert episode.failure is None, "played longer than a worker idles, and started again"
-                worker = pool._workers[0]
-                async with asyncio.timeout(30):
-                    while worker.alive:
-                        await asyncio.sleep(0.05)
-                assert isinstance(worker, ProcessWorker) and worker.process.wait(1) in (0, -9)
-            await pool.close()

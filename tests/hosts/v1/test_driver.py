@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.open import open_runner
+from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -1,23 +1,31 @@
-"""Runs a host's episodes in several workers, each with many sessions: one process is limited by its interpreter lock.
+"""Runs a host's episodes in this process, or in several workers with many sessions each.
 
-Workers are new Python processes, not forks, so they inherit no state. They get the settings and read secrets
-from the environment variables that the settings name.
+One process is limited by its interpreter lock. Workers are new Python processes, not forks, so they inherit no state,
+or actors on a Ray cluster with a CPU each, whose machines need this package and access to the model server and the
+environment. They get the settings and read secrets from the environment variables that the settings name. One process
+writes for all workers: their episodes share a flush, and workers need no secrets of the storage.
+
+python -m openhands_rl_plugin.hosts.pool       # a worker: calls on the socket that is its stdin; ends with that
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partialmethod
+from typing import Any, cast
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import shielded
@@ -28,13 +36,15 @@ from openhands_rl_plugin.core.errors import (
     StorageError,
     boundary,
     describe,
+    from_extra,
 )
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.shared.options import HostOptions
-from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
 from openhands_rl_plugin.rollout.session import failed_episode
 
 # Seconds beyond an episode's time limit, which the worker enforces: to start the worker (importing OpenHands takes ten
@@ -42,14 +52,13 @@ from openhands_rl_plugin.rollout.session import failed_episode
 _TIME_BEYOND_LIMIT = 600.0
 # Seconds for a worker to close its sessions.
 _CLOSE_TIMEOUT = 10.0
-# Seconds without an episode after which the workers are ended. A worker holds half a gigabyte, and starts anew in ten
-# seconds: it does not wait through a training step, or beside the pool of an evaluation.
-_IDLE_TIMEOUT = 60.0
-
-LENGTH_BYTES = 8
+_LENGTH_BYTES = 8
 """An answer is sent after its length."""
+# What open sessions have to close in, when the pool is gone.
+_CLOSE_SECONDS = 2.0
+# OpenHands has a dozen threads a session: at Python's 0.005 most time goes into switches when many sessions begin.
+_SWITCH_SECONDS = 0.1
 
-_MODULE = "openhands_rl_plugin.hosts.pool.worker"
 # Bytes of the output that are read: a traceback ends with its cause.
 _LONGEST_LINE = 10_000
 
@@ -68,6 +77,100 @@ async def outcome(work: Awaitable[Any]) -> Outcome:
         return None, InfrastructureError(str(caught))
     except RLError as error:
         return None, error
+
+
+class EpisodeWorker:
+    """Runs episodes in this process. A pool calls its methods by ``answer``.
+
+    To its runner it is an ``EpisodeSink`` whose calls return when the pool has stored the record.
+    """
+
+    def __init__(self) -> None:
+        self._runner: HostRunner | None = None
+        self._episodes: set[asyncio.Task[Trajectory]] = set()
+        self._records = asyncio.Queue[tuple[str, Any, asyncio.Future[Outcome]]]()
+        self._sent: list[asyncio.Future[Outcome]] = []
+
+    async def answer(self, call: bytes) -> bytes:
+        """Call a method by its name and arguments; returns its ``outcome``. Both are pickled."""
+        method, arguments = pickle.loads(call)
+        return pickle.dumps(await outcome(getattr(self, method)(*arguments)))
+
+    async def run(self, given: Given, request: EpisodeRequest, workspace: TaskWorkspace | None) -> Trajectory:
+        """As a host's runner, which the first call makes of what is ``given``."""
+        if self._runner is None:
+            settings, options, stores = given
+            self._runner = local_runner(settings, options, storage=cast(EpisodeSink, self) if stores else None)
+        episode = asyncio.create_task(self._runner.run(request, workspace))
+        self._episodes.add(episode)
+        episode.add_done_callback(self._episodes.discard)
+        return await episode
+
+    async def records(self, stored: Sequence[Outcome]) -> list[tuple[str, Any]]:
+        """The next records for the pool's storage, each with its method; ``stored``: what became of the last ones."""
+        for done, result in zip(self._sent, stored, strict=True):
+            if not done.done():
+                done.set_result(result)
+        waiting = [await self._records.get()]
+        while not self._records.empty():
+            waiting.append(self._records.get_nowait())
+        self._sent = [done for *_, done in waiting]
+        return [(method, record) for method, record, _ in waiting]
+
+    async def close(self) -> None:
+        """Cancel the episodes; returns when their sessions are closed."""
+        episodes = tuple(self._episodes)
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
+
+    async def _store(self, method: str, record: Any) -> Any:
+        """Hand a record to the pool's storage."""
+        done = asyncio.get_running_loop().create_future()
+        self._records.put_nowait((method, record, done))
+        value, error = await done
+        if error is not None:
+            raise error
+        return value
+
+
+for _method in ("add", "begin", "grow", "end", "drop", "add_scores"):
+    setattr(EpisodeWorker, _method, partialmethod(EpisodeWorker._store, _method))
+
+
+async def _serve(calls: socket.socket) -> None:
+    """Answer each call on the socket that comes with it, until the pool closes its end."""
+    worker, answering = EpisodeWorker(), set[asyncio.Task[None]]()
+    while sockets := (await asyncio.to_thread(socket.recv_fds, calls, 1, 1, socket.MSG_CMSG_CLOEXEC))[1]:
+        task = asyncio.create_task(_answer(worker, socket.socket(fileno=sockets[0])))
+        answering.add(task)
+        task.add_done_callback(answering.discard)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await worker.close()
+    # Sessions may hang, and OpenHands' threads may still wait for a model call.
+    os._exit(0)
+
+
+async def _answer(worker: EpisodeWorker, connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    try:
+        with suppress(ConnectionError):  # the caller is gone
+            answer = await worker.answer(await reader.read())
+            writer.write(len(answer).to_bytes(_LENGTH_BYTES) + answer)
+            await writer.drain()
+    finally:
+        writer.close()
+
+
+def _main() -> None:
+    """Serve a pool on stdin. The pool handles signals."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # what is ignored would be ignored in the agent's shells, too
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    calls = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    asyncio.run(_serve(calls))
 
 
 class Worker(ABC):
@@ -149,7 +252,7 @@ class ProcessWorker(Worker):
     def __init__(self, *given: Any) -> None:
         self._calls, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker
-        command = [sys.executable, "-P", "-m", _MODULE]
+        command = [sys.executable, "-P", "-m", "openhands_rl_plugin.hosts.pool"]
         try:
             with theirs:
                 self.process = subprocess.Popen(
@@ -172,7 +275,7 @@ class ProcessWorker(Worker):
                 socket.send_fds(self._calls, [b"c"], [theirs.fileno()])
             writer.write(call)
             writer.write_eof()
-            return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH_BYTES)))
+            return await reader.readexactly(int.from_bytes(await reader.readexactly(_LENGTH_BYTES)))
         except (OSError, asyncio.IncompleteReadError) as error:
             status = await asyncio.to_thread(self.process.wait)
             raise InfrastructureError(f"a worker process {self._end(status)}") from error
@@ -188,12 +291,76 @@ class ProcessWorker(Worker):
         return f"ended with status {status}" + (f": {lines[-1][:300]!r}" if lines else "")
 
 
+ADDRESS = "RAY_ADDRESS"
+"""The environment variable that names the cluster; without it a local one is started."""
+
+# Send no usage statistics. On a busy machine Ray's own processes need longer than its 30 seconds to register.
+_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "120000"}
+
+
+def _ray() -> Any:
+    with from_extra("ray", "ray"):
+        return importlib.import_module("ray")
+
+
+@contextmanager
+def _failing_as(what: str, then: str = "") -> Iterator[None]:
+    """Raises Ray's errors as ``InfrastructureError``."""
+    try:
+        with boundary(FailureKind.INFRASTRUCTURE, "ray"):
+            yield
+    except CaughtFailure as caught:
+        raise InfrastructureError(f"{what}: {caught.failure.message}{then}") from caught
+
+
+def join_cluster() -> None:
+    """Use the cluster of ``RAY_ADDRESS``, else the one that this process is connected to, else start a local one.
+
+    Raises ``MissingExtraError`` without Ray, ``InfrastructureError`` when the cluster does not answer.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    ray = _ray()
+    if ray.is_initialized():
+        return
+    address = os.environ.get(ADDRESS)
+    options: dict[str, Any] = {"address": address} if address else {"address": "local", "include_dashboard": False}
+    where = f"the Ray cluster at {address}" if address else "a Ray cluster on this machine"
+    ends = signal.getsignal(signal.SIGTERM)
+    with _failing_as(f"{where} cannot be used", "; see `ray status`"):
+        ray.init(log_to_driver=False, configure_logging=False, **options)
+        if ends is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ends)  # Ray's own exits at once, and nothing is given back
+
+
+def cluster_machines() -> frozenset[str]:
+    """The addresses of the cluster's machines. Raises ``InfrastructureError``."""
+    with _failing_as("the Ray cluster does not answer"):
+        return frozenset(str(node["NodeManagerAddress"]) for node in _ray().nodes() if node["Alive"])
+
+
+class RayWorker(Worker):
+    """An ``EpisodeWorker`` as an actor, after ``join_cluster``."""
+
+    def __init__(self, *given: Any) -> None:
+        with _failing_as("no Ray actor could be started"):
+            self._actor = _ray().remote(EpisodeWorker).options(num_cpus=1).remote()
+        super().__init__(*given)
+
+    def kill(self) -> None:
+        """As in ``Worker``."""
+        _ray().kill(self._actor)
+
+    async def _answer(self, call: bytes) -> bytes:
+        with _failing_as("a Ray actor ended"):
+            return await self._actor.answer.remote(call)
+
+
 class WorkerPoolRunner:
     """An ``EpisodeRunner`` over ``workers`` workers of a kind, by default processes of this machine.
 
     ``options.sessions`` limits the sessions of each worker (default: ``[rl] max_workers`` divided by ``workers``).
-    When a worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. After
-    ``idle_timeout`` seconds without an episode the workers end; the next episode starts them again. With a
+    When a worker dies, its episodes are returned as infrastructure failures, and the worker is replaced. With a
     ``storage`` this process stores the episodes of all workers while they run.
     """
 
@@ -204,7 +371,6 @@ class WorkerPoolRunner:
         *,
         workers: int = 2,
         storage: TrajectoryStorage | None = None,
-        idle_timeout: float = _IDLE_TIMEOUT,
         kind: type[Worker] = ProcessWorker,
     ) -> None:
         options = options or HostOptions()
@@ -216,39 +382,20 @@ class WorkerPoolRunner:
         self._free_sessions = asyncio.Semaphore(workers * sessions)
         self._count, self._workers = workers, list[Worker]()
         self._starting = asyncio.Lock()
-        self._idle_timeout = idle_timeout
-        self._episodes = 0
-        self._idle: asyncio.Task[None] | None = None
 
     async def run(self, request: EpisodeRequest, workspace: TaskWorkspace | None = None) -> Trajectory:
         """Run one episode. A failed one is returned with ``failure`` set; errors that must stop a run are raised."""
         async with self._free_sessions:
             started = time.time()
-            self._episodes += 1
-            self._end_idle()
             try:
                 worker = await self._least_busy()
                 limit = (request.task.limits or self._settings.limits()).timeout
                 return await worker.run(request, workspace, timeout=limit and limit + _TIME_BEYOND_LIMIT)
             except InfrastructureError as error:
                 return await self._failed(request, error, started)
-            finally:
-                self._episodes -= 1
-                if not self._episodes:
-                    self._idle = asyncio.create_task(self._end_workers(after=self._idle_timeout))
 
     async def close(self) -> None:
         """End the workers and the episodes that they run."""
-        self._end_idle()
-        await self._end_workers()
-
-    def _end_idle(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-
-    async def _end_workers(self, after: float = 0.0) -> None:
-        await asyncio.sleep(after)
-        # An episode that comes meanwhile waits for this, and starts workers anew.
         async with self._starting:
             workers, self._workers = self._workers, []
             await shielded(asyncio.gather(*(worker.close() for worker in workers)))
@@ -277,3 +424,33 @@ class WorkerPoolRunner:
         if self._storage is not None:
             await self._storage.add(trajectory)
         return trajectory
+
+
+@asynccontextmanager
+async def open_runner(
+    settings: RLSettings,
+    options: HostOptions | None = None,
+    *,
+    storage: TrajectoryStorage | None = None,
+    workers: int = 0,
+) -> AsyncIterator[HostRunner]:
+    """A runner over ``workers`` workers, of the kind that ``[rl] executor`` names; 0 runs sessions in this process.
+
+    It is closed at the end of the block. With a ``storage`` every episode is stored while it runs. Raises
+    ``ConfigError`` for settings that the host cannot use, and as ``join_cluster``.
+    """
+    if not workers:
+        runner = local_runner(settings, options, storage=storage)
+    elif settings.executor == "ray":
+        join_cluster()
+        runner = WorkerPoolRunner(settings, options, workers=workers, storage=storage, kind=RayWorker)
+    else:
+        runner = WorkerPoolRunner(settings, options, workers=workers, storage=storage)
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+if __name__ == "__main__":
+    _main()
