@@ -9,7 +9,7 @@ Each seam shows one use, with the small implementations of ``openhands_rl_plugin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -100,9 +100,8 @@ class EnvInfo:
 
     ``emits_rewards``: its steps can have rewards; if not, only a judgement gives the value of an ended episode.
     ``fork_steps``: how many steps its next fork replays; 0 where a fork is a copy. ``max_forks``: how many forks its
-    server has room for; ``None`` where there is no known bound. ``step_timeout``: the seconds that a fork needs for an
-    action to end as in the live environment; ``None`` where steps have no limits of their own. ``tools``: the functions
-    that the model may call, in OpenAI's form; none where its actions are text.
+    server has room for; ``None`` where there is no known bound. ``tools``: the functions that the model may call, in
+    OpenAI's form; none where its actions are text.
 
     Examples:
         >>> EnvInfo(emits_rewards=False, max_forks=4).fork_steps
@@ -112,7 +111,6 @@ class EnvInfo:
     emits_rewards: bool = True
     fork_steps: int = 0
     max_forks: int | None = None
-    step_timeout: Callable[[Message], float] | None = None
     tools: tuple[JsonObject, ...] = ()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from typing import Protocol
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, boundary
-from openhands_rl_plugin.core.messages import WireMessage, calls_in, says, text_of, to_message
+from openhands_rl_plugin.core.messages import WireMessage, says, to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
@@ -28,16 +27,9 @@ from openhands_rl_plugin.session.wire import Json
 Complete = Callable[[Json], Json]
 """A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""
 
-# The limit of a command, in the arguments of a call or in a call that is text.
-_TIMEOUT = re.compile(r'(?:"timeout"\s*:\s*"?|<parameter=timeout>\s*)(\d+(?:\.\d+)?)')
-# Seconds beside a command's own limit: to copy a workspace, start its shell and end a command that timed out.
-_SLACK = 30.0
-
 
 class BranchWorkspace(Protocol):
-    """The workspace of a branch. All methods block. ``seconds``: the limit of a command that names none."""
-
-    seconds: float
+    """The workspace of a branch. All methods block."""
 
     def changes(self) -> JsonObject:
         """The changes since the session began, as the branch's evidence."""
@@ -96,15 +88,8 @@ class BranchWorld:
 
     @property
     def info(self) -> EnvInfo:
-        """Its steps have no rewards, and time limits of their own."""
-        return EnvInfo(emits_rewards=False, step_timeout=self._seconds)
-
-    def _seconds(self, action: Message) -> float:
-        # More than the commands' own limits, so that they report timeouts, too.
-        answer = self.session.document_of(action)["choices"][0]["message"]
-        texts = [call.arguments for call in calls_in(answer)] or [text_of(answer.get("content")) or ""]
-        default = self._branch.workspace.seconds
-        return sum(max(map(float, _TIMEOUT.findall(text)), default=default) + _SLACK for text in texts)
+        """Its steps have no rewards."""
+        return EnvInfo(emits_rewards=False)
 
     async def reset(self, task: Task) -> Observation:
         """Not supported: a branch begins in the middle of an episode."""

@@ -15,25 +15,20 @@ from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, inf
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Failure, Frozen, SamplingParams
-from openhands_rl_plugin.rollout.strategies.options import (
-    Least,
+from openhands_rl_plugin.rollout.strategies.search import (
+    Search,
     SearchOptions,
     Spending,
+    call_seed,
+    checked,
     ended,
+    episode_seed,
     note,
     notes,
-    options_of,
     times_merged,
+    together,
 )
-from openhands_rl_plugin.rollout.strategies.search import Search, call_seed, episode_seed, together
-from openhands_rl_plugin.rollout.strategies.value import (
-    NoValue,
-    RolloutValue,
-    ValueFunction,
-    built_in,
-    least_of,
-    value_after,
-)
+from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue, ValueFunction, built_in, value_after
 
 _LOG = redacting_logger(__name__)
 
@@ -44,8 +39,7 @@ class SearchStrategy[O: SearchOptions](ABC):
     ``value`` estimates a state's return. If the environment refuses a fork, a strategy and a value that need none do
     without for that turn.
 
-    Its options are given whole or one by one. Raises ``ConfigError`` for wrong ones, and for a budget that is too small
-    for one move.
+    Its options are given whole or one by one. Raises ``ConfigError`` for wrong ones.
     """
 
     Options: type[O]
@@ -58,24 +52,12 @@ class SearchStrategy[O: SearchOptions](ABC):
     def __init__(
         self, options: O | None = None, *, value: ValueFunction | str | None = None, **changes: object
     ) -> None:
-        self.options = options = options_of(self.Options, options, changes, value)
-        given = None if isinstance(value, str) else value
-        self._value: ValueFunction = given or built_in(options.value, options.value_options)
+        if isinstance(value, str):
+            changes, value = {**changes, "value": value}, None
+        self.options = options or checked(self.Options, changes)
+        self._value = value or built_in(self.options.value, self.options.value_options)
         self._told = False
         self._accounts: WeakKeyDictionary[EpisodeTree, Spending] = WeakKeyDictionary()
-        least = self.least_of_a_move(least_of(self._value))
-        for name, budget in (("turn_budget", options.turn_budget), ("episode_budget", options.episode_budget)):
-            for what, needed in least._asdict().items():
-                bound = getattr(budget, what)
-                if bound is not None and bound < needed:
-                    raise ConfigError(
-                        f"{name}.{what}: {bound} is too small for one move of {self.name}, which takes {needed}: "
-                        "raise it, or use fewer branches"
-                    )
-
-    def least_of_a_move(self, judgement: Least) -> Least:
-        """The fewest calls and steps of one turn's search, including those of each judgement."""
-        return judgement.after(Least(1, 1))
 
     @property
     def forks(self) -> int:
@@ -85,13 +67,20 @@ class SearchStrategy[O: SearchOptions](ABC):
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
 
-        Raises ``ConfigError`` when the search needs forks and there are none, ``CaughtFailure`` when every branch died.
+        Raises ``ConfigError`` when the search needs forks and there are none, or a turn's budget is too small to judge
+        any action, and ``CaughtFailure`` when every branch died.
         """
         self.check_world(None if world is None else info_of(world))
         async with Search(tree, engine, world, self.options, self._account(tree)) as search:
             chosen = await self._choose(search) if not search.exhausted() else None
             if chosen is None:
                 chosen = await self._without_search(search)
+        what = search.turn.exhausted()
+        if what in ("calls", "steps") and tree.nodes[chosen].value is None and search.log.last_failure is None:
+            raise ConfigError(
+                f"[rl.strategy] turn_budget: {self.name} could judge no action before its {what} were spent: raise it, "
+                "or use fewer branches"
+            )
         report = {"strategy": self.name, "turn": search.turn.report(), "episode": search.episode.report()}
         note(tree.nodes[chosen])["report"] = {**report, **search.log.report()}
         return chosen
@@ -226,10 +215,6 @@ class BestOfNStrategy(SearchStrategy[BestOfNOptions]):
     Options = BestOfNOptions
     name = "BestOfN"
 
-    def least_of_a_move(self, judgement: Least) -> Least:
-        """Every sample, its step and its judgement."""
-        return judgement.after(Least(1, 1)).times(self.options.n)
-
     async def choose(self, search: Search) -> int | None:
         """Sample, evaluate side by side, take the best, or any."""
         candidates = await search.candidates(search.root, self.options.n)
@@ -275,10 +260,6 @@ class ToTStrategy(SearchStrategy[ToTOptions]):
 
     Options = ToTOptions
     name = "ToT"
-
-    def least_of_a_move(self, judgement: Least) -> Least:
-        """Every proposal of the first level, its step and its judgement."""
-        return judgement.after(Least(1, 1)).times(self.options.num_branches)
 
     async def choose(self, search: Search) -> int | None:
         """Grow level by level; a branch that ended, or that the budget did not allow to expand, remains a candidate

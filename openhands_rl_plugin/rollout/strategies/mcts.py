@@ -14,8 +14,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.tree import DraftNode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, count_return
-from openhands_rl_plugin.rollout.strategies.options import Least, SearchOptions, ended, note, notes
-from openhands_rl_plugin.rollout.strategies.search import Search, together
+from openhands_rl_plugin.rollout.strategies.search import Search, SearchOptions, ended, note, notes, together
 from openhands_rl_plugin.rollout.strategies.value import ValueEstimate, ValueFunction, value_after
 
 
@@ -101,10 +100,6 @@ class MCTSStrategy(SearchStrategy[MCTSOptions]):
                 "with fork() (the embedded webshop, any repeatable HTTP environment, a workspace)"
             )
         super().check_world(world)
-
-    def least_of_a_move(self, judgement: Least) -> Least:
-        """The first actions of the root, and the step and the judgement of one."""
-        return judgement.after(Least(min(self.options.first_branches, self.options.num_branches), 1))
 
     async def choose(self, search: Search) -> int | None:
         """Simulate until the number or a budget is reached."""

@@ -1,52 +1,269 @@
-"""The pool of forks that a search holds, by state, and the time that a step in one has."""
+"""A search below one state: its options, its budget with the account, its log, its pool of forks, and its moves."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import time
 import zlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from openhands_rl_plugin.core.concurrency import shielded
-from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ModelError, RLError, boundary, describe
+from openhands_rl_plugin.core.errors import (
+    BadEnvironmentError,
+    CaughtFailure,
+    ConfigError,
+    ModelError,
+    RLError,
+    boundary,
+    describe,
+    problems,
+)
 from openhands_rl_plugin.core.messages import whole_observation
 from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, info_of
-from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Completion, Failure, FailureKind, Message, Observation, SamplingParams
-from openhands_rl_plugin.rollout.strategies.options import (
-    SearchLog,
-    SearchOptions,
-    Spending,
-    SpentError,
-    action_key,
-    ended,
-    note,
-    notes,
-    times_merged,
+from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    Failure,
+    FailureKind,
+    Frozen,
+    JsonObject,
+    Message,
+    Node,
+    Observation,
+    SamplingParams,
 )
+
+Counted = Literal["calls", "steps"]
+"""Counted before it is requested."""
+
+
+class StrictOptions(Frozen):
+    """Options as a configuration file gives them, with types of its own: no truth or text for a number, and numbers
+    that are finite, because a search computes with them."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class SearchBudget(StrictOptions):
+    """Bounds; ``None`` is none.
+
+    ``calls``: completions requested. ``steps``: of forked environments, including replays to reach a state. Both are
+    counted before they are requested, so that concurrent branches keep to them together. ``tokens``: prompt and
+    sampled tokens, as the server bills them; they are known when a call is answered, so that the calls under way may go
+    over. ``seconds``: of wall time while turns are searched, not of that between them; what is under way when they are
+    over is given up, and its tokens are not known. They alone bound what a verifier or a reward computes to judge a
+    state.
+    """
+
+    calls: int | None = Field(default=None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
+    seconds: float | None = Field(default=None, ge=0.001)
+
+
+class SpentError(Exception):
+    """A budget does not allow the request."""
+
+
+@dataclass
+class Spending:
+    """A running account against a budget. Its clock runs between ``begin`` and ``pause``."""
+
+    budget: SearchBudget = field(default_factory=SearchBudget)
+    calls: int = 0
+    tokens: int = 0
+    steps: int = 0
+    before: float = 0.0
+    since: float | None = None
+
+    @classmethod
+    def resumed(cls, budget: SearchBudget, report: JsonValue) -> Self:
+        """An account that continues from its own ``report``, or a new one when there is none."""
+        reported = report if isinstance(report, dict) else {}
+        known = {name: spent for name, spent in reported.items() if isinstance(spent, int | float)}
+        counts = {name: int(known.get(name, 0)) for name in ("calls", "tokens", "steps")}
+        return cls(budget, **counts, before=known.get("seconds", 0.0))
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self.since = time.monotonic()
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self.before, self.since = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time while the clock ran."""
+        return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Wall time until the budget's is over, ``None`` without a bound."""
+        return None if self.budget.seconds is None else self.budget.seconds - self.seconds
+
+    def enter(self, what: Counted, count: int) -> None:
+        """Count calls or steps that are requested now."""
+        setattr(self, what, getattr(self, what) + count)
+
+    def charge(self, completion: Completion) -> None:
+        """Add the tokens of an answer, whose call was entered."""
+        self.tokens += completion.usage.prompt_tokens + completion.usage.completion_tokens
+
+    def exhausted(self) -> str | None:
+        """The name of the first bound that is reached, or ``None``."""
+        for name in type(self.budget).model_fields:
+            bound = getattr(self.budget, name)
+            if bound is not None and getattr(self, name) >= bound:
+                return name
+        return None
+
+    def left(self, what: Counted, wanted: int) -> int:
+        """How many of ``wanted`` calls or steps may be requested."""
+        bound = getattr(self.budget, what)
+        return wanted if bound is None else max(0, min(wanted, bound - getattr(self, what)))
+
+    def report(self) -> JsonObject:
+        """The account as JSON."""
+        return {"calls": self.calls, "tokens": self.tokens, "steps": self.steps, "seconds": round(self.seconds, 6)}
+
+
+class SearchOptions(StrictOptions):
+    """The options of all strategies that sample several answers and judge them.
+
+    ``temperature`` makes branches differ. ``seed`` makes a search repeatable as long as no budget cuts it and no branch
+    dies: a call's seed follows from it, from the episode's own where the engine says that, and from the actions before
+    the call, not from concurrent calls (``None`` leaves seeds to the engine). ``sampling`` holds the other sampling
+    parameters. ``turn_budget`` bounds the search for one turn; one in which no action can be judged is refused.
+    ``episode_budget`` bounds that of all turns together; once it is spent every turn is one plain completion.
+    ``max_nodes`` bounds the tree. ``value`` names the function that judges a state. ``step_timeout`` is in seconds, for
+    one step of a fork together with making it; it is longer than any command may take. ``open_worlds`` bounds the forks
+    held at a time.
+    """
+
+    sampling: SamplingParams = SamplingParams()
+    temperature: float = Field(default=1.0, gt=0)
+    seed: int | None = None
+    turn_budget: SearchBudget = SearchBudget()
+    episode_budget: SearchBudget = SearchBudget()
+    max_nodes: int = Field(default=20_000, ge=1)
+    value: str = "model"
+    value_options: JsonObject = Field(default_factory=dict)
+    step_timeout: float = Field(default=600.0, gt=0)
+    open_worlds: int = Field(default=64, ge=1)
+
+    @field_validator("sampling")
+    @classmethod
+    def _leave_what_search_sets(cls, sampling: SamplingParams) -> SamplingParams:
+        for name in ("temperature", "seed"):
+            if getattr(sampling, name) is not None:
+                raise ValueError(f"sampling.{name} has no effect in a search: set {name} itself")
+        return sampling
+
+
+def checked[M: BaseModel](kind: type[M], options: Mapping[str, object]) -> M:
+    """``options`` as a model. Raises ``ConfigError`` that names the wrong ones, each on a line."""
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        lines = (f"{kind.__name__}: {'.'.join(at)}: {what}" for at, what in problems(error, kind))
+        raise ConfigError("\n".join(lines)) from error
+
+
+@dataclass
+class SearchLog:
+    """What happened in one search, for the decided node's metadata.
+
+    ``dropped`` branches died or were refused by the model, ``unjudged`` states have no estimate, and of the
+    ``undecided`` ones the model said neither yes nor no. ``refused``: the model took no prompt in a
+    branch, which does not mean that it will take none in the episode.
+    """
+
+    merged: int = 0
+    dropped: int = 0
+    unjudged: int = 0
+    undecided: int = 0
+    refused: bool = False
+    last_failure: Failure | None = None
+    cut_by: str | None = None
+    extra: JsonObject = field(default_factory=dict)
+
+    def report(self) -> JsonObject:
+        """The counts as JSON."""
+        names = ("merged", "dropped", "cut_by", "unjudged", "undecided")
+        failure: JsonObject = {} if self.last_failure is None else {"last_failure": self.last_failure.message}
+        return {**{name: getattr(self, name) for name in names}, **failure, **self.extra}
+
+
+NOTES = "search"
+"""The key of the strategies' own part of a node's metadata."""
+
+
+def notes(node: DraftNode | Node) -> JsonObject:
+    """The strategies' part of a node's metadata, to be read."""
+    found = node.metadata.get(NOTES)
+    return found if isinstance(found, dict) else {}
+
+
+def note(node: DraftNode) -> JsonObject:
+    """The strategies' part of a node's metadata, to be written."""
+    found = node.metadata.setdefault(NOTES, {})
+    assert isinstance(found, dict)
+    return found
+
+
+def ended(node: DraftNode) -> bool:
+    """Whether the episode ended, in a simulation, with this action."""
+    return "ended" in notes(node)
+
+
+def times_merged(noted: JsonObject) -> int:
+    """How often an equal action was sampled again."""
+    merged = noted.get("merged", 0)
+    return merged if isinstance(merged, int) else 0
+
+
+def action_key(message: Message) -> tuple[object, ...]:
+    """A key that is equal for equal answers: the text without white space around it, and the calls without their ids,
+    and without the white space and the order of keys in their arguments.
+
+    The whole text counts: two thoughts that end in the same ``Action:`` are two actions, because only the
+    environment knows how it reads an answer.
+    """
+    calls = tuple((call.name, _arguments(call.arguments)) for call in message.tool_calls)
+    return (message.content or "").strip(), calls
+
+
+def _arguments(text: str) -> str:
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except (ValueError, RecursionError):
+        return text.strip()
 
 
 @asynccontextmanager
-async def in_step_time(world: object, step_timeout: float, actions: Iterable[Message]) -> AsyncIterator[None]:
-    """Bounds a copy of ``world`` and these steps in it to ``step_timeout`` seconds, or to what the world says that the
-    steps may take where that is more. Raises ``BadEnvironmentError`` when the time is over."""
-    seconds = info_of(world).step_timeout
-    own = sum(map(seconds, actions)) if seconds is not None else 0.0
-    limit = asyncio.timeout(max(step_timeout, own))
+async def within(seconds: float | None, late: Callable[[], Exception]) -> AsyncIterator[None]:
+    """Raises ``late`` when the block takes longer."""
+    limit = asyncio.timeout(seconds)
     try:
         async with limit:
             yield
     except TimeoutError as error:
         if not limit.expired():
             raise
-        more = f" (and than the {own:g} s that its commands may take)" if own > step_timeout else ""
-        raise BadEnvironmentError(
-            f"a step in a copy, with the copying, took longer than step_timeout = {step_timeout:g} s{more}: "
-            "raise it in [rl.strategy]"
-        ) from error
+        raise late() from error
+
+
+# Seconds for a fork to close.
+_CLOSE_TIMEOUT = 60.0
 
 
 class ForkPool:
@@ -219,7 +436,7 @@ class Search:
         self.root = tree.head
         room = info_of(world).max_forks
         most = options.open_worlds if room is None else max(1, min(room, options.open_worlds))
-        self._worlds = ForkPool(most, options.step_timeout)
+        self._worlds = ForkPool(most, min(options.step_timeout, _CLOSE_TIMEOUT))
         self._asking: Counter[int | None] = Counter()
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -316,15 +533,8 @@ class Search:
         """Ends the work, with ``SpentError``, when the seconds of a budget are over."""
         bounds = (("seconds", self.turn.seconds_left), ("episode seconds", self.episode.seconds_left))
         left, name = min(((left, name) for name, left in bounds if left is not None), default=(None, ""))
-        limit = asyncio.timeout(left)
-        try:
-            async with limit:
-                return await work
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            self.log.cut_by = name
-            raise SpentError from error
+        async with within(left, lambda: self._spent(name)):
+            return await work
 
     async def simulate(self, action: int) -> bool:
         """Take ``action`` in a fork of the world at its parent, unless that was done; the answer comes below it.
@@ -348,11 +558,6 @@ class Search:
             await self._worlds.keep(self.state(action), environment)
             return True
 
-    async def give_up(self, state: int) -> None:
-        """Close the fork that is kept at ``state``, because it is not needed any more."""
-        if (environment := self._worlds.take(state)) is not None:
-            await self._worlds.end(environment)
-
     async def without_forks(self) -> str | None:
         """Search without forks for the rest of the turn if the environment refuses them; returns the reason.
 
@@ -360,7 +565,7 @@ class Search:
         """
         try:
             with boundary(FailureKind.ENVIRONMENT, "search.fork"):
-                environment = await self.in_time(self._forked_in_time(await self._start(self.root, 0)))
+                environment = await self.in_time(self._first_fork())
         except CaughtFailure as caught:
             if not isinstance(caught.__cause__, BadEnvironmentError):
                 return None
@@ -369,6 +574,11 @@ class Search:
             return caught.failure.message
         await self._worlds.keep(self.root, environment)
         return None
+
+    async def _first_fork(self) -> Environment:
+        start = await self._start(self.root, 0)
+        async with self._step_time():
+            return await self._forked(start)
 
     def drop(self, action: int, failure: Failure) -> None:
         """Take a branch out of the search for good."""
@@ -447,13 +657,10 @@ class Search:
             raise
         return environment
 
-    async def _forked_in_time(self, start: _Start) -> Environment:
-        async with self._step_time(start.way):
-            return await self._forked(start)
-
-    def _step_time(self, actions: Sequence[int]) -> AbstractAsyncContextManager[None]:
-        messages = (self.tree.nodes[at].message for at in actions)
-        return in_step_time(self.world, self.options.step_timeout, messages)
+    def _step_time(self) -> AbstractAsyncContextManager[None]:
+        limit = f"step_timeout = {self.options.step_timeout:g} s: raise it in [rl.strategy]"
+        what = f"a step in a copy, with the copying, took longer than {limit}"
+        return within(self.options.step_timeout, lambda: BadEnvironmentError(what))
 
     def _actions_to(self, state: int | None) -> list[int]:
         """The actions that lead from the root to ``state``."""
@@ -469,7 +676,7 @@ class Search:
         node = self.tree.nodes[action]
         start = await self._start(node.parent, 1)
         with boundary(FailureKind.ENVIRONMENT, "search.simulate"):
-            async with self._step_time((*start.way, action)):
+            async with self._step_time():
                 environment = await self._forked(start)
                 try:
                     observation = whole_observation(await environment.step(node.message))
@@ -532,9 +739,12 @@ class Search:
         for prefix, account in (("", self.turn), ("episode ", self.episode)):
             late = account.seconds_left is not None and account.seconds_left <= 0
             if late or account.left("steps", count) < count:
-                self.log.cut_by = prefix + ("seconds" if late else "steps")
-                raise SpentError
+                raise self._spent(prefix + ("seconds" if late else "steps"))
         self._count_steps(count)
+
+    def _spent(self, bound: str) -> SpentError:
+        self.log.cut_by = bound
+        return SpentError()
 
     def _count_steps(self, count: int) -> None:
         self.turn.enter("steps", count)

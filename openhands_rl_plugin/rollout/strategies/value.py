@@ -29,8 +29,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.scoring import workspace_command
-from openhands_rl_plugin.rollout.strategies.options import Least, SpentError, StrictOptions, checked, ended, note, notes
-from openhands_rl_plugin.rollout.strategies.search import Search
+from openhands_rl_plugin.rollout.strategies.search import Search, SpentError, StrictOptions, checked, ended, note, notes
 
 
 class ValueEstimate(NamedTuple):
@@ -43,8 +42,8 @@ class ValueEstimate(NamedTuple):
 class ValueFunction(Protocol):
     """Estimates the return from a state on. ``needs_world``: only where the environment can fork.
 
-    It may have more: ``least``, what one judgement takes; and ``estimate_end``, with the arguments and the result of
-    ``estimate``, for a state in which the episode has ended: without it such a state is worth its rewards.
+    It may have ``estimate_end``, too, with the arguments and the result of ``estimate``, for a state in which the
+    episode has ended: without it such a state is worth its rewards.
     """
 
     name: str
@@ -53,11 +52,6 @@ class ValueFunction(Protocol):
     async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """``state`` is a node of ``search.tree``. ``None`` where there is no estimate, which is not the same as 0.0."""
         ...
-
-
-def least_of(value: ValueFunction) -> Least:
-    """The fewest calls and steps of one judgement; a state at which nothing is left to do may take none."""
-    return getattr(value, "least", Least())
 
 
 async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
@@ -83,13 +77,12 @@ async def _estimated(value: ValueFunction, search: Search, action: int, state: i
 
 
 async def _value_of_end(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
-    """Nothing, unless it is judged. That is done once, because nothing follows; then the fork is closed."""
+    """Nothing, unless it is judged. That is done once, because nothing follows."""
     node = search.tree.nodes[action]
     known = notes(node).get("worth_of_end")
     if isinstance(known, float):
         return ValueEstimate(known)
     estimate = await _estimated_end(value, search, state)
-    await search.give_up(state)
     if estimate is not None and abs(estimate.value) <= LARGEST and hasattr(value, "estimate_end"):
         note(node)["worth_of_end"] = estimate.value
     return estimate
@@ -100,15 +93,15 @@ async def _estimated_end(value: ValueFunction, search: Search, state: int) -> Va
     return ValueEstimate(0.0) if judge is None else await judge(search, state)
 
 
-class NoValueOptions(StrictOptions):
-    """There are none."""
-
-
 class NoValue:
     """Nothing is expected beyond the rewards that were seen."""
 
+    Options = StrictOptions
     name = "none"
     needs_world = False
+
+    def __init__(self, options: StrictOptions | None = None) -> None:
+        """There are no options."""
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate:
         """Always 0."""
@@ -127,7 +120,6 @@ class RolloutValue:
     Options = RolloutOptions
     name = "rollout"
     needs_world = True
-    least = Least(calls=1, steps=1)
 
     def __init__(self, options: RolloutOptions | None = None) -> None:
         self._depth = (options or RolloutOptions()).depth
@@ -142,7 +134,6 @@ class RolloutValue:
             path.append(sampled[0])
             state = search.state(sampled[0])
             if ended(search.tree.nodes[sampled[0]]):
-                await search.give_up(state)
                 break
         return ValueEstimate(0.0, tuple(path))
 
@@ -165,7 +156,6 @@ class ModelValue:
     Options = ModelValueOptions
     name = "model"
     needs_world = False
-    least = Least(calls=1)
 
     def __init__(self, options: ModelValueOptions | None = None) -> None:
         self._options = options or ModelValueOptions()
@@ -267,14 +257,9 @@ def earned(search: Search, state: int) -> float:
 
 def built_in(name: str, options: JsonObject) -> ValueFunction:
     """A value function that needs nothing else. Raises ``ConfigError`` for any other name, and for wrong options."""
-    match name:
-        case "none":
-            checked(NoValueOptions, options)
-            return NoValue()
-        case "rollout":
-            return RolloutValue(checked(RolloutOptions, options))
-        case "model":
-            return ModelValue(checked(ModelValueOptions, options))
+    for kind in (NoValue, RolloutValue, ModelValue):
+        if kind.name == name:
+            return kind(checked(kind.Options, options))
     raise ConfigError(
         f"value {name!r} is none of none, rollout, model: hand over value=..., or let registry.build make the strategy"
     )

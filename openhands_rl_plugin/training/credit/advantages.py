@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Frozen, Trajectory
-from openhands_rl_plugin.rollout.strategies.options import notes, times_merged
+from openhands_rl_plugin.rollout.strategies.search import notes, times_merged
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.estimators import RolloutBatch, dr_grpo
 from openhands_rl_plugin.training.data.batch import is_interrupted, is_overlong, trained_nodes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import TURN, Node, Sample, Trajectory, kind_of
-from openhands_rl_plugin.rollout.strategies.options import notes
+from openhands_rl_plugin.rollout.strategies.search import notes
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.advantages import (
     EQUAL,

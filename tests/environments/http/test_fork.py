@@ -18,7 +18,7 @@ from openhands_rl_plugin.environments.http.client import WebEnvClient
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.options import SearchBudget
+from openhands_rl_plugin.rollout.strategies.search import SearchBudget
 from openhands_rl_plugin.rollout.strategies.value import NoValue
 from openhands_rl_plugin.testing import ScriptedEngine
 

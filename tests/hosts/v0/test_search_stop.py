@@ -36,7 +36,7 @@ pytestmark = needs_bubblewrap
 SLEEP = f"sleep 7{os.getpid()}"
 ENDLESS = {
     "rollout_strategy": "MCTS",
-    "strategy": {"num_simulations": 10_000, "value": "model", "parallel": 4, "step_timeout": 600.0},
+    "strategy": {"num_simulations": 10_000, "value": "model", "parallel": 4},
 }
 
 

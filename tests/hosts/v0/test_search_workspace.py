@@ -145,7 +145,7 @@ async def test_a_branch_is_told_that_a_command_has_timed_out(server: ScriptedMod
             return finish(f"end{body['seed']}")
         return says(None, call("execute_bash", {"command": "sleep 30", "timeout": 1}, f"sleep{body['seed']}"))
 
-    strategy = {"num_branches": 2, "depth": 1, "step_timeout": 0.9, **BY_PATCH}
+    strategy = {"num_branches": 2, "depth": 1, **BY_PATCH}
     trajectory = await play(server, "sleeper", sleeper, rollout_strategy="ToT", strategy=strategy, max_turns=1)
     assert trajectory.failure is None and trajectory.usage.steps == 1
     tried = [at for at, node in enumerate(trajectory.nodes) if node.sampled]

@@ -12,13 +12,13 @@ from search_worlds import TASK, EveryWayEngine, FragileWorld, SeededEngine, Unfo
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
-from openhands_rl_plugin.core.protocols import EnvInfo, Strategy
+from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import Completion, EpisodeRequest, FailureKind, PolicyRef, StrategySpec, Tokens
 from openhands_rl_plugin.core.types import Message as Said
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy, ToTOptions, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.options import SearchBudget, SearchOptions
+from openhands_rl_plugin.rollout.strategies.search import SearchBudget, SearchOptions
 from openhands_rl_plugin.rollout.strategies.value import ModelValue, NoValue, RewardValue, RolloutValue
 from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
 
@@ -119,28 +119,6 @@ async def test_when_all_branches_hang_the_failure_says_what_to_raise(make: Make)
     with pytest.raises(CaughtFailure, match=says) as caught:
         await make(step_timeout=0.05).decide(await opened(world), EveryWayEngine(), world)
     assert caught.value.failure.kind is FailureKind.ENVIRONMENT
-
-
-class PatientWorld(FragileWorld):
-    """Its steps may take ``own`` seconds."""
-
-    own = 5.0
-
-    @property
-    def info(self) -> EnvInfo:
-        return EnvInfo(step_timeout=lambda action: self.own)
-
-
-@EVERY
-async def test_a_step_has_the_time_that_the_world_says_it_may_take(make: Make):
-    world = PatientWorld()
-    world.slow, world.pause = frozenset("0123"), 0.1
-    tree = await opened(world)
-    chosen = await make(step_timeout=0.05, turn_budget=SearchBudget(calls=8)).decide(tree, EveryWayEngine(), world)
-    assert report(tree, chosen)["dropped"] == 0
-    world.own = 0.06
-    with pytest.raises(CaughtFailure, match=r"0.05 s \(and than the 0.06 s that its commands may take\): raise it"):
-        await make(step_timeout=0.05).decide(await opened(world), EveryWayEngine(), world)
 
 
 @EVERY

@@ -14,13 +14,11 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
-from openhands_rl_plugin.models.engines.seeded import SeededEngine as EpisodeEngine
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message
 from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.options import SearchBudget
+from openhands_rl_plugin.rollout.strategies.search import SearchBudget
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
-from openhands_rl_plugin.testing import ScriptedEngine
 
 pytestmark = pytest.mark.contract
 
@@ -164,77 +162,30 @@ async def test_who_is_stopped_leaves_no_fork_either():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options"),
     [
-        ("BestOfN", {"n": 4, "value": "none", "turn_budget": {"calls": 3}}, "too small for one move of BestOfN.* 4"),
-        ("BestOfN", {"n": 4, "turn_budget": {"calls": 7}}, "turn_budget.calls: 7 is too small .* takes 8: raise it"),
-        ("ToT", {"num_branches": 3, "value": "none", "turn_budget": {"calls": 2}}, "one move of ToT, which takes 3"),
-        ("BestOfN", {"n": 4, "value": "rollout", "turn_budget": {"calls": 7}}, r"turn_budget.calls: 7 is .* takes 8"),
-        ("BestOfN", {"n": 4, "value": "none", "turn_budget": {"steps": 3}}, r"turn_budget.steps: 3 is .* takes 4"),
-        ("ToT", {"num_branches": 3, "value": "rollout", "turn_budget": {"calls": 5}}, "ToT, which takes 6"),
-        ("ToT", {"num_branches": 3, "value": "rollout", "episode_budget": {"steps": 5}}, "episode_budget.steps: 5"),
-        ("MCTS", {"turn_budget": {"calls": 2}}, "one move of MCTS, which takes 3"),
-        ("MCTS", {"turn_budget": {"steps": 1}}, "one move of MCTS, which takes 2"),
-        ("MCTS", {"first_branches": 3, "value": "model", "episode_budget": {"calls": 3}}, "episode_budget.calls.* 4"),
-        ("MCTS", {"turn_budget": {"seconds": 1e-9}}, "turn_budget.seconds: must be greater than or equal to 0.001"),
-        ("MCTS", {"turn_budget": {"steps": 0}}, "turn_budget.steps: must be greater than or equal to 1"),
+        ("BestOfN", {"n": 4, "turn_budget": {"calls": 4}}),
+        ("BestOfN", {"n": 4, "value": "rollout", "turn_budget": {"calls": 4}}),
+        ("ToT", {"num_branches": 3, "turn_budget": {"calls": 3}}),
+        ("MCTS", {"value": "rollout", "turn_budget": {"calls": 2}}),
+        ("MCTS", {"value": "rollout", "turn_budget": {"steps": 1}}),
     ],
 )
-def test_a_budget_too_small_for_one_move_is_refused(name: str, options: JsonObject, says: str):
-    with pytest.raises(ConfigError, match=says):
-        registry.build("strategies", name, options)
+async def test_a_budget_of_a_turn_in_which_nothing_can_be_judged_is_refused(name: str, options: JsonObject):
+    world, engine = planning(), SeededEngine()
+    tree = await opened(world)
+    with pytest.raises(ConfigError, match=f"turn_budget: {name} could judge no action before its (calls|steps) were"):
+        await registry.build("strategies", name, options).decide(tree, engine, world)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "calls"),
-    [
-        ("BestOfN", {"n": 4, "value": "none"}, 4),
-        ("BestOfN", {"n": 4}, 8),
-        ("MCTS", {"first_branches": 5, "num_branches": 1, "value": "reward"}, 1),
-        ("MCTS", {"first_branches": 5, "num_branches": 1}, 2),
-    ],
-)
-def test_a_budget_that_just_suffices_is_taken(name: str, options: JsonObject, calls: int):
-    built = registry.build("strategies", name, {**options, "turn_budget": {"calls": calls}})
-    assert built.options.turn_budget == SearchBudget(calls=calls)
-    if calls > 1:
-        with pytest.raises(ConfigError, match=f"which takes {calls}"):
-            registry.build("strategies", name, {**options, "turn_budget": {"calls": calls - 1}})
+@pytest.mark.parametrize("budget", [{"seconds": 1e-9}, {"steps": 0}])
+def test_a_budget_without_anything_in_it_is_refused(budget: JsonObject):
+    with pytest.raises(ConfigError, match=r"turn_budget.* must be greater than or equal to"):
+        registry.build("strategies", "MCTS", {"turn_budget": budget})
 
 
-def test_a_value_that_is_given_asks_nothing():
-    assert BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(calls=4)).options.n == 4
-    with pytest.raises(ConfigError, match="which takes 4"):
-        BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(calls=3))
-
-
-class Echo(ScriptedEngine):
-    """Notes the seeds that it is asked with."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda messages: "x")
-        self.seeds: dict[str, list[int | None]] = {}
-
-    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
-        sampling = asked["sampling"]
-        assert isinstance(sampling, SamplingParams)
-        self.seeds.setdefault(str(messages[-1].content), []).append(sampling.seed)
-        return await super().complete(messages, **asked)
-
-
-async def test_an_episodes_seeds_follow_from_what_is_asked_and_not_from_when():
-    said = [Message(role="user", content=word) for word in "abc"]
-    notes: list[dict[str, list[int | None]]] = []
-    # An episode begins with its opening, whose first answer has the seed itself.
-    for order in ([0, 1, 2, 0], [0, 2, 0, 1]):
-        echo = Echo()
-        engine = EpisodeEngine(echo, SamplingParams(), 5)
-        for at in order:
-            await engine.complete([said[at]])
-        notes.append(echo.seeds)
-    assert notes[0] == notes[1] and notes[0]["a"][0] == 5
-    seeds = [seed for each in notes[0].values() for seed in each]
-    assert len(set(seeds)) == 4 and all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
-    unseeded = Echo()
-    await EpisodeEngine(unseeded, SamplingParams(), None).complete([said[0]])
-    assert unseeded.seeds == {"a": [None]}
+async def test_a_budget_that_just_suffices_is_taken():
+    world = planning()
+    tree = await opened(world)
+    strategy = BestOfNStrategy(n=4, value="model", turn_budget=SearchBudget(calls=5))
+    assert tree.nodes[await strategy.decide(tree, SeededEngine(), world)].value is not None

@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.options import SearchBudget
+from openhands_rl_plugin.rollout.strategies.search import SearchBudget
 from openhands_rl_plugin.rollout.strategies.value import RewardValue, ValueFunction, VerifierValue, VerifierValueOptions
 
 Make = Callable[[ValueFunction], Strategy]

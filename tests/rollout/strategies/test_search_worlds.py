@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation
 from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.options import SearchBudget
+from openhands_rl_plugin.rollout.strategies.search import SearchBudget
 from openhands_rl_plugin.rollout.strategies.value import NoValue
 
 pytestmark = pytest.mark.contract

@@ -33,7 +33,7 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
-from openhands_rl_plugin.rollout.strategies.options import SearchBudget
+from openhands_rl_plugin.rollout.strategies.search import SearchBudget
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.view.episode import totals_of
