@@ -12,7 +12,14 @@ from openhands_rl_plugin.cli.options.numbers import finite, positive
 from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of
 from openhands_rl_plugin.cli.options.stores import open_store
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.judgements import asked_in_common, labels_of, newest_outcome, preferences, standing
+from openhands_rl_plugin.core.judgements import (
+    ALIKE,
+    asked_in_common,
+    labels_of,
+    newest_outcome,
+    preferences,
+    standing,
+)
 from openhands_rl_plugin.core.records import LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason
 
@@ -165,7 +172,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    from openhands_rl_plugin.rollout.scoring import comment, give_verdict, labelled, skip, undo
+    from openhands_rl_plugin.rollout.scoring import SKIPPED, add_label, labelled, undo
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     labelled(storage)
@@ -182,7 +189,7 @@ async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
         show_task(out, trajectory)
         show(out, trajectory, args.actions, f"{at + 1} of {len(ids)}: {identity} · {policy} · {trajectory.stop.value}")
         while (said := asked(_ASK, (*_VERDICTS, "s", "u", "m"), numbers=True)) is not None and said[0] == "m":
-            await comment(storage, identity, said[1], author=args.author)
+            await add_label(storage, identity, LabelKind.COMMENT, text=said[1], author=args.author)
         if said is None:
             break
         word, note = said
@@ -194,10 +201,10 @@ async def _judge(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
                 at, again = ids.index(label.trajectory_id), True
             continue
         if word == "s":
-            await skip(storage, identity, author=args.author)
+            await add_label(storage, identity, LabelKind.TAG, text=SKIPPED, author=args.author)
         else:
             value = _VERDICTS[word] if word in _VERDICTS else float(word)
-            await give_verdict(storage, identity, value, note=note, author=args.author)
+            await add_label(storage, identity, LabelKind.VERDICT, value=value, text=note, author=args.author)
             judged += 1
         at, again = at + 1, args.again
     print(f"{judged} labelled of {len(ids)} that match, {old} judged before; {RESUME}" if ids else "no episodes match")
@@ -218,12 +225,12 @@ async def _open_one(
 
 async def _say(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     from openhands_rl_plugin.core.judgements import asked_in_common
-    from openhands_rl_plugin.rollout.scoring import comment, prefer
+    from openhands_rl_plugin.rollout.scoring import add_label
     from openhands_rl_plugin.trajectories.view.episode import find_episode
 
     one, _ = await find_episode(storage, args.id)
     if args.comment:
-        await comment(storage, one.id, args.comment, author=args.author)
+        await add_label(storage, one.id, LabelKind.COMMENT, text=args.comment, author=args.author)
         print(f"{one.id}: comment kept")
         return 0
     other, _ = await find_episode(storage, args.better_than or args.as_good_as)
@@ -236,7 +243,8 @@ async def _say(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     if asked_in_common(one.task) != asked_in_common(other.task):
         raise ConfigError(f"{one.id} and {other.id} are of two tasks: only attempts at one task can be compared")
     alike = args.better_than is None
-    await prefer(storage, one.id, other.id, alike=alike, note=args.note, author=args.author)
+    preferred = {"value": ALIKE if alike else 1.0, "other": other.id, "text": args.note, "author": args.author}
+    await add_label(storage, one.id, LabelKind.PREFERENCE, **preferred)
     print(f"{one.id}: {'as good as' if alike else 'better than'} {other.id}")
     return 0
 
@@ -259,7 +267,7 @@ async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
 
     The policy is hidden and the sides are shuffled, so that neither has a say in the answer.
     """
-    from openhands_rl_plugin.rollout.scoring import labelled, prefer, skip, undo
+    from openhands_rl_plugin.rollout.scoring import SKIPPED, add_label, labelled, undo
     from openhands_rl_plugin.trajectories.view.terminal import console
 
     labelled(storage)
@@ -287,10 +295,11 @@ async def compare(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
                 at, again = back, True
             continue
         if word == "s":
-            await skip(storage, first, other=second, author=args.author)
+            await add_label(storage, first, LabelKind.TAG, other=second, text=SKIPPED, author=args.author)
         else:
             better, other = (second, first) if word == "2" else (first, second)
-            await prefer(storage, better, other, alike=word == "=", note=note, author=args.author)
+            preferred = {"value": ALIKE if word == "=" else 1.0, "other": other, "text": note, "author": args.author}
+            await add_label(storage, better, LabelKind.PREFERENCE, **preferred)
             compared += 1
         at, again = at + 1, args.again
     print(f"{compared} compared of {len(pairs)} that match; {RESUME}" if pairs else "no two attempts at one task match")

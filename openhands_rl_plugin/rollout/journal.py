@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.concurrency import on_loop, shielded
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Node, Trajectory
@@ -17,28 +18,8 @@ _Facts = tuple[float | None, bool, float | None, int, JsonValue]
 """The fields of a node that a mark sets: reward, simulated, value, visits, and the strategy's notes."""
 
 
-class EpisodeSink(Protocol):
-    """The part of a ``TrajectoryStorage`` that a journal writes to."""
-
-    async def add(self, trajectory: Trajectory) -> None:
-        """As in ``TrajectoryStorage``."""
-        ...
-
-    async def begin(self, start: EpisodeStart) -> None:
-        """As in ``TrajectoryStorage``."""
-        ...
-
-    async def grow(self, growth: EpisodeGrowth) -> None:
-        """As in ``TrajectoryStorage``."""
-        ...
-
-    async def end(self, end: EpisodeEnd) -> None:
-        """As in ``TrajectoryStorage``."""
-        ...
-
-    async def drop(self, trajectory_ids: Sequence[str]) -> int:
-        """As in ``TrajectoryStorage``."""
-        ...
+EpisodeSink = TrajectoryStorage
+"""The storage that a journal writes to; a pipe to another process has only what writes episodes and scores."""
 
 
 def on_its_loop(storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
 from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable, LLMEngine, Strategy, info_of
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
-from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree, clip
+from openhands_rl_plugin.core.tree import EpisodeTree, clip
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -237,9 +237,9 @@ class RecordedFork:
 class LiveEnvironment:
     """One episode of one environment, for the host that steps it.
 
-    ``failure`` is its first. After ``gather`` there are ``evidence`` and ``owed``, the reward of the last action of an
-    episode that a limit cut, where the environment pays at the end only. ``forks``: how many the strategy holds at a
-    time.
+    ``failure`` is its first. After ``conclude`` there are ``evidence`` and ``owed``, the reward of the last action of
+    an episode that a limit cut, where the environment pays at the end only. ``forks``: how many the strategy holds at
+    a time.
     """
 
     def __init__(self, environment: Environment, *, forks: int = 0) -> None:
@@ -268,11 +268,20 @@ class LiveEnvironment:
         self._answered = not (observation.terminated or observation.truncated)
         return observation
 
-    async def gather(self, *, cut: bool = True) -> None:
-        """Collect the evidence of an episode that began, once. ``cut``: whether it is one that a limit ends."""
-        if self._ended or not self._begun:
-            return
-        self._ended = True
+    async def conclude(self, *, cut: bool = True) -> None:
+        """Collect the evidence of an episode that began, then close the environment; a second call waits for the first.
+
+        ``cut``: whether it is a limit that ends the episode.
+        """
+        async with self._concluding:
+            try:
+                if self._begun and not self._ended:
+                    self._ended = True
+                    await self._gather(cut)
+            finally:
+                await self.close()
+
+    async def _gather(self, cut: bool) -> None:
         with suppress(CaughtFailure):
             cut_short = getattr(self.environment, "cut_short", None)
             if cut and self._answered and self.failure is None and cut_short is not None:
@@ -287,14 +296,6 @@ class LiveEnvironment:
         if not closed:
             with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
                 await self.environment.close()
-
-    async def conclude(self) -> None:
-        """``gather``, then ``close``; a second call waits for the first."""
-        async with self._concluding:
-            try:
-                await self.gather()
-            finally:
-                await self.close()
 
     async def _met[T](self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         ended = self._ended
@@ -373,7 +374,7 @@ class AgentSession:
                 pass
             except CaughtFailure as caught:
                 failure = caught.failure
-            await live.gather(cut=failure is None)
+            await live.conclude(cut=failure is None)
         finally:
             await live.close()
         if live.owed is not None:
@@ -410,29 +411,27 @@ class AgentSession:
         answer = clip(await live.reset(episode.request.task), limits)
         if self._offered() != tree.tools:
             raise _DivergedError
-        at = _heard(path, 0, answer)
-        while at < len(path) and path[at].executed:
-            answer = clip(await live.step(path[at].message), limits)
-            if answer.reward != path[at].reward:
+        awaited = list(answer.messages)
+        for node in path:
+            if not node.sampled:
+                if not awaited or awaited.pop(0) != node.message:
+                    raise _DivergedError
+            elif awaited or answer.terminated or answer.truncated:
                 raise _DivergedError
-            at = _heard(path, at + 1, answer)
+            elif node.executed:
+                answer = clip(await live.step(node.message), limits)
+                awaited = list(answer.messages)
+                if answer.reward != node.reward:
+                    raise _DivergedError
+        if awaited:
+            raise _DivergedError
         tree.terminated, tree.truncated = answer.terminated, answer.truncated
-        if at < len(path):
+        if path[-1].sampled and not path[-1].executed:
             await self._act(episode)
 
 
 class _DivergedError(Exception):
     """An environment does not answer as it did when the episode was recorded."""
-
-
-def _heard(path: Sequence[DraftNode], at: int, answer: Observation) -> int:
-    """Where ``path`` continues after ``answer``, which has to be what is recorded from ``at`` on."""
-    end = at + len(answer.messages)
-    if [node.message for node in path[at:end] if not node.sampled] != list(answer.messages):
-        raise _DivergedError
-    if end < len(path) and (not path[end].sampled or answer.terminated or answer.truncated):
-        raise _DivergedError
-    return end
 
 
 _REPLAYS = 2

@@ -190,41 +190,6 @@ def test_scores_of_labels_are_made_once(store: Path, capsys: pytest.CaptureFixtu
     assert [each.reward_version for each in read(store)[0]["run-0"]] == ["verdict-1", "human-1"]
 
 
-def test_a_verdict_of_an_earlier_version_counts_as_it_did_until_it_is_taken_back(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It stored each verdict of ``label`` as a score, too, which named no label."""
-
-    async def as_before() -> None:
-        async with FileTrajectoryStorage(store) as storage:
-            for at, value in enumerate((1.0, 0.0)):
-                said = {"note": "so", "author": "ann"}
-                await storage.add_scores(
-                    [Score(trajectory_id="run-0", reward=value, reward_version="verdict-1", detail=dict(said))]
-                )
-                await storage.add_labels(
-                    [
-                        Label(
-                            id=f"old {at}",
-                            trajectory_id="run-0",
-                            kind=LabelKind.VERDICT,
-                            value=value,
-                            text="so",
-                            author="ann",
-                            at=float(at),
-                        )
-                    ]
-                )
-
-    asyncio.run(as_before())
-    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (0.0, 0.0)
-    undo = ["label", str(store), "--undo", "--author", "ann"]
-    assert cli.main(undo) == 0
-    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (1.0, 1.0)
-    assert cli.main(undo) == 0
-    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (None, None)
-
-
 def test_attempts_at_one_task_are_compared_and_each_pair_once(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

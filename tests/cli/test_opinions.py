@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.records import LabelKind
 from openhands_rl_plugin.core.types import Score
-from openhands_rl_plugin.rollout.scoring import give_verdict
+from openhands_rl_plugin.rollout.scoring import add_label
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -26,9 +27,9 @@ def store(tmp_path: Path) -> Path:
                 thought = Score(trajectory_id=f"e{at}", reward=0.25 * at, reward_version="verifier-1@x")
                 outcome = Score(trajectory_id=f"e{at}", reward=graded, reward_version="tests-1")
                 await storage.add_scores([outcome, thought])
-            await give_verdict(storage, "e0", 0.0, author="ann")
+            await add_label(storage, "e0", LabelKind.VERDICT, value=0.0, author="ann")
             for author, value in (("ann", 1.0), ("bob", 0.0), ("cay", 1.0)):
-                await give_verdict(storage, "e1", value, author=author)
+                await add_label(storage, "e1", LabelKind.VERDICT, value=value, author=author)
 
     asyncio.run(fill())
     assert cli.main(["score", str(tmp_path), "--reward", "human"]) == 0

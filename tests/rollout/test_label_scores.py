@@ -21,7 +21,6 @@ from openhands_rl_plugin.rollout.scoring import (
     ScoreReport,
     add_label,
     give_score,
-    give_verdict,
     rescore,
     stored_rewards,
     undo,
@@ -146,7 +145,7 @@ async def test_what_is_killed_in_between_is_done_by_the_next_one(tmp_path: Path)
 async def test_a_score_by_hand_counts_and_is_a_verdict_too(tmp_path: Path) -> None:
     async with FileTrajectoryStorage(tmp_path) as storage:
         await storage.add(sample_episode("one", environment="workspace"))
-        await give_verdict(storage, "one", 1.0, author="ann")
+        await add_label(storage, "one", LabelKind.VERDICT, value=1.0, author="ann")
         await give_score(storage, "one", 0.0, author="ann")
         (summary,) = [each async for each in storage.summaries()]
         assert summary.reward == 0.0

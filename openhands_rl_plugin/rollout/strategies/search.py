@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
@@ -41,9 +41,6 @@ from openhands_rl_plugin.core.types import (
     SamplingParams,
 )
 
-Counted = Literal["calls", "steps"]
-"""Counted before it is requested."""
-
 
 class StrictOptions(Frozen):
     """Options as a configuration file gives them, with types of its own: no truth or text for a number, and numbers
@@ -69,7 +66,7 @@ class SearchBudget(StrictOptions):
     seconds: float | None = Field(default=None, ge=0.001)
 
 
-class SpentError(Exception):
+class SpentError(RLError):
     """A budget does not allow the request."""
 
 
@@ -110,13 +107,9 @@ class Spending:
         """Wall time until the budget's is over, ``None`` without a bound."""
         return None if self.budget.seconds is None else self.budget.seconds - self.seconds
 
-    def enter(self, what: Counted, count: int) -> None:
-        """Count calls or steps that are requested now."""
+    def enter(self, what: Literal["calls", "tokens", "steps"], count: int) -> None:
+        """Count what is requested now, or the tokens of an answer."""
         setattr(self, what, getattr(self, what) + count)
-
-    def charge(self, completion: Completion) -> None:
-        """Add the tokens of an answer, whose call was entered."""
-        self.tokens += completion.usage.prompt_tokens + completion.usage.completion_tokens
 
     def exhausted(self) -> str | None:
         """The name of the first bound that is reached, or ``None``."""
@@ -126,7 +119,7 @@ class Spending:
                 return name
         return None
 
-    def left(self, what: Counted, wanted: int) -> int:
+    def left(self, what: Literal["calls", "steps"], wanted: int) -> int:
         """How many of ``wanted`` calls or steps may be requested."""
         bound = getattr(self.budget, what)
         return wanted if bound is None else max(0, min(wanted, bound - getattr(self, what)))
@@ -334,9 +327,9 @@ class ForkPool:
         self._kept[state] = environment
         self._changed.set()
 
-    def take(self, state: int | None) -> Environment | None:
-        """What was kept at ``state``; it belongs to the caller now, as does its place."""
-        return self._kept.pop(state, None)
+    def take(self, state: int | None) -> Environment:
+        """What is kept at ``state``; it belongs to the caller now, as does its place."""
+        return self._kept.pop(state)
 
     async def close(self) -> None:
         """Close all that is kept, and keep nothing any more; returns when no close is under way."""
@@ -411,15 +404,6 @@ def _place(tree: EpisodeTree, parent: int | None, asking: int) -> int:
     return said + _SEED_STEP * (drawn + asking)
 
 
-class _Start(NamedTuple):
-    """Where a fork at ``state`` comes from: it is there (``ready``), or ``origin`` is copied and goes ``way``."""
-
-    state: int | None
-    ready: Environment | None = None
-    origin: Forkable | None = None
-    way: Sequence[int] = ()
-
-
 class Search:
     """The working state of one decision. Use it as an async context manager; leaving it closes every fork."""
 
@@ -482,7 +466,7 @@ class Search:
         count = 0 if self.exhausted() else self.episode.left("calls", self.turn.left("calls", count))
         if count < 1:
             return []
-        self._enter_calls(count)
+        self._enter("calls", count)
         sampling = self._sampling(parent)
         self._asking[parent] += count
         try:
@@ -503,7 +487,7 @@ class Search:
 
     async def plain(self) -> int:
         """One completion as without search; a budget does not stop it, because every turn needs an action."""
-        self._enter_calls(1)
+        self._enter("calls", 1)
         sampling = self._sampling(self.root)
         completion = (await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=sampling))[0]
         return self._add(self.root, completion)
@@ -516,7 +500,7 @@ class Search:
         """One greedy completion that is no candidate, ``None`` when no budget allows it or the model refuses."""
         if self.exhausted():
             return None
-        self._enter_calls(1)
+        self._enter("calls", 1)
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         try:
             completion = (await self.in_time(self.engine.complete(messages, sampling=sampling)))[0]
@@ -565,7 +549,7 @@ class Search:
         """
         try:
             with boundary(FailureKind.ENVIRONMENT, "search.fork"):
-                environment = await self.in_time(self._first_fork())
+                environment = await self.in_time(self._fork_at(self.root, 0))
         except CaughtFailure as caught:
             if not isinstance(caught.__cause__, BadEnvironmentError):
                 return None
@@ -574,11 +558,6 @@ class Search:
             return caught.failure.message
         await self._worlds.keep(self.root, environment)
         return None
-
-    async def _first_fork(self) -> Environment:
-        start = await self._start(self.root, 0)
-        async with self._step_time():
-            return await self._forked(start)
 
     def drop(self, action: int, failure: Failure) -> None:
         """Take a branch out of the search for good."""
@@ -612,54 +591,45 @@ class Search:
 
         Raises what forking and stepping raise, and ``SpentError`` when no budget allows the way back to the state.
         """
-        environment = await self._forked(await self._start(state, 0))
+        environment = await self._fork_at(state, 0)
         try:
             yield environment
         finally:
             await self._worlds.end(environment)
 
-    async def _start(self, state: int | None, steps: int) -> _Start:
-        """Where a fork at ``state`` comes from, with a place for it; its steps and ``steps`` more are entered.
-
-        Raises ``SpentError``. The answer is valid until the next ``await``.
-        """
-        if (kept := self._worlds.get(state)) is not None and self._is_last(state, kept):
-            self._enter_steps(steps)
-            return _Start(state, ready=self._worlds.take(state))
-        await self._worlds.enter()
+    async def _fork_at(self, state: int | None, steps: int) -> Environment:
+        """A fork at ``state``, with a place for it; ``steps`` more are entered. Raises ``SpentError``."""
+        way = self._actions_to(state)
         kept = self._worlds.get(state)
-        origin, way = (kept, []) if isinstance(kept, Forkable) else (self.world, self._actions_to(state))
+        if kept is not None and (not way or not isinstance(kept, Forkable) or ended(self.tree.nodes[way[-1]])):
+            # It need not be copied, or cannot be.
+            self._enter_steps(steps)
+            return self._worlds.take(state)
+        await self._worlds.enter()
+        if isinstance(kept := self._worlds.get(state), Forkable):
+            way = []
+        origin = kept if isinstance(kept, Forkable) else self.world
+        assert origin is not None
+        known = info_of(origin).fork_steps
         try:
-            self._enter_steps(steps + len(way) + info_of(origin).fork_steps)
+            self._enter_steps(steps + len(way) + known)
         except SpentError:
             self._worlds.leave()
             raise
-        return _Start(state, origin=origin, way=way)
-
-    def _is_last(self, state: int | None, kept: Environment) -> bool:
-        """Whether what is kept there need not be copied, or cannot be."""
-        way = self._actions_to(state)
-        return not way or not isinstance(kept, Forkable) or ended(self.tree.nodes[way[-1]])
-
-    async def _forked(self, start: _Start) -> Environment:
-        """The fork; where it cannot be made, its place is given back."""
-        if start.ready is not None:
-            return start.ready
-        assert start.origin is not None
-        known = info_of(start.origin).fork_steps
-        environment = await self._worlds.copy(start.state, start.origin)
-        # A server reports that it cannot copy only on the first request.
-        self._count_steps(max(0, info_of(start.origin).fork_steps - known))
-        try:
-            await self._replay(environment, start.way)
-        except BaseException:
-            await self._worlds.end(environment)
-            raise
+        async with self._step_time():
+            environment = await self._worlds.copy(state, origin)
+            # A server reports that it cannot copy only on the first request.
+            self._enter("steps", max(0, info_of(origin).fork_steps - known))
+            try:
+                await self._replay(environment, way)
+            except BaseException:
+                await self._worlds.end(environment)
+                raise
         return environment
 
     def _step_time(self) -> AbstractAsyncContextManager[None]:
         limit = f"step_timeout = {self.options.step_timeout:g} s: raise it in [rl.strategy]"
-        what = f"a step in a copy, with the copying, took longer than {limit}"
+        what = f"a step in a copy, or the copying, took longer than {limit}"
         return within(self.options.step_timeout, lambda: BadEnvironmentError(what))
 
     def _actions_to(self, state: int | None) -> list[int]:
@@ -674,18 +644,17 @@ class Search:
     async def _step(self, action: int) -> tuple[Environment, Observation]:
         """Raises ``CaughtFailure`` and ``SpentError``."""
         node = self.tree.nodes[action]
-        start = await self._start(node.parent, 1)
         with boundary(FailureKind.ENVIRONMENT, "search.simulate"):
-            async with self._step_time():
-                environment = await self._forked(start)
-                try:
+            environment = await self._fork_at(node.parent, 1)
+            try:
+                async with self._step_time():
                     observation = whole_observation(await environment.step(node.message))
-                    if not math.isfinite(observation.reward):
-                        raise BadEnvironmentError(f"the environment answered with the reward {observation.reward}")
-                    return environment, observation
-                except BaseException:
-                    await self._worlds.end(environment)
-                    raise
+                if not math.isfinite(observation.reward):
+                    raise BadEnvironmentError(f"the environment answered with the reward {observation.reward}")
+                return environment, observation
+            except BaseException:
+                await self._worlds.end(environment)
+                raise
 
     async def _replay(self, environment: Environment, way: Sequence[int]) -> None:
         """Replay the actions; the observations must be those in the tree."""
@@ -727,12 +696,11 @@ class Search:
         return self.options.sampling.model_copy(update=update)
 
     def _charge(self, completion: Completion) -> None:
-        self.turn.charge(completion)
-        self.episode.charge(completion)
+        self._enter("tokens", completion.usage.prompt_tokens + completion.usage.completion_tokens)
 
-    def _enter_calls(self, count: int) -> None:
-        self.turn.enter("calls", count)
-        self.episode.enter("calls", count)
+    def _enter(self, what: Literal["calls", "tokens", "steps"], count: int) -> None:
+        self.turn.enter(what, count)
+        self.episode.enter(what, count)
 
     def _enter_steps(self, count: int) -> None:
         """Raises ``SpentError`` when a budget does not allow them."""
@@ -740,15 +708,11 @@ class Search:
             late = account.seconds_left is not None and account.seconds_left <= 0
             if late or account.left("steps", count) < count:
                 raise self._spent(prefix + ("seconds" if late else "steps"))
-        self._count_steps(count)
+        self._enter("steps", count)
 
     def _spent(self, bound: str) -> SpentError:
         self.log.cut_by = bound
         return SpentError()
-
-    def _count_steps(self, count: int) -> None:
-        self.turn.enter("steps", count)
-        self.episode.enter("steps", count)
 
 
 def _refusal(error: ModelError) -> Failure:

@@ -57,40 +57,25 @@ class ValueFunction(Protocol):
 async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
     """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
 
-    ``None`` where there is no estimate, or one out of the range of rewards; the log says why.
+    Nothing where the episode has ended, unless that is judged, once. ``None`` where there is no estimate, or one out of
+    the range of rewards; the log says why.
     """
-    estimate = await _estimated(value, search, action, state)
-    if estimate is None or abs(estimate.value) <= LARGEST:
-        return estimate
-    what = f"value {value.name} is {estimate.value}, which is no number within 1e9"
-    search.log.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
-    return None
-
-
-async def _estimated(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
-    if ended(search.tree.nodes[action]):
-        return await _value_of_end(value, search, action, state)
-    if search.world is not None and search.pays and not search.goes_on(state):
-        # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
-        return await _estimated_end(value, search, state)
-    return await value.estimate(search, state)
-
-
-async def _value_of_end(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
-    """Nothing, unless it is judged. That is done once, because nothing follows."""
-    node = search.tree.nodes[action]
-    known = notes(node).get("worth_of_end")
-    if isinstance(known, float):
+    node, judge_end = search.tree.nodes[action], getattr(value, "estimate_end", None)
+    over, known = ended(node), notes(node).get("worth_of_end")
+    if over and isinstance(known, float):
         return ValueEstimate(known)
-    estimate = await _estimated_end(value, search, state)
-    if estimate is not None and abs(estimate.value) <= LARGEST and hasattr(value, "estimate_end"):
+    # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
+    if over or (search.world is not None and search.pays and not search.goes_on(state)):
+        estimate = ValueEstimate(0.0) if judge_end is None else await judge_end(search, state)
+    else:
+        estimate = await value.estimate(search, state)
+    if estimate is not None and not abs(estimate.value) <= LARGEST:
+        what = f"value {value.name} is {estimate.value}, which is no number within 1e9"
+        search.log.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
+        return None
+    if over and estimate is not None and judge_end is not None:
         note(node)["worth_of_end"] = estimate.value
     return estimate
-
-
-async def _estimated_end(value: ValueFunction, search: Search, state: int) -> ValueEstimate | None:
-    judge = getattr(value, "estimate_end", None)
-    return ValueEstimate(0.0) if judge is None else await judge(search, state)
 
 
 class NoValue:

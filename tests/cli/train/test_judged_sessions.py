@@ -12,10 +12,11 @@ import torch
 from train_store import TINY, episode, store_of
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.records import LabelKind
 from openhands_rl_plugin.core.types import Score, Task
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.rollout.scoring import give_verdict
+from openhands_rl_plugin.rollout.scoring import add_label
 from openhands_rl_plugin.session.gateway import running_gateway
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -97,7 +98,7 @@ def test_labels_are_trained_on_where_they_are_asked_for_only(
         async with FileTrajectoryStorage(store) as storage:
             for author, values in said.items():
                 for at, value in enumerate(values):
-                    await give_verdict(storage, f"run-{at}", value, author=author)
+                    await add_label(storage, f"run-{at}", LabelKind.VERDICT, value=value, author=author)
 
     asyncio.run(label())
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY, "--dry-run"]
