@@ -56,7 +56,7 @@ class SearchStrategy[O: SearchOptions](ABC):
             changes, value = {**changes, "value": value}, None
         self.options = options or checked(self.Options, changes)
         self._value = value or built_in(self.options.value, self.options.value_options)
-        self._told = False
+        self._warned = False
         self._accounts: WeakKeyDictionary[EpisodeTree, Spending] = WeakKeyDictionary()
 
     @property
@@ -67,20 +67,16 @@ class SearchStrategy[O: SearchOptions](ABC):
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
 
-        Raises ``ConfigError`` when the search needs forks and there are none, or a turn's budget is too small to judge
-        any action, and ``CaughtFailure`` when every branch died.
+        Raises ``ConfigError`` when the search needs forks and there are none, ``CaughtFailure`` when every branch died.
         """
         self.check_world(None if world is None else info_of(world))
         async with Search(tree, engine, world, self.options, self._account(tree)) as search:
             chosen = await self._choose(search) if not search.exhausted() else None
             if chosen is None:
                 chosen = await self._without_search(search)
-        what = search.turn.exhausted()
-        if what in ("calls", "steps") and tree.nodes[chosen].value is None and search.log.last_failure is None:
-            raise ConfigError(
-                f"[rl.strategy] turn_budget: {self.name} could judge no action before its {what} were spent: raise it, "
-                "or use fewer branches"
-            )
+        spent = search.turn.exhausted()
+        if spent and tree.nodes[chosen].value is None:
+            self._warn(f"judged no action before the {spent} of its turn_budget were spent: raise it in [rl.strategy]")
         report = {"strategy": self.name, "turn": search.turn.report(), "episode": search.episode.report()}
         note(tree.nodes[chosen])["report"] = {**report, **search.log.report()}
         return chosen
@@ -147,10 +143,15 @@ class SearchStrategy[O: SearchOptions](ABC):
     async def _choose(self, search: Search) -> int | None:
         if search.world is not None and not self._needs_forks():
             refused = await search.without_forks()
-            if refused is not None and not self._told:
-                self._told = True
-                _LOG.warning("%s judges without forks, as the environment refuses them now: %s", self.name, refused)
+            if refused is not None:
+                self._warn(f"judges without forks, as the environment refuses them now: {refused}")
         return await self.choose(search)
+
+    def _warn(self, what: str) -> None:
+        """Once an episode."""
+        if not self._warned:
+            _LOG.warning("%s %s", self.name, what)
+        self._warned = True
 
     def _needs_forks(self) -> bool:
         return self.needs_forks or self._value.needs_world or isinstance(self._value, NoValue)

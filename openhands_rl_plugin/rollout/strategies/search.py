@@ -135,7 +135,7 @@ class SearchOptions(StrictOptions):
     ``temperature`` makes branches differ. ``seed`` makes a search repeatable as long as no budget cuts it and no branch
     dies: a call's seed follows from it, from the episode's own where the engine says that, and from the actions before
     the call, not from concurrent calls (``None`` leaves seeds to the engine). ``sampling`` holds the other sampling
-    parameters. ``turn_budget`` bounds the search for one turn; one in which no action can be judged is refused.
+    parameters. ``turn_budget`` bounds the search for one turn,
     ``episode_budget`` bounds that of all turns together; once it is spent every turn is one plain completion.
     ``max_nodes`` bounds the tree. ``value`` names the function that judges a state. ``step_timeout`` is in seconds, for
     one step of a fork together with making it; it is longer than any command may take. ``open_worlds`` bounds the forks
