@@ -542,6 +542,11 @@ class Search:
             await self._worlds.keep(self.state(action), environment)
             return True
 
+    async def give_up(self, state: int) -> None:
+        """Close the fork that is kept at ``state``, because it is not needed any more."""
+        if self._worlds.get(state) is not None:
+            await self._worlds.end(self._worlds.take(state))
+
     async def without_forks(self) -> str | None:
         """Search without forks for the rest of the turn if the environment refuses them; returns the reason.
 

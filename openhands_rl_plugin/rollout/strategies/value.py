@@ -57,8 +57,8 @@ class ValueFunction(Protocol):
 async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
     """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
 
-    Nothing where the episode has ended, unless that is judged, once. ``None`` where there is no estimate, or one out of
-    the range of rewards; the log says why.
+    Nothing where the episode has ended, unless that is judged, once; its fork is closed. ``None`` where there is no
+    estimate, or one out of the range of rewards; the log says why.
     """
     node, judge_end = search.tree.nodes[action], getattr(value, "estimate_end", None)
     over, known = ended(node), notes(node).get("worth_of_end")
@@ -67,6 +67,8 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
     # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
     if over or (search.world is not None and search.pays and not search.goes_on(state)):
         estimate = ValueEstimate(0.0) if judge_end is None else await judge_end(search, state)
+        if over:
+            await search.give_up(state)
     else:
         estimate = await value.estimate(search, state)
     if estimate is not None and not abs(estimate.value) <= LARGEST:
@@ -119,6 +121,7 @@ class RolloutValue:
             path.append(sampled[0])
             state = search.state(sampled[0])
             if ended(search.tree.nodes[sampled[0]]):
+                await search.give_up(state)
                 break
         return ValueEstimate(0.0, tuple(path))
 
