@@ -54,7 +54,7 @@ class SearchStrategy[O: SearchOptions](ABC):
     ) -> None:
         if isinstance(value, str):
             changes, value = {**changes, "value": value}, None
-        self.options = options or checked(self.Options, changes)
+        self.options: O = options or checked(self.Options, changes)
         self._value = value or built_in(self.options.value, self.options.value_options)
         self._warned = False
         self._accounts: WeakKeyDictionary[EpisodeTree, Spending] = WeakKeyDictionary()

@@ -245,7 +245,8 @@ def earned(search: Search, state: int) -> float:
 
 def built_in(name: str, options: JsonObject) -> ValueFunction:
     """A value function that needs nothing else. Raises ``ConfigError`` for any other name, and for wrong options."""
-    for kind in (NoValue, RolloutValue, ModelValue):
+    kinds: tuple[Any, ...] = NoValue, RolloutValue, ModelValue
+    for kind in kinds:
         if kind.name == name:
             return kind(checked(kind.Options, options))
     raise ConfigError(
