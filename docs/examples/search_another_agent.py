@@ -26,9 +26,9 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.records import WorkspaceCommand
 from openhands_rl_plugin.core.types import EpisodeRequest, StopReason
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
 from openhands_rl_plugin.session.session import EpisodeOver, Session
-from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream
 
 TEMPLATES = {"system_template": "You can use bash.", "instance_template": "{{task}}"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         chat = Chat(config, runner)
         try:
             chat.open()
-            check_answers(config.base_url)
+            check_answers(config.base_url, os.environ.get(config.upstream_key_env))
             for line in _lines():
                 if line == "/quit":
                     break

@@ -21,8 +21,8 @@ from openhands_rl_plugin.core.messages import WireMessage, says, to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message, Observation, StopReason, Task
+from openhands_rl_plugin.models.engines.openai_wire import Json
 from openhands_rl_plugin.session.session import EpisodeOver, Session, Turn
-from openhands_rl_plugin.session.wire import Json
 
 Complete = Callable[[Json], Json]
 """A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""

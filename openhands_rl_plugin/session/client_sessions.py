@@ -66,6 +66,7 @@ from openhands_rl_plugin.core.types import (
     path_to,
 )
 from openhands_rl_plugin.models.engines.extensions import SAMPLING, TOKEN_IDS, ExtensionAttempt, missing_parts
+from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json, parse_object
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
@@ -73,15 +74,7 @@ from openhands_rl_plugin.session.replies import ErrorReply, PendingCalls
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.session.upstream import Upstream
-from openhands_rl_plugin.session.wire import (
-    CHAT,
-    ClientRequest,
-    Json,
-    UpstreamResponse,
-    WireProtocol,
-    added_fields,
-    parse_object,
-)
+from openhands_rl_plugin.session.wire import CHAT, ClientRequest, WireProtocol, added_fields
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 _IN_USER_ID = "_session_"
@@ -263,7 +256,7 @@ class ClientSession(Session):
         policy = super().policy_of(served)
         return policy if policy.adapter is not None else PolicyRef(base_model=served)
 
-    async def record(self, exchange: Exchange, answer: UpstreamResponse, *, lost_ids: bool) -> list[str]:
+    async def record(self, exchange: Exchange, answer: ChatAnswer, *, lost_ids: bool) -> list[str]:
         """Store a response with the new messages of its prompt. After a ``StorageError``, the next call stores it, too.
 
         Returns the cause for each answer without token ids or logprobs. ``lost_ids`` as in ``AnswerStream``.

@@ -44,8 +44,29 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
+from openhands_rl_plugin.models.engines.client import (
+    ALL_FIELDS,
+    HttpUpstream,
+    RawHeaders,
+    ServerError,
+    close_connections,
+    is_sent_again,
+    parts,
+    server_error,
+    whole,
+)
 from openhands_rl_plugin.models.engines.extensions import SAMPLING
-from openhands_rl_plugin.models.engines.openai_wire import DONE
+from openhands_rl_plugin.models.engines.openai_wire import (
+    DEEPEST,
+    DONE,
+    Json,
+    Unrecordable,
+    dump_object,
+    event,
+    parse_object,
+    too_deep,
+    without,
+)
 from openhands_rl_plugin.session.client_sessions import (
     OPENING,
     ClientSession,
@@ -59,32 +80,14 @@ from openhands_rl_plugin.session.client_sessions import (
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.imitation import MESSAGES, RESPONSES
 from openhands_rl_plugin.session.replies import ErrorReply, PendingCall, Reply
-from openhands_rl_plugin.session.upstream import (
-    ALL_FIELDS,
-    HttpUpstream,
-    RawHeaders,
-    ServerError,
-    close_connections,
-    parts,
-    server_error,
-    whole,
-)
 from openhands_rl_plugin.session.wire import (
     CHAT,
-    DEEPEST,
     AnswerStream,
     ClientRequest,
-    Json,
-    Unrecordable,
     WireProtocol,
     added_fields,
-    dump_object,
-    event,
-    parse_object,
-    too_deep,
     upstream_body,
     with_sampled_calls,
-    without,
 )
 
 _LOG = redacting_logger(__name__)
@@ -360,7 +363,7 @@ class Gateway:
                     answered = True
                     return await self._recorded(exchange, response, to)
             except ServerError as error:
-                if answered or not attempt.is_refused(error.status, error.body):
+                if answered or not await is_sent_again(error, attempt):
                     raise
 
     async def _recorded(self, exchange: Exchange, response: httpx.Response, to: PendingCall) -> Reply:
@@ -390,7 +393,7 @@ class Gateway:
                 if len(self._sessions_of) > _MOST_RESPONSES:
                     self._sessions_of.popitem(last=False)
             if stream is None and call.hidden:
-                body = answer.body_for(call)
+                body = answer.body_without(call.hidden)
             reply = Reply(200, body, headers, recorded=True)
         for part in held:
             to.add(part)

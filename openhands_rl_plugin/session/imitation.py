@@ -13,18 +13,15 @@ from itertools import groupby
 from typing import Any
 
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.session.wire import (
-    AnswerStream,
-    ClientRequest,
+from openhands_rl_plugin.models.engines.openai_wire import (
+    ChatAnswer,
     Json,
     Unrecordable,
-    UpstreamResponse,
-    WireProtocol,
-    client_request,
     dump_object,
     event,
     parse_object,
 )
+from openhands_rl_plugin.session.wire import AnswerStream, ClientRequest, WireProtocol, client_request
 
 # Claude Code's first system block differs from request to request, and is no part of the prompt.
 _ATTRIBUTION = "x-anthropic-billing-header:"
@@ -100,7 +97,7 @@ def _tool(tool: Json) -> JsonObject:
     return {"type": "function", "function": {**named, "parameters": schema}}
 
 
-def _completion(given: Json, message: Json, reason: Any, *names: str) -> UpstreamResponse:
+def _completion(given: Json, message: Json, reason: Any, *names: str) -> ChatAnswer:
     """A chat completion with one choice, which stopped for this ``reason`` of another protocol."""
     usage = given.get("usage") or {}
     count = {name: value for name, value in usage.items() if type(value) is int}
@@ -115,7 +112,7 @@ def _completion(given: Json, message: Json, reason: Any, *names: str) -> Upstrea
         counts["completion_tokens_details"] = details
     choice = {"index": 0, "message": message, "finish_reason": _FINISH_REASONS.get(reason, reason)}
     about = {name: given[name] for name in ("id", "model", *names) if given.get(name)}
-    return UpstreamResponse({**about, "choices": [choice], "usage": counts})
+    return ChatAnswer({**about, "choices": [choice], "usage": counts})
 
 
 def _messages_request(body: bytes, document: Json) -> ClientRequest:
@@ -148,7 +145,7 @@ def _from_blocks(role: str, content: Any) -> list[Json]:
     return messages
 
 
-def _message(message: Json) -> UpstreamResponse:
+def _message(message: Json) -> ChatAnswer:
     said, reason = _said(message["content"]), message.get("stop_reason")
     return _completion(message, said, reason, "stop_reason", "stop_sequence")
 
@@ -181,7 +178,7 @@ class MessageStream(AnswerStream):
             case "message_stop":
                 self.ending = self.done = True
 
-    def read(self) -> UpstreamResponse:
+    def read(self) -> ChatAnswer:
         """As ``AnswerStream.read``."""
         for (index, name), parts in self._texts.items():
             self._blocks[index][name] += "".join(parts)
@@ -227,7 +224,7 @@ def _observed(item: Json) -> Json:
     return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _parts(item.get("output"))}
 
 
-def _response(response: Json) -> UpstreamResponse:
+def _response(response: Json) -> ChatAnswer:
     output, status = response.get("output"), response.get("status", "completed")
     if status not in ("completed", "incomplete") or not output:
         raise Unrecordable(f"the response is {status!s:.20}, or has no output")
@@ -254,7 +251,7 @@ class ResponseStream(AnswerStream):
                 self._response = data["response"]
                 self.ending = self.done = True
 
-    def read(self) -> UpstreamResponse:
+    def read(self) -> ChatAnswer:
         """As ``AnswerStream.read``."""
         # Some servers leave the output out of the last event.
         items = [item for _, item in sorted(self._items.items())]

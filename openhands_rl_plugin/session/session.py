@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.concurrency import Backoff, Job, background, bound, on_loop
+from openhands_rl_plugin.core.concurrency import Job, background, bound, on_loop
 from openhands_rl_plugin.core.errors import EpisodeError, RLError, boundary
 from openhands_rl_plugin.core.messages import (
     NEUTRAL_PARAMETERS,
@@ -51,23 +51,30 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.models.engines.client import ServerError, is_sent_again
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
-from openhands_rl_plugin.models.engines.openai_wire import ChatChoice, ids_in, text_of_ids
+from openhands_rl_plugin.models.engines.openai_wire import (
+    ChatAnswer,
+    ChatChoice,
+    Json,
+    Unrecordable,
+    chat_answer,
+    ids_in,
+    parse_object,
+    text_of_ids,
+)
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import Episode
 from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
-from openhands_rl_plugin.session.upstream import ServerError, Upstream
-from openhands_rl_plugin.session.wire import CHAT, Json, Unrecordable, UpstreamResponse, parse_object
+from openhands_rl_plugin.session.upstream import Upstream
 
 _SEEDS = 2**31
 # Of a request that is not the host's conversation, such as a judgement, only these stay.
 _KEPT = frozenset({"model", "max_tokens", "max_completion_tokens"})
 _OF_TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _OF_STREAMS = frozenset({"stream", "stream_options"})
-_TRIES, _PAUSES = 3, Backoff(0.5, 8.0)
-# Seconds that a server may ask to wait (Retry-After).
-_LONGEST_PAUSE = 60.0
+_TRIES = 3
 
 
 class NodeTokens:
@@ -401,7 +408,6 @@ class Session(Episode):
         fields = [name for name in upstream.fields if name not in asked] if self.token_ids else []
         asking = upstream.extensions.attempt(str(asked["model"]), fields)
         attempts = self._failed.pop(key, []) if self._failed else []  # a long path is slow to hash
-        failures = 0
         while True:
             sent: Json = {**asked, **extension_values(asking.fields, asked)}
             attempt: JsonObject = {"model": sent["model"], "parameters": recorded_parameters(sent), "error": None}
@@ -411,14 +417,9 @@ class Session(Episode):
                 break
             except ServerError as error:
                 attempts.append({**attempt, "latency": time.perf_counter() - started, "error": str(error)})
-                if asking.is_refused(error.status, error.body):
-                    continue
-                failures += 1
-                if error.is_temporary and error.status != 200 and failures < _TRIES:
-                    await asyncio.sleep(max(_PAUSES.pause(failures), min(error.retry_after, _LONGEST_PAUSE)))
-                    continue
-                self._failed[key] = attempts
-                raise error.as_failure() from error
+                if not await is_sent_again(error, asking, _TRIES):
+                    self._failed[key] = attempts
+                    raise error.as_failure() from error
         attempts.append({**attempt, "latency": time.perf_counter() - started})
         asking.succeeded()
         document = answer.plain()
@@ -512,9 +513,9 @@ def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
     return limits.model_copy(update={"max_prompt_length": None})
 
 
-def _read(body: bytes) -> UpstreamResponse:
+def _read(body: bytes) -> ChatAnswer:
     try:
-        return CHAT.answer(body)
+        return chat_answer(body)
     except Unrecordable as problem:
         document = parse_object(body)
         if document is not None and not document.get("choices"):

@@ -1,17 +1,15 @@
-"""What a session reads and writes on the wire: JSON, requests of clients, and chat completions with token ids.
+"""What a session reads and writes on the wire: requests of clients, and streams of chat completions.
 
 Chat completions are OpenAI's protocol, in which vLLM and others report token ids. ``imitation.py`` has those without.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import (
     WireMessage,
@@ -19,61 +17,29 @@ from openhands_rl_plugin.core.messages import (
     error_in,
     recorded_parameters,
     sampling_in,
-    usage_in,
     wire_calls,
 )
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
-from openhands_rl_plugin.models.engines.openai_wire import DONE, IDS, choices_in, parsed, parsed_completion
+from openhands_rl_plugin.models.engines.openai_wire import (
+    DEEPEST,
+    DONE,
+    IDS,
+    ChatAnswer,
+    Json,
+    Unrecordable,
+    chat_answer,
+    dump_object,
+    event,
+    parse_object,
+    reading,
+    without,
+)
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 
-Json = dict[str, Any]
-"""A JSON object of unknown structure."""
-
-DEEPEST = 100
-"""Levels of nesting. Pydantic reads 200 from a store, and what is recorded is wrapped in some more."""
-
 STREAM_OPTIONS = "stream_options"
-_ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
-_ASKED_FOR = frozenset({*IDS, LOGPROBS})
-_HOLDERS = frozenset({"choices", "message", "delta", _ELSEWHERE})
-_RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *IDS})
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-
-
-def parse_object(text: bytes) -> Json | None:
-    """The object, or ``None`` when ``text`` is not a JSON object, or one of more than ``DEEPEST`` levels."""
-    found = parsed(text)
-    return found if isinstance(found, dict) and not too_deep(found) else None
-
-
-def too_deep(value: object) -> bool:
-    """Whether a JSON value has more than ``DEEPEST`` levels of arrays and objects."""
-    holders: list[Any] = [value]
-    for _ in range(DEEPEST + 1):
-        holders = [each for each in holders if type(each) is dict or type(each) is list]
-        if not holders:
-            return False
-        holders = [each for one in holders for each in (one.values() if type(one) is dict else one)]
-    return True
-
-
-def dump_object(value: Mapping[str, Any]) -> bytes:
-    """``value`` on one line, without spaces."""
-    try:
-        return to_json(value)
-    except ValueError:  # half of a surrogate pair
-        return json.dumps(value, separators=(",", ":")).encode()
-
-
-def event(data: bytes, name: str = "") -> bytes:
-    """One server-sent event."""
-    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % data
-
-
-class Unrecordable(Exception):
-    """A request or response cannot be recorded; ``str()`` is the reason, without any of its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,65 +156,6 @@ def with_sampled_calls(call: ClientRequest, calls: SampledCalls) -> ClientReques
     return replace(call, body=dump_object(document), document=document, messages=messages)
 
 
-def without(value: Any, hidden: frozenset[str]) -> Any:
-    """A response, a chunk, or any other JSON, without the fields ``hidden`` where servers put ids and logprobs.
-
-    A choice keeps ``logprobs``, as null: that is what a server sends who is not asked for them.
-    """
-    if not isinstance(value, dict):
-        return [without(each, hidden) for each in value] if isinstance(value, list) else value
-    kept: Json = {}
-    for name, each in value.items():
-        if name not in hidden:
-            kept[name] = without(each, hidden) if name in _HOLDERS else each
-        elif name == LOGPROBS and not value.keys().isdisjoint(("message", "delta")):
-            kept[name] = None
-    if not kept.get(_ELSEWHERE, True) and value[_ELSEWHERE]:
-        del kept[_ELSEWHERE]
-    return kept
-
-
-class UpstreamResponse:
-    """A chat completion as the model server sent it.
-
-    ``document`` is the parsed ``body``, with arrays of ids as texts; of what came in parts there is no body.
-    """
-
-    def __init__(self, document: Json, body: bytes = b"") -> None:
-        """Raises ``Unrecordable`` when ``document`` is not a chat completion, and ``ValueError`` and others."""
-        choices = document.get("choices")
-        if not isinstance(choices, list) or not choices:
-            raise Unrecordable("the response is not a chat completion")
-        if error_in(document) is not None:
-            raise Unrecordable("the response is an error")
-        self.document, self._body = document, body
-        self.model = str(document.get("model") or "")
-        self.usage = usage_in(document.get("usage"))
-        self.choices = choices_in(document)
-
-    @property
-    def about(self) -> JsonObject:
-        """The fields beside the choices: id, created, usage and those that the server adds."""
-        shown = without(self.document, frozenset(IDS))
-        return {name: value for name, value in shown.items() if name not in _RECORDED_ELSEWHERE and value}
-
-    def body_for(self, call: ClientRequest) -> bytes:
-        """The body of the response as the server itself would give it to the client."""
-        document = self.document if call.hidden == _ASKED_FOR else parse_object(self._body)
-        return dump_object(without(document, call.hidden))
-
-    def plain(self) -> Json:
-        """The response without token ids and logprobs."""
-        return without(self.document, _ASKED_FOR)
-
-
-def _completion(body: bytes) -> UpstreamResponse:
-    document = parsed_completion(body)
-    # Most of what has levels are the logprobs, which are not stored as they are.
-    is_read = isinstance(document, dict) and not too_deep(without(document, _ASKED_FOR))
-    return UpstreamResponse(document if is_read else {}, body)
-
-
 class AnswerStream:
     """A streamed answer, event by event, of which the client gets what it asked for.
 
@@ -283,17 +190,17 @@ class AnswerStream:
         silent = not mark and not shown.get("usage") and all(map(_says_nothing, shown.get("choices") or ()))
         return b"" if silent else mark + event(dump_object(shown))
 
-    def whole(self) -> UpstreamResponse:
+    def whole(self) -> ChatAnswer:
         """The answer as a chat completion. Raises ``Unrecordable`` when the events are none, or not all."""
         if self.problem or not self.ending:
             raise Unrecordable(self.problem or "the stream ended before its answer did")
-        return _read("the response", self.read)
+        return reading("the response", self.read)
 
     def take(self, data: Json) -> None:
         """Read an event. Raises ``ValueError`` and others for one of an unknown format."""
         raise NotImplementedError
 
-    def read(self) -> UpstreamResponse:
+    def read(self) -> ChatAnswer:
         """The response of all events. Raises ``Unrecordable``, and others as ``take``."""
         raise NotImplementedError
 
@@ -313,10 +220,10 @@ class ChunkStream(AnswerStream):
         self._parts.add(data)
         self.ending = self._parts.finished >= self._choices
 
-    def read(self) -> UpstreamResponse:
+    def read(self) -> ChatAnswer:
         """As ``AnswerStream.read``."""
         self.lost_ids = self._parts.lost_ids
-        return UpstreamResponse(self._parts.document())
+        return ChatAnswer(self._parts.document())
 
 
 def _says_nothing(choice: Json) -> bool:
@@ -334,7 +241,7 @@ class WireProtocol:
 
     path: str
     request: Callable[[bytes, Json], ClientRequest]
-    response: Callable[[bytes], UpstreamResponse]
+    response: Callable[[bytes], ChatAnswer]
     stream: Callable[[ClientRequest], AnswerStream]
     error_event: Callable[[Json], bytes]
 
@@ -343,19 +250,11 @@ class WireProtocol:
         document = parse_object(body)
         if document is None:
             raise Unrecordable(f"the request is not a JSON object, or has more than {DEEPEST} levels")
-        return _read("the request", self.request, body, document)
+        return reading("the request", self.request, body, document)
 
-    def answer(self, body: bytes) -> UpstreamResponse:
+    def answer(self, body: bytes) -> ChatAnswer:
         """A whole response. Raises ``Unrecordable``."""
-        return _read("the response", self.response, body)
-
-
-def _read[**P, T](what: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """For JSON of any structure: raises ``Unrecordable`` for one that is not expected."""
-    try:
-        return read(*given, **named)
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise Unrecordable(f"{what} has an unknown format ({type(error).__name__})") from error
+        return reading("the response", self.response, body)
 
 
 def _request(body: bytes, document: Json) -> ClientRequest:
@@ -372,4 +271,4 @@ def _error_event(error: Json) -> bytes:
     return event(dump_object({"error": error})) + event(DONE)
 
 
-CHAT = WireProtocol("chat/completions", _request, _completion, ChunkStream, _error_event)
+CHAT = WireProtocol("chat/completions", _request, chat_answer, ChunkStream, _error_event)

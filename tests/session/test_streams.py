@@ -337,7 +337,7 @@ async def test_silence_is_filled_and_late_errors_come_in_the_protocols_form(tmp_
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_large_events_pass_and_too_large_ones_do_not(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("openhands_rl_plugin.session.upstream.MAX_ANSWER", 4_000_000)
+    monkeypatch.setattr("openhands_rl_plugin.models.engines.client.MAX_ANSWER", 4_000_000)
     large = ["x" * 3_000_000]
 
     async def behave(request: web.Request, body: Body) -> web.StreamResponse:

@@ -137,7 +137,7 @@ def with_base_model(settings: RLSettings, options: PlayOptions) -> RLSettings:
     if options.token_ids:
         check_model_server(serving.base_url, serving.model, serving.api_key())
     else:  # it would record the question for an unlisted model, too
-        check_answers(serving.base_url)
+        check_answers(serving.base_url, serving.api_key())
     base = serving.model_copy(update={"model": options.base_model or _base_of(serving)})
     return settings.model_copy(update={"serving": base})
 

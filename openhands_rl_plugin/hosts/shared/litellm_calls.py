@@ -33,10 +33,11 @@ from openhands_rl_plugin.core.messages import (
     usage_to_wire,
 )
 from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream, ServerError, server_error
 from openhands_rl_plugin.models.engines.extensions import ExtensionTable
+from openhands_rl_plugin.models.engines.openai_wire import Json, parse_object
 from openhands_rl_plugin.session.branches import Complete
-from openhands_rl_plugin.session.upstream import ALL_FIELDS, HttpUpstream, ServerError, Upstream, server_error
-from openhands_rl_plugin.session.wire import Json, parse_object
+from openhands_rl_plugin.session.upstream import Upstream
 
 # Litellm's proxy adds the working folder, where agents write modules, to the path.
 if sys.path[-1] == os.getcwd() and "litellm.proxy.proxy_cli" in sys.modules:

@@ -71,12 +71,11 @@ from openhands_rl_plugin.hosts.shared.sessions import (
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM, Unrecorded, key_of, model_server
 from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, ConversationWorkspace
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
-from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS
+from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS, Json
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
 from openhands_rl_plugin.session.upstream import upstream_in
-from openhands_rl_plugin.session.wire import Json
 
 log = logging.getLogger("openhands")
 

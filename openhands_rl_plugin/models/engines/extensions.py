@@ -93,7 +93,7 @@ class ExtensionTable:
 
 
 class ExtensionAttempt:
-    """The fields of one request, which is repeated as long as ``is_refused`` says so."""
+    """The fields of one request, which is repeated as long as ``is_refused`` says so. ``failures``: its other ones."""
 
     def __init__(self, state: _ModelState, clock: Clock, trusted: Sequence[str], probed: Sequence[str]) -> None:
         self._state = state
@@ -102,6 +102,7 @@ class ExtensionAttempt:
         self._dropped: tuple[str, ...] = ()
         self._clear = True
         self._status = 0
+        self.failures = 0
         self.fields: tuple[str, ...] = (*trusted, *probed)
 
     def why_missing(self, name: str) -> str:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import from_json
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic_core import from_json, to_json
 
-from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
+from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.messages import (
     NEUTRAL_PARAMETERS,
     altering_parameters,
@@ -26,22 +25,53 @@ from openhands_rl_plugin.core.messages import (
     finish_in,
     logprobs_in,
     reasoning_in,
-    text_of,
     to_message,
     to_wire,
     usage_in,
     whole_json,
 )
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens, Usage
-from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, EventStreamReader, Json, array_in, places_of_ids
+from openhands_rl_plugin.models.engines.chunks import Json, array_in, places_of_ids
+from openhands_rl_plugin.models.engines.extensions import LOGPROBS
 
 PROMPT_IDS, SAMPLED_IDS = IDS = ("prompt_token_ids", "token_ids")
+DONE = b"[DONE]"
+
+DEEPEST = 100
+"""Levels of nesting. Pydantic reads 200 from a store, and what is recorded is wrapped in some more."""
 
 # A quote inside of a JSON text has a backslash before it, so this is always the end of a field's name.
 _NAME = b'token_ids"'
 _OPENING = re.compile(rb"\s*:\s*\[")
 _NUMBERS = TypeAdapter(list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]])
-_IN_MESSAGE = ("role", "content", "tool_calls", "function_call", "provider_specific_fields")
+_ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
+_ASKED_FOR = frozenset({*IDS, LOGPROBS})
+_HOLDERS = frozenset({"choices", "message", "delta", _ELSEWHERE})
+_RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *IDS})
+_IN_MESSAGE = ("role", "content", "tool_calls", "function_call", _ELSEWHERE)
+
+
+class _Logprob(TypedDict):
+    logprob: float
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Logprobs(TypedDict):
+    content: NotRequired[list[_Logprob] | None]
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Choice(TypedDict):
+    logprobs: NotRequired[_Logprobs | None]
+
+
+@with_config(ConfigDict(extra="allow"))
+class _Answer(TypedDict):
+    choices: list[_Choice]
+
+
+_ANSWER = TypeAdapter(_Answer)
+"""A completion with the ``logprob`` of each token alone: its other fields are most of the values of the text."""
 
 
 def arrays_as_texts(body: bytes) -> tuple[bytes, int]:
@@ -106,10 +136,73 @@ def parsed(text: bytes) -> Any:
             return None
 
 
+def parse_object(text: bytes) -> Json | None:
+    """The object, or ``None`` when ``text`` is not a JSON object, or one of more than ``DEEPEST`` levels."""
+    found = parsed(text)
+    return found if isinstance(found, dict) and not too_deep(found) else None
+
+
+def too_deep(value: object) -> bool:
+    """Whether a JSON value has more than ``DEEPEST`` levels of arrays and objects."""
+    holders: list[Any] = [value]
+    for _ in range(DEEPEST + 1):
+        holders = [each for each in holders if type(each) is dict or type(each) is list]
+        if not holders:
+            return False
+        holders = [each for one in holders for each in (one.values() if type(one) is dict else one)]
+    return True
+
+
+def dump_object(value: Mapping[str, Any]) -> bytes:
+    """``value`` on one line, without spaces."""
+    try:
+        return to_json(value)
+    except ValueError:  # half of a surrogate pair
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def event(data: bytes, name: str = "") -> bytes:
+    """One server-sent event."""
+    return (b"event: %s\n" % name.encode() if name else b"") + b"data: %s\n\n" % data
+
+
+class Unrecordable(Exception):
+    """A request or response cannot be recorded; ``str()`` is the reason, without any of its content."""
+
+
+def reading[**P, T](what: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """What ``read`` makes of JSON of any structure: raises ``Unrecordable`` for one that is not expected."""
+    try:
+        return read(*given, **named)
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise Unrecordable(f"{what} has an unknown format ({type(error).__name__})") from error
+
+
+def without(value: Any, hidden: frozenset[str]) -> Any:
+    """A response, a chunk, or any other JSON, without the fields ``hidden`` where servers put ids and logprobs.
+
+    A choice keeps ``logprobs``, as null: that is what a server sends who is not asked for them.
+    """
+    if not isinstance(value, dict):
+        return [without(each, hidden) for each in value] if isinstance(value, list) else value
+    kept: Json = {}
+    for name, each in value.items():
+        if name not in hidden:
+            kept[name] = without(each, hidden) if name in _HOLDERS else each
+        elif name == LOGPROBS and not value.keys().isdisjoint(("message", "delta")):
+            kept[name] = None
+    if not kept.get(_ELSEWHERE, True) and value[_ELSEWHERE]:
+        del kept[_ELSEWHERE]
+    return kept
+
+
 def parsed_completion(body: bytes) -> Any:
-    """As ``parsed``, with arrays of token ids as texts."""
+    """As ``parsed``, with arrays of token ids as texts, and of a token's logprobs the number alone."""
     rest, count = arrays_as_texts(body)
-    document = parsed(rest)
+    try:
+        document: Any = _ANSWER.validate_json(rest)
+    except ValidationError:
+        document = parsed(rest)
     if count and count > sum(isinstance(each, str) for each in _arrays(document)):
         return parsed(body)  # one stands where no ids are expected
     return document
@@ -160,60 +253,75 @@ def _choice(document: Json, choice: Json) -> ChatChoice:
     )
 
 
-class AnsweredError(InfrastructureError):
-    """The server answered an error: by its HTTP status, or in a body of 200 or a stream, where ``status`` is the one
-    that its code stands for. ``pause``: seconds after which it wants to be asked again."""
+class ChatAnswer:
+    """A chat completion as a model server sent it.
 
-    def __init__(self, status: int, message: str, body: bytes = b"", pause: float | None = None) -> None:
-        super().__init__(f"the model server answered an error of {status}: {message}")
-        self.status, self.message, self.body, self.pause = status, message, body or message.encode(), pause
+    ``document`` is the parsed ``body``, with arrays of ids as texts; of what came in parts there is no body.
+    """
+
+    def __init__(self, document: Json, body: bytes = b"") -> None:
+        """Raises ``Unrecordable`` when ``document`` is not a chat completion, and ``ValueError`` and others."""
+        choices = document.get("choices")
+        if not isinstance(choices, list) or not choices:
+            raise Unrecordable("the response is not a chat completion")
+        if error_in(document) is not None:
+            raise Unrecordable("the response is an error")
+        self.document, self._body = document, body
+        self.model = str(document.get("model") or "")
+        self.usage = usage_in(document.get("usage"))
+        self.choices = choices_in(document)
+
+    @property
+    def about(self) -> JsonObject:
+        """The fields beside the choices: id, created, usage and those that the server adds."""
+        shown = without(self.document, frozenset(IDS))
+        return {name: value for name, value in shown.items() if name not in _RECORDED_ELSEWHERE and value}
+
+    def body_without(self, hidden: frozenset[str]) -> bytes:
+        """The body of the response as the server itself would give it to who does not ask for ``hidden``."""
+        return dump_object(without(self.document if hidden == _ASKED_FOR else parse_object(self._body), hidden))
+
+    def plain(self) -> Json:
+        """The response without token ids and logprobs."""
+        return without(self.document, _ASKED_FOR)
 
 
-def completions_from(
-    content: bytes, base_model: str, model: str, sampling: SamplingParams, *, attempts: int = 1
+def chat_answer(body: bytes) -> ChatAnswer:
+    """A whole response. Raises ``Unrecordable``."""
+    return reading("the response", _chat_answer, body)
+
+
+def _chat_answer(body: bytes) -> ChatAnswer:
+    document = parsed_completion(body)
+    # Most of what has levels are the logprobs, which are not stored as they are.
+    is_read = isinstance(document, dict) and not too_deep(without(document, _ASKED_FOR))
+    return ChatAnswer(document if is_read else {}, body)
+
+
+def completions_in(
+    answer: ChatAnswer, base_model: str, model: str, sampling: SamplingParams, attempts: int
 ) -> list[Completion]:
-    """Parse a response; one completion per choice. Raises ``AnsweredError``, and ``ModelError`` for anything else that
-    is not a chat completion.
+    """One completion per choice; ``model`` is the name that was asked for. Raises ``ModelError`` for wrong token ids.
 
     ``tokens`` is ``None`` without token ids; its logprobs are empty when they are missing, not finite, or not one per
     sampled id. The first completion has the usage of the whole request.
     """
-    with _reads(content):
-        document = parsed_completion(content)
-        _check(document)
-        choices = choices_in(document)
-        if not choices:
-            raise ValueError("there are no choices")
-    policy = PolicyRef.from_served_name(base_model, str(document.get("model") or model))
+    policy = PolicyRef.from_served_name(base_model, answer.model or model)
     if policy.adapter is None:
         policy = PolicyRef.from_served_name(base_model, model)
-    about: JsonObject = {"response_id": str(document.get("id") or ""), "attempts": attempts}
+    about: JsonObject = {"response_id": str(answer.document.get("id") or ""), "attempts": attempts}
     return [
         Completion(
             message=_stripped(choice.message),
             tokens=_tokens(choice),
             finish_reason=choice.finish_reason,
-            usage=usage_in(document.get("usage")) if at == 0 else Usage(),
+            usage=answer.usage if at == 0 else Usage(),
             policy=policy,
             sampling=sampling,
             metadata={**about, **({"reasoning_content": text} if (text := reasoning_in(choice.extra)) else {})},
         )
-        for at, choice in enumerate(choices)
+        for at, choice in enumerate(answer.choices)
     ]
-
-
-@contextmanager
-def _reads(content: bytes) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        shown = " ".join(content[:400].decode("utf-8", errors="replace").split())[:200]
-        raise ModelError(f"the model server's answer is not a chat completion (check base_url): {shown}") from error
-
-
-def _check(document: Any) -> None:
-    if (problem := error_in(document)) is not None:
-        raise AnsweredError(*problem)
 
 
 def _stripped(message: Message) -> Message:
@@ -230,36 +338,3 @@ def _tokens(choice: ChatChoice) -> Tokens | None:
     if prompt is None or sampled is None:
         raise ModelError("a token id of the model server's answer is negative or over 31 bits; repair the server")
     return Tokens(prompt_ids=tuple(prompt), sampled_ids=tuple(sampled), logprobs=choice.logprobs)
-
-
-DONE = b"[DONE]"
-
-
-class StreamedAnswer(ChunkAssembler):
-    """Parses the bytes of an event stream with one choice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._events = EventStreamReader()
-        self._done = False
-
-    def feed(self, data: bytes) -> Iterator[str]:
-        """The text of all events that ``data`` completes. Raises ``ModelError`` and ``InfrastructureError``."""
-        for event in self._events.feed(data):
-            self._done |= event.data == DONE
-            if self._done or not event.data:
-                continue
-            with _reads(event.data):
-                chunk = parsed(event.data)
-                _check(chunk)
-                self.add(chunk)
-                deltas = [choice.get("delta") or {} for choice in chunk.get("choices") or () if not choice.get("index")]
-                text = "".join(text_of(delta.get("content")) or "" for delta in deltas)
-            if text:
-                yield text
-
-    def whole(self) -> bytes:
-        """The response as if it had not been streamed. Raises ``InfrastructureError`` when the stream is incomplete."""
-        if not self._done and not self.finished:
-            raise InfrastructureError("the stream of the model server ended before its answer did")
-        return json.dumps(self.document()).encode()

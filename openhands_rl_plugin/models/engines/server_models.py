@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from threading import Timer
-from time import monotonic
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, describe
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.models.engines.client import (
+    JSON,
+    Connections,
+    HttpUpstream,
+    ServerError,
+    close_connections,
+    whole,
+)
+from openhands_rl_plugin.models.engines.openai_wire import dump_object
 
 _MANY = 20
 _NOT_OFFERED = (404, 405, 501)
@@ -114,30 +119,47 @@ def listed_models(
     Raises ``InfrastructureError`` when the server does not answer, ``ConfigError`` for a wrong URL or key.
     """
     try:
-        answer = models_answer(base_url, api_key, timeout)
-    except httpx.TransportError as error:
-        raise _away(base_url, error, "the URL") from error
-    if answer.status_code in _NOT_OFFERED:
-        return None
-    if answer.status_code in (401, 403):
-        raise ConfigError(f"{base_url} refuses the API key: {key_setting}")
-    if not answer.is_success:
-        raise InfrastructureError(f"{base_url}/models answered {answer.status_code}; see the server's log")
+        answer = _asked(base_url, api_key, timeout)
+    except ServerError as error:
+        if error.status in _NOT_OFFERED:
+            return None
+        if error.status in (401, 403):
+            raise ConfigError(f"{base_url} refuses the API key: {key_setting}") from error
+        raise _away(error, "the URL") from error
     try:
-        return ListedModels.model_validate_json(answer.content).data
+        return ListedModels.model_validate_json(answer).data
     except ValidationError as error:
         raise ConfigError(
             f"{base_url}/models did not answer a list of models; is it an OpenAI-compatible server?"
         ) from error
 
 
-def models_answer(base_url: str, api_key: str | None, timeout: float) -> httpx.Response:
-    """The response of ``GET {base_url}/models``. Raises ``ConfigError`` for a wrong URL, ``httpx.TransportError``."""
+def _asked(
+    base_url: str,
+    api_key: str | None,
+    timeout: float,
+    *,
+    path: str = "models",
+    body: bytes = b"",
+    named_by: str = "the URL",
+) -> bytes:
+    """The body of an answer. Raises ``ServerError``, and ``ConfigError`` for a wrong URL."""
+
+    async def ask() -> bytes:
+        connections: Connections = {}
+        server = HttpUpstream(base_url, api_key, timeout, connections=connections)
+        try:
+            async with server.open("POST" if body else "GET", path, (JSON,), body) as response:
+                return await whole(response)
+        finally:
+            await close_connections(connections)
+
     try:
-        with _client(base_url, api_key, timeout) as client:
-            return client.get(f"{base_url}/models")
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{base_url!r:.100} is not a URL: {error}") from error
+        if (parts := urlsplit(base_url)).scheme not in ("http", "https") or parts.port == 0:
+            raise ValueError("it has to begin with http:// or https://")
+        return background().wait_for(ask())
+    except (ValueError, httpx.InvalidURL) as error:
+        raise ConfigError(f"{named_by} {base_url!r:.100} is not a URL: {error}") from error
 
 
 def uses_proxy(url: str) -> bool:
@@ -146,28 +168,9 @@ def uses_proxy(url: str) -> bool:
     return bool(proxies.get(parts.scheme) or proxies.get("all")) and not proxy_bypass(parts.hostname or "")
 
 
-@contextmanager
-def _client(base_url: str, api_key: str | None, timeout: float) -> Iterator[httpx.Client]:
-    """A client whose one request takes ``timeout`` seconds at most. Raises ``httpx.ReadTimeout``."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    secure = base_url.startswith("https:")
-    with httpx.Client(headers=headers, timeout=timeout, verify=secure, trust_env=secure) as client:
-        limit, end = Timer(timeout, client.close), monotonic() + timeout
-        limit.start()
-        try:
-            yield client
-        except httpx.TransportError as error:
-            if monotonic() >= end:  # a closed socket fails in several ways
-                raise httpx.ReadTimeout(f"the answer is not whole after {timeout:g} s") from error
-            raise
-        finally:
-            limit.cancel()
-
-
 _SECONDS = 10.0
 _PROBE_SECONDS = 60.0
 _SHOWN = 5
-_PORTS = {"http": 80, "https": 443}
 
 
 def check_model_server(base_url: str, model: str, api_key: str | None = None, *, named_by: str = "--base-url") -> None:
@@ -176,30 +179,43 @@ def check_model_server(base_url: str, model: str, api_key: str | None = None, *,
     A server may serve what it does not list (a proxy does), and list nothing: only a refused request for one token says
     that it does not serve it. Raises ``InfrastructureError`` and ``ConfigError``.
     """
-    try:
-        answer = models_answer(base_url, api_key, _SECONDS)
-    except httpx.HTTPError as error:
-        if _of_tls(error) or uses_proxy(base_url):
-            return  # who sends the completions may be set to trust it, or to go another way
-        raise _away(base_url, error, named_by) from error
-    if answer.status_code == 401:
-        raise ConfigError(
-            f"{base_url} refuses the API key ({answer.status_code}): name the variable that holds it with "
-            "--api-key-env, or in [llm] api_key"
-        )
-    if not (served := _listed(answer)) or model in served:
+    served = check_answers(base_url, api_key, named_by=named_by)
+    if not served or model in served:
         return
     body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
     try:
-        with _client(base_url, api_key, _PROBE_SECONDS) as client:
-            answer = client.post(f"{base_url}/chat/completions", json=body)
-    except httpx.HTTPError:
-        return  # what is wrong shows in the episodes
-    if 400 <= answer.status_code < 500 and answer.status_code != 429:
+        _asked(base_url, api_key, _PROBE_SECONDS, path="chat/completions", body=dump_object(body))
+    except ServerError as error:
+        if error.headers is None or error.is_temporary:
+            return  # what is wrong shows in the episodes
         nearest = get_close_matches(model, served, n=1)
         meant = f", did you mean {one_line(nearest[0], 100)}?" if nearest else "."
         known = one_line(", ".join(served[:_SHOWN]), 300) + (", ..." if len(served) > _SHOWN else "")
-        raise ConfigError(f"{base_url} does not serve {model}{meant} It has: {known}; name one of them with --model")
+        raise ConfigError(
+            f"{base_url} does not serve {model}{meant} It has: {known}; name one of them with --model"
+        ) from error
+
+
+def check_answers(base_url: str, api_key: str | None = None, *, named_by: str = "--base-url") -> list[str]:
+    """The names that a server lists; none for one without such a list.
+
+    Raises ``InfrastructureError`` where nothing answers, ``ConfigError`` for a wrong URL or key. What is behind a proxy
+    or sends a certificate that is not known here may answer to who sends the completions.
+    """
+    try:
+        listed = _asked(base_url, api_key, _SECONDS, named_by=named_by)
+        return [each.id for each in ListedModels.model_validate_json(listed).data]
+    except ValidationError:
+        return []
+    except ServerError as error:
+        if error.status == 401:
+            raise ConfigError(
+                f"{base_url} refuses the API key ({error.status}): name the variable that holds it with "
+                "--api-key-env, or in [llm] api_key"
+            ) from error
+        if error.headers is not None or _of_tls(error) or uses_proxy(base_url):
+            return []
+        raise _away(error, named_by) from error
 
 
 def _of_tls(error: BaseException) -> bool:
@@ -207,34 +223,5 @@ def _of_tls(error: BaseException) -> bool:
     return isinstance(error, ssl.SSLError) or (below is not None and _of_tls(below))
 
 
-def check_answers(base_url: str) -> None:
-    """Raise ``InfrastructureError`` where nothing listens. Sends nothing, so that it costs the server nothing.
-
-    Behind a proxy, which the engine uses for https, nothing is asked. Raises ``ConfigError`` for a wrong URL.
-    """
-    try:
-        parts = urlsplit(base_url)
-        address = (parts.hostname or "", parts.port or _PORTS[parts.scheme])
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"--base-url {base_url!r:.100} is not a URL of http or https: {error}") from error
-    if parts.scheme == "https" and uses_proxy(base_url):
-        return
-    try:
-        socket.create_connection(address, timeout=_SECONDS).close()
-    except OSError as error:
-        raise _away(base_url, error, "--base-url") from error
-
-
-def _away(base_url: str, error: Exception, named_by: str) -> InfrastructureError:
-    return InfrastructureError(
-        f"no model server answers at {base_url} ({describe(error)}): start it, for example with `openhands-rl serve`, "
-        f"or correct {named_by}"
-    )
-
-
-def _listed(answer: httpx.Response) -> list[str]:
-    """The names of a list of models; empty for any other answer."""
-    try:
-        return [each.id for each in ListedModels.model_validate_json(answer.content).data] if answer.is_success else []
-    except ValidationError:
-        return []
+def _away(error: ServerError, named_by: str) -> InfrastructureError:
+    return InfrastructureError(f"{error} Or correct {named_by}.")

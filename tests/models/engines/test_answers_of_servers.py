@@ -14,9 +14,9 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError, PublishError
 from openhands_rl_plugin.core.types import Completion, Message
 from openhands_rl_plugin.models.adapters.servers import Connection
+from openhands_rl_plugin.models.engines.client import HttpUpstream, ServerError
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import listed_models
-from openhands_rl_plugin.session.upstream import HttpUpstream, ServerError
 
 ASK = (Message(role="user", content="hi"),)
 NO_USAGE = (None, {}, {"prompt_tokens": None, "prompt_tokens_details": None}, "null", [])
@@ -90,7 +90,7 @@ async def test_an_error_in_a_200_is_what_its_code_says(stream: bool) -> None:
 
 async def test_an_error_behind_a_text_is_not_asked_again() -> None:
     late = events(chunk({"content": "Hi"}), {"error": {"code": 429, "message": "slow down"}, "choices": []})
-    with pytest.raises(InfrastructureError, match="answered 429: slow down"):
+    with pytest.raises(InfrastructureError, match=r"429 - .*slow down"):
         await ask(late, events(chunk({"content": "Hi"}, "stop")), stream=True)
 
 
@@ -121,7 +121,7 @@ async def test_a_session_gives_up_what_drips_and_reads_the_status_of_an_error() 
 @pytest.mark.parametrize("kind", ["", "text/html"])
 async def test_a_list_of_models_and_publishing_give_up_a_server_that_drips(kind: str) -> None:
     async with dripping_server(kind) as url, asyncio.timeout(5):
-        with pytest.raises(InfrastructureError, match="is not whole after"):
+        with pytest.raises(InfrastructureError, match="did not answer within"):
             await asyncio.to_thread(listed_models, url, None, 0.3)
         connection = Connection(url, timeout=0.3)
         with pytest.raises(PublishError, match="nothing answers"):

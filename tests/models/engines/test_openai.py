@@ -211,7 +211,7 @@ async def test_a_refusal_is_a_model_error_with_the_server_s_words():
     refusal = respond({"error": {"message": "maximum context\nlength is 8"}}, status="400 Bad Request")
     async with raw_server(lambda path, body: refusal) as server:
         player = engine(server.url)
-        with pytest.raises(ModelError, match="answered 400: maximum context length is 8"):
+        with pytest.raises(ModelError, match=r"400 - .*maximum context\\nlength is 8"):
             await player.complete(ASK)
         await player.aclose()
     # Once more without token ids and logprobs, which may have been the cause.
@@ -222,7 +222,7 @@ async def test_a_refusal_is_a_model_error_with_the_server_s_words():
 async def test_other_forms_of_refusals(detail: Any):
     async with raw_server(lambda path, body: respond(detail, status="404 Not Found")) as server:
         player = engine(server.url)
-        with pytest.raises(ModelError, match="404: no such model"):
+        with pytest.raises(ModelError, match=r"404 - .*no such model"):
             await player.complete(ASK)
         await player.aclose()
 

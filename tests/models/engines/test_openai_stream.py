@@ -13,8 +13,8 @@ from raw_server import raw_server, respond
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
 from openhands_rl_plugin.core.protocols import StreamingEngine
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Tokens, Usage
+from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.models.engines.openai_wire import StreamedAnswer
 
 ASK = (Message(role="user", content="hi"),)
 
@@ -120,10 +120,10 @@ async def test_a_stream_that_falls_silent_is_given_up() -> None:
 
 @given(st.lists(st.integers(1, 12), max_size=60))
 def test_it_does_not_matter_where_the_network_cuts(sizes: list[int]) -> None:
-    data, answer, texts = b": hello\r\n\r\n" + stream(*WHOLE, line="\r\n\r\n"), StreamedAnswer(), []
+    data, reader = b": hello\r\n\r\n" + stream(*WHOLE, line="\r\n\r\n"), EventStreamReader()
+    whole, found = EventStreamReader().feed(data), []
     for size in sizes:
-        texts += answer.feed(data[:size])
+        found += reader.feed(data[:size])
         data = data[size:]
-    texts += answer.feed(data)
-    assert texts == ["Hel", "lo\u2028 wor", "ld"]
-    assert json.loads(answer.whole())["choices"][0]["token_ids"] == [7, 8, 9, 10]
+    assert [*found, *reader.feed(data)] == whole
+    assert [json.loads(each.data) for each in whole[1:-1]] == [*WHOLE]

@@ -1,0 +1,264 @@
+"""The client of model servers: requests, the errors of their answers, and when a request is sent again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpcore
+import httpx
+
+from openhands_rl_plugin.core.concurrency import Backoff
+from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.messages import error_in
+from openhands_rl_plugin.core.secrets import SHORTEST_OWN
+from openhands_rl_plugin.models.engines.extensions import (
+    LOGPROBS,
+    SAMPLING,
+    TOKEN_IDS,
+    ExtensionAttempt,
+    ExtensionTable,
+)
+from openhands_rl_plugin.models.engines.openai_wire import Json, dump_object, parse_object
+
+ALL_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
+"""The extensions that a server of the user's own is asked for."""
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+"""The headers of a request as they are sent, with lower-case names."""
+
+# Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
+_WORTH_A_RETRY = frozenset({408, 409, 425, 429})
+_PAUSES = Backoff(0.5, 8.0)
+# Seconds that a server may ask to wait (Retry-After).
+_LONGEST_PAUSE = 60.0
+_READ_BYTES = 2**20
+MAX_ANSWER, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
+
+
+class ServerError(Exception):
+    """The server answered an error, or not at all: ``status`` is that of HTTP, 408 where it was too slow, and 500 where
+    there is no connection. ``body`` and ``headers`` are what it sent, ``headers`` ``None`` for nothing. With a status
+    of 200 the answer had no choice."""
+
+    def __init__(self, status: int, message: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.body, self.headers = status, body or message.encode(), headers
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the same request may succeed later."""
+        return not 400 <= self.status < 500 or self.status in _WORTH_A_RETRY
+
+    @property
+    def retry_after(self) -> float:
+        """The seconds that the server asks to wait, or 0."""
+        waits = (self.headers or {}).get("retry-after", "")
+        return float(waits) if waits.isascii() and waits.isdecimal() else 0.0  # a date is rare
+
+    def as_failure(self, attempts: int = 1) -> EpisodeError:
+        """``ModelError`` when the server refuses the request itself, else ``InfrastructureError``."""
+        tried = f" (after {attempts} attempts)" if attempts > 1 else ""
+        return (InfrastructureError if self.is_temporary else ModelError)(f"{self}{tried}")
+
+
+def server_error(caught: BaseException) -> ServerError | None:
+    """The model server's error that was the cause."""
+    error: BaseException | None = caught
+    while error is not None and not isinstance(error, ServerError):
+        error = error.__cause__
+    return error
+
+
+@lru_cache(16)
+def extensions_of(base_url: str) -> ExtensionTable:
+    """What the models of one server accept; shared by all sessions of the process."""
+    return ExtensionTable()
+
+
+JSON = (b"content-type", b"application/json")
+_WAITS = {"timeout": {"connect": 10.0}}
+
+
+class _Stream(httpcore.AsyncNetworkStream):
+    """A connection of asyncio. What is written leaves in one piece when the answer is read."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._unsent: list[bytes] = []
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        try:
+            if self._unsent:
+                unsent, self._unsent = self._unsent, []
+                self._writer.write(b"".join(unsent))
+                await self._writer.drain()
+            return await self._reader.read(_READ_BYTES)
+        except OSError as error:
+            raise httpcore.ReadError(error) from error
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._unsent.append(buffer)
+
+    async def aclose(self) -> None:
+        self._writer.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        # An idle connection on which something came (its end) is not used again.
+        return self._reader.at_eof() or self._writer.is_closing() if info == "is_readable" else None
+
+
+class _Sockets(httpcore.AsyncNetworkBackend):
+    async def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, local_address: Any = None, socket_options: Any = None
+    ) -> _Stream:
+        try:
+            async with asyncio.timeout(timeout):
+                return _Stream(*await asyncio.open_connection(host, port, limit=_READ_BYTES))
+        except OSError as error:
+            raise httpcore.ConnectError(error) from error
+
+
+class _PlainTransport(httpx.AsyncHTTPTransport):
+    """That of httpx over asyncio's own sockets, which takes half of the processor time of anyio's."""
+
+    def __init__(self) -> None:
+        super().__init__(verify=False)
+        self._pool = httpcore.AsyncConnectionPool(
+            max_connections=None, max_keepalive_connections=100, keepalive_expiry=5.0, network_backend=_Sockets()
+        )
+
+
+Connections = dict[tuple[asyncio.AbstractEventLoop, bool], httpx.AsyncClient | _PlainTransport]
+"""Open ones by event loop, and by whether they are of https."""
+_SHARED: Connections = {}
+
+
+async def close_connections(connections: Connections = _SHARED) -> None:
+    """Close those of this event loop."""
+    for at in [each for each in connections if each[0] is asyncio.get_running_loop()]:
+        await connections.pop(at).aclose()
+
+
+async def is_sent_again(
+    error: ServerError, asking: ExtensionAttempt, tries: int = 1, pauses: Backoff = _PAUSES
+) -> bool:
+    """Whether to repeat a request: without the fields that the server refuses, or after a pause, which this waits."""
+    if asking.is_refused(error.status, error.body):
+        return True
+    asking.failures += 1
+    if not error.is_temporary or error.status == 200 or asking.failures >= tries:
+        return False
+    await asyncio.sleep(max(pauses.pause(asking.failures), min(error.retry_after, _LONGEST_PAUSE)))
+    return True
+
+
+class HttpUpstream:
+    """A server with an API like OpenAI's. ``timeout``: seconds of a request, from the connection to the last byte.
+
+    ``fields``: the extensions to ask for. ``connections``: by default those of all such servers of the process.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        key: str | None,
+        timeout: float,
+        *,
+        fields: tuple[str, ...] = (),
+        headers: Mapping[str, str] | RawHeaders | None = None,
+        connections: Connections = _SHARED,
+    ) -> None:
+        self.fields = fields
+        self.extensions = extensions_of(base_url)
+        self._base = base_url.rstrip("/")
+        self._timeout = timeout
+        self._key = key.encode() if key else b""
+        self._headers = [*httpx.Headers(headers).raw, JSON]
+        self._connections = connections
+        # Anthropic takes a bearer token for another kind of key; vLLM and others know no other header.
+        self._anthropic = (urlsplit(base_url).hostname or "").endswith("anthropic.com")
+
+    async def send(self, body: Json) -> bytes:
+        """The body of the answer to a chat completion's request. Raises ``ServerError``."""
+        async with self.post(body) as response:
+            return await self.completion(response)
+
+    def post(self, body: Json) -> AbstractAsyncContextManager[httpx.Response]:
+        """``open`` for a chat completion."""
+        return self.open("POST", "chat/completions", self._headers, dump_object(body))
+
+    async def completion(self, response: httpx.Response) -> bytes:
+        """The body of an open response. Raises ``ServerError``, also for an error in it."""
+        answer = await whole(response)
+        found = error_in(parse_object(answer)) if b'"error"' in answer or b'"choices"' not in answer else None
+        if found is not None:
+            raise self.error(found[0], answer, response.headers)
+        return answer
+
+    @asynccontextmanager
+    async def open(self, method: str, path: str, headers: RawHeaders, body: bytes) -> AsyncIterator[httpx.Response]:
+        """An open response, to be read by ``parts``; ``path`` is below ``/v1``. Raises ``ServerError``, also in the
+        block."""
+        keys = [] if self._anthropic or not self._key else [(b"authorization", b"Bearer " + self._key)]
+        if self._key and (self._anthropic or path.startswith("messages")):
+            keys.append((b"x-api-key", self._key))
+        sent = httpx.Request(
+            method, f"{self._base}/{path}", content=body or None, headers=[*headers, *keys], extensions=_WAITS
+        )
+        server, at = f"model server at {self._base}", (asyncio.get_running_loop(), self._base.startswith("https:"))
+        if at not in self._connections:  # a plain HTTP server is local, and asked without a proxy
+            opened = httpx.AsyncClient(timeout=None, limits=httpx.Limits()) if at[1] else _PlainTransport()
+            self._connections[at] = opened
+        connections = self._connections[at]
+        try:
+            async with asyncio.timeout(self._timeout):
+                if isinstance(connections, httpx.AsyncClient):
+                    response = await connections.send(sent, stream=True)
+                else:  # a client's cookies and redirects are not wanted, and cost time
+                    response = await connections.handle_async_request(sent)
+                try:
+                    if response.has_redirect_location:
+                        # A client that followed it would leave with its messages.
+                        other = urlsplit(response.headers["location"]).netloc[:200] or "another path"
+                        remedy = "set --upstream or base_url to where it is"
+                        raise ServerError(421, f"The {server} redirects to {other!a}: {remedy}.")
+                    if response.is_error:
+                        raise self.error(response.status_code, await whole(response), response.headers)
+                    yield response
+                finally:
+                    await response.aclose()
+        except (TimeoutError, httpx.TimeoutException) as error:
+            problem = f"Request timed out: the {server} did not answer within {self._timeout:g} s."
+            raise ServerError(408, problem) from error
+        except httpx.HTTPError as error:
+            problem = f"the {server} broke off; ask again."
+            if isinstance(error, httpx.ConnectError):
+                problem = f"no {server[:12]} answers{server[12:]}: start it, for example with `openhands-rl serve`."
+            raise ServerError(500, f"Connection error ({type(error).__name__}): {problem}") from error
+
+    def error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> ServerError:
+        """That of an answer with this body, without the key."""
+        if len(self._key) >= SHORTEST_OWN:
+            answer = answer.replace(self._key, b"***")  # some servers repeat it
+        shown = parse_object(answer) or answer[:_LONGEST_MESSAGE].decode("utf-8", "replace")
+        return ServerError(status, f"Error code: {status} - {shown}"[:_LONGEST_MESSAGE], answer, headers)
+
+
+async def whole(response: httpx.Response) -> bytes:
+    """The rest of an open response. Raises ``ServerError`` when it is too long."""
+    return b"".join([part async for part in parts(response)])
+
+
+async def parts(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises ``ServerError`` when it is too long."""
+    size = 0
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > MAX_ANSWER:
+            raise ServerError(413, f"The response of the model server exceeds {MAX_ANSWER} bytes.")
+        yield part
