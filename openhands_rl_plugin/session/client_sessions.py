@@ -31,9 +31,8 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -65,7 +64,7 @@ from openhands_rl_plugin.core.types import (
     kind_of,
     path_to,
 )
-from openhands_rl_plugin.models.engines.extensions import SAMPLING, TOKEN_IDS, ExtensionAttempt, missing_parts
+from openhands_rl_plugin.models.engines.extensions import missing_parts
 from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json, parse_object
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
@@ -74,7 +73,7 @@ from openhands_rl_plugin.session.replies import ErrorReply, PendingCalls
 from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.session.upstream import Upstream
-from openhands_rl_plugin.session.wire import CHAT, ClientRequest, WireProtocol, added_fields
+from openhands_rl_plugin.session.wire import CHAT, ClientRequest
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 _IN_USER_ID = "_session_"
@@ -88,24 +87,18 @@ TOOLS = "tools"
 _SHORTEST_QUOTE = 8
 
 
-class SessionName(NamedTuple):
-    """The name of a session, and which of the rules gave it."""
-
-    name: str
-    named_by: str
-
-
 def session_name(
     path_name: str, client: str, headers: Mapping[str, str], document: Json, messages: Sequence[WireMessage]
-) -> SessionName:
-    """The name of the session. ``path_name``: from the path, or empty; ``client``: the client's address."""
+) -> tuple[str, str]:
+    """The name of the session, and which of the rules gave it. ``path_name``: from the path, or empty; ``client``: the
+    client's address."""
     about = [found for name in ("metadata", "litellm_metadata") if isinstance(found := document.get(name), dict)]
     places = [("path", path_name), *(("header", headers.get(each)) for each in HEADERS)]
     places += [("prompt_cache_key", document.get("prompt_cache_key"))]
     places += [("metadata", given) for each in about for given in (each.get("session_id"), _in_user(each))]
     places += [("metadata", document.get("litellm_session_id"))]
-    found = next((SessionName(name, named_by) for named_by, given in places if (name := _name(given))), None)
-    return found or SessionName(_from_opening(client, headers, messages), OPENING)
+    found = next(((name, named_by) for named_by, given in places if (name := _name(given))), None)
+    return found or (_from_opening(client, headers, messages), OPENING)
 
 
 def named_session(path_name: str, headers: Mapping[str, str]) -> str:
@@ -141,33 +134,6 @@ def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[Wi
 ENVIRONMENT = "gateway"
 RECORDED = StrategySpec(name="gateway")
 """That of a session without a strategy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A client's request on its way to the model server. ``started`` is a time of ``perf_counter``."""
-
-    protocol: WireProtocol
-    session: ClientSession
-    call: ClientRequest
-    attempt: ExtensionAttempt
-    started: float
-
-    @property
-    def filled(self) -> JsonObject:
-        """The sampling parameters that the client left open, as they were sent."""
-        added = added_fields(self.call, self.attempt.fields) if SAMPLING in self.attempt.fields else {}
-        return {name: value for name, value in added.items() if name in SamplingParams.model_fields}
-
-    def why(self, name: str, *, lost_ids: bool) -> str:
-        """Why the answer came without what the field ``name`` asks for."""
-        if self.protocol is not CHAT:
-            return f"POST /v1/{self.protocol.path} reports none"
-        if self.call.document.get(name) is not None and not self.call.wants(name):
-            return f"the client turned {name} off"
-        if lost_ids and name == TOKEN_IDS:
-            return "the stream left some token ids out"
-        return self.attempt.why_missing(name)
 
 
 class OpenRequest(BaseModel):
@@ -256,12 +222,12 @@ class ClientSession(Session):
         policy = super().policy_of(served)
         return policy if policy.adapter is not None else PolicyRef(base_model=served)
 
-    async def record(self, exchange: Exchange, answer: ChatAnswer, *, lost_ids: bool) -> list[str]:
+    async def record(self, call: ClientRequest, answer: ChatAnswer) -> list[str]:
         """Store a response with the new messages of its prompt. After a ``StorageError``, the next call stores it, too.
 
-        Returns the cause for each answer without token ids or logprobs. ``lost_ids`` as in ``AnswerStream``.
+        Returns the cause for each answer without token ids or logprobs.
         """
-        call, latency = exchange.call, round(time.perf_counter() - exchange.started, 4)
+        latency = round(time.perf_counter() - call.started, 4)
         served = answer.model or call.model
         self._begin(call, served)
         tree, first, tools = self.tree, len(self.tree.nodes), self.tree.tools
@@ -275,22 +241,22 @@ class ClientSession(Session):
             "streamed": call.streams,
             "history_rewritten": rewritten,
             TOOLS: list(call.tools) if call.tools != tools else None,
-            "protocol": exchange.protocol.path if exchange.protocol is not CHAT else None,
+            "protocol": call.protocol.path if call.protocol is not CHAT else None,
             "instructions": call.instructions,
             "unknown_before": unknown,
         }
         notes |= {name: value for name, value in noted.items() if value or value == []}
-        causes, nodes = [], []
+        causes, nodes, why = [], [], partial(call.why_missing, lost_ids=answer.lost_ids)
         for at, choice in enumerate(answer.choices):
             made = self.completion(
                 choice,
                 after=parent,
                 served=served,
                 usage=answer.usage if at == 0 else Usage(),
-                sampling=call.sampling(exchange.filled),
+                sampling=call.sampling,
                 metadata={**notes, **({"message": choice.extra} if choice.extra else {})},
             )
-            if missing := missing_parts(partial(exchange.why, lost_ids=lost_ids), made.tokens):
+            if missing := missing_parts(why, made.tokens):
                 made.metadata[MISSING] = missing
                 causes += [f"{what}: {why}" for what, why in missing.items()]
             nodes.append(tree.propose(made, parent=parent))

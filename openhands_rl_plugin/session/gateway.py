@@ -65,14 +65,11 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     event,
     parse_object,
     too_deep,
-    without,
 )
 from openhands_rl_plugin.session.client_sessions import (
     OPENING,
     ClientSession,
-    Exchange,
     OpenRequest,
-    SessionName,
     SessionPool,
     named_session,
     session_name,
@@ -86,8 +83,8 @@ from openhands_rl_plugin.session.wire import (
     ClientRequest,
     WireProtocol,
     added_fields,
+    put_back_calls,
     upstream_body,
-    with_sampled_calls,
 )
 
 _LOG = redacting_logger(__name__)
@@ -293,15 +290,15 @@ class Gateway:
         client = (request.scope.get("client") or ("",))[0]
         named = session_name(name, client, request.headers, call.document, call.messages)
         if not name and call.continues and (known := self._sessions_of.get(call.continues)):
-            named = SessionName(known, "response")
-        if named.named_by == OPENING and not self._counts.named_by[OPENING]:
+            named = known, "response"
+        if named[1] == OPENING and not self._counts.named_by[OPENING]:
             _LOG.warning(
                 "a conversation sends no id: those with the same first messages become one episode; "
                 "give each a base_url of its own (/session/NAME/v1) or the header x-litellm-session-id"
             )
-        self._counts.named_by[named.named_by] += 1
-        session = await self.sessions.open(named.name)
-        ask = partial(self._completion, request, protocol, session, call)
+        self._counts.named_by[named[1]] += 1
+        session = await self.sessions.open(named[0])
+        ask = partial(self._completion, request, session, call)
         pending = session.pending.join(protocol.path, request.body, request.headers, request.left, ask)
         # Until the first event, and in long pauses, comments; before JSON that a strategy decides, white space.
         silence = self._config.keep_alive if call.streams or session.is_searched else None
@@ -332,7 +329,7 @@ class Gateway:
             return refusal(error)
 
     async def _completion(
-        self, request: Incoming, protocol: WireProtocol, session: ClientSession, call: ClientRequest, to: PendingCall
+        self, request: Incoming, session: ClientSession, call: ClientRequest, to: PendingCall
     ) -> Reply:
         """The reply to a request. Raises ``ServerError`` and others.
 
@@ -340,7 +337,7 @@ class Gateway:
         """
         model, config, headers = self._model(call.model), self._config, self._headers(request)
         if session.is_searched:
-            if protocol is not CHAT:
+            if call.protocol is not CHAT:
                 raise ErrorReply(400, "The strategy of this session answers chat completions.")
             keys = [each for each in headers if each[0] in _KEY_HEADERS]
             upstream = HttpUpstream(config.upstream, self._key, config.timeout, fields=ALL_FIELDS, headers=keys)
@@ -349,47 +346,47 @@ class Gateway:
             if call.streams:
                 to.add(_as_events(document, usage=call.wants_usage))
             return Reply(200, dump_object(document), recorded=True)
-        if session.calls is not None and protocol is CHAT:
-            call = with_sampled_calls(call, session.calls)
+        if session.calls is not None and call.protocol is CHAT:
+            put_back_calls(call, session.calls)
         fills = config.sampling_defaults == "neutral"
         wanted = [name for name in call.wanted if fills or name != SAMPLING]
         attempt = self._upstream.extensions.attempt(model, wanted)
-        exchange, answered = Exchange(protocol, session, call, attempt, time.perf_counter()), False
+        call.attempt, call.started, answered = attempt, time.perf_counter(), False
         while True:
             body = upstream_body(call, model, added_fields(call, attempt.fields))
             try:
-                async with self._upstream.open("POST", protocol.path + request.query, headers, body) as response:
+                async with self._upstream.open("POST", call.protocol.path + request.query, headers, body) as response:
                     attempt.succeeded()
                     answered = True
-                    return await self._recorded(exchange, response, to)
+                    return await self._recorded(session, call, response, to)
             except ServerError as error:
                 if answered or not await is_sent_again(error, attempt):
                     raise
 
-    async def _recorded(self, exchange: Exchange, response: httpx.Response, to: PendingCall) -> Reply:
+    async def _recorded(
+        self, session: ClientSession, call: ClientRequest, response: httpx.Response, to: PendingCall
+    ) -> Reply:
         """The server's answer, passed on as it comes and stored, if it can be. Raises ``StorageError``."""
         headers, stream, held, body = _passed_back(response.headers), None, list[bytes](), b""
-        protocol, call = exchange.protocol, exchange.call
         if call.streams and response.headers.get("content-type", "").startswith(EVENTS):
-            to.headers, stream = headers, protocol.stream(call)
-            held = await _streamed(exchange, stream, response, to)
+            to.headers, stream = headers, call.protocol.stream(call)
+            held = await _streamed(stream, response, to)
         else:
             body = await whole(response)
         try:
-            answer = stream.whole() if stream is not None else await read_body(body, protocol.answer)
-            missing = await exchange.session.record(exchange, answer, lost_ids=stream is not None and stream.lost_ids)
+            answer = stream.whole() if stream is not None else await read_body(body, call.protocol.answer)
+            missing = await session.record(call, answer)
         except (Unrecordable, ValueError, TypeError, RecursionError) as problem:
             # The answer is paid for.
-            body, status = _unread(exchange, body)
-            if status:
-                raise ServerError(status, str(problem), body, response.headers) from problem
+            if (found := error_in(parse_object(body))) is not None:
+                raise ServerError(found[0], str(problem), body, response.headers) from problem
             self._unrecorded(problem)
             reply = Reply(response.status_code, body, {**headers, **NOT_RECORDED})
         else:
             self._counts.recorded += 1
             self._counts.missing.update(missing)
-            if protocol is RESPONSES and (identity := answer.document.get("id")):
-                self._sessions_of[str(identity)] = exchange.session.name
+            if call.protocol is RESPONSES and (identity := answer.document.get("id")):
+                self._sessions_of[str(identity)] = session.name
                 if len(self._sessions_of) > _MOST_RESPONSES:
                     self._sessions_of.popitem(last=False)
             if stream is None and call.hidden:
@@ -442,16 +439,16 @@ def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_BACK}
 
 
-async def _streamed(exchange: Exchange, stream: AnswerStream, response: httpx.Response, to: PendingCall) -> list[bytes]:
+async def _streamed(stream: AnswerStream, response: httpx.Response, to: PendingCall) -> list[bytes]:
     """Pass the events on; returns the last ones, which wait until the answer is stored."""
     reader, held = EventStreamReader(), list[bytes]()
     async for data in parts(response):
         for number, received in enumerate(reader.feed(data), 1):
             if not number % _EVENTS_AT_ONCE:
                 await asyncio.sleep(0)
-            if not to.begun and (failed := _unread(exchange, received.data))[1]:
+            if not to.begun and (found := error_in(parse_object(received.data))) is not None:
                 headers = {**to.headers, "content-type": JSON}
-                raise ServerError(failed[1], "an error in a stream", failed[0], headers)
+                raise ServerError(found[0], "an error in a stream", received.data, headers)
             shown = stream.feed(received)
             if stream.ending:
                 held.append(shown)
@@ -460,17 +457,6 @@ async def _streamed(exchange: Exchange, stream: AnswerStream, response: httpx.Re
         if stream.done:
             break
     return [*held, reader.rest()]
-
-
-def _unread(exchange: Exchange, body: bytes) -> tuple[bytes, int]:
-    """A body without what only the gateway asked for, and the status that an error in it stands for, or 0."""
-    document, error = parse_object(body), None
-    if document is not None:
-        error = error_in(document)
-        shown = without(document, exchange.call.hidden)
-        if shown != document:
-            body = dump_object(shown)
-    return body, error[0] if error is not None else 0
 
 
 def _late(reply: Reply, protocol: WireProtocol) -> bytes:

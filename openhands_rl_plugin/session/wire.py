@@ -6,7 +6,7 @@ Chat completions are OpenAI's protocol, in which vLLM and others report token id
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,7 +21,13 @@ from openhands_rl_plugin.core.messages import (
 )
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
-from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS, extension_values
+from openhands_rl_plugin.models.engines.extensions import (
+    LOGPROBS,
+    SAMPLING,
+    TOKEN_IDS,
+    ExtensionAttempt,
+    extension_values,
+)
 from openhands_rl_plugin.models.engines.openai_wire import (
     DEEPEST,
     DONE,
@@ -42,7 +48,7 @@ STREAM_OPTIONS = "stream_options"
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClientRequest:
     """One request for a completion. ``body`` is the client's text, ``document`` the parsed object.
 
@@ -50,6 +56,8 @@ class ClientRequest:
     the protocol. ``wanted``: the fields to add to it, if they are accepted; ``hidden``: what only these bring into the
     answer. ``instructions``: whether the first message holds for this request only. ``continues``: the id of an
     earlier response whose conversation comes before ``messages``. ``unknown_before``: why it is not known what does.
+
+    Since it was sent it has an ``attempt``, and ``started``, a time of ``perf_counter``.
     """
 
     body: bytes
@@ -62,6 +70,9 @@ class ClientRequest:
     instructions: bool = False
     continues: str = ""
     unknown_before: str = ""
+    protocol: WireProtocol = field(init=False)
+    attempt: ExtensionAttempt = field(init=False)
+    started: float = 0.0
 
     @property
     def model(self) -> str:
@@ -86,12 +97,25 @@ class ClientRequest:
         """The sampling parameters of the request."""
         return recorded_parameters(self.settings)
 
-    def sampling(self, filled: Json) -> SamplingParams:
-        """The parameters with those ``filled`` in for it; none where a value is not valid."""
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters with those that were filled in for it; none where a value is not valid."""
+        added = added_fields(self, self.attempt.fields) if SAMPLING in self.attempt.fields else {}
+        filled = {name: value for name, value in added.items() if name in SamplingParams.model_fields}
         try:
             return SamplingParams.model_validate(dict(sampling_in({**self.settings, **filled})))
         except (ValidationError, TypeError):
             return SamplingParams()
+
+    def why_missing(self, name: str, *, lost_ids: bool) -> str:
+        """Why the answer came without what the field ``name`` asks for."""
+        if self.protocol is not CHAT:
+            return f"POST /v1/{self.protocol.path} reports none"
+        if self.document.get(name) is not None and not self.wants(name):
+            return f"the client turned {name} off"
+        if lost_ids and name == TOKEN_IDS:
+            return "the stream left some token ids out"
+        return self.attempt.why_missing(name)
 
 
 def client_request(
@@ -145,50 +169,46 @@ def upstream_body(call: ClientRequest, model: str, added: Json) -> bytes:
     return b"".join((call.body[:opening], dump_object(added)[1:-1], b",", call.body[opening:]))
 
 
-def with_sampled_calls(call: ClientRequest, calls: SampledCalls) -> ClientRequest:
-    """The chat completion's request with its ``calls`` as they were sampled."""
+def put_back_calls(call: ClientRequest, calls: SampledCalls) -> None:
+    """Send the ``calls`` of a chat completion's request as they were sampled."""
     messages = calls.put_back(call.messages)
     if all(one is other for one, other in zip(call.messages, messages, strict=True)):
-        return call
+        return
     # Those that stay are sent as they came: recorded messages have a system message for a developer's.
     sent = zip(call.document["messages"], call.messages, messages, strict=True)
-    document = {**call.document, "messages": [given if one is other else other for given, one, other in sent]}
-    return replace(call, body=dump_object(document), document=document, messages=messages)
+    call.document["messages"] = [given if one is other else other for given, one, other in sent]
+    call.body, call.messages = dump_object(call.document), messages
 
 
 class AnswerStream:
     """A streamed answer, event by event, of which the client gets what it asked for.
 
     ``ending``: all has been said, and the client must not see the end before the answer is stored.
-    ``done``: no event comes after this one. ``lost_ids``: some sampled tokens came without their ids.
+    ``done``: no event comes after this one.
     """
 
     def __init__(self, call: ClientRequest) -> None:
         self.problem = ""
-        self.ending = self.done = self.lost_ids = False
+        self.ending = self.done = False
         self._hidden = call.hidden
 
     def feed(self, received: ServerEvent) -> bytes:
-        """Take an event; returns what the client gets of it: one that cannot be recorded with a mark."""
+        """Take an event; returns what the client gets of it."""
         if received.data == DONE:
             self.ending = self.done = True
         if received.data in (b"", DONE):
             return received.raw
-        data, mark = parse_object(received.data), b""
+        data = parse_object(received.data)
         try:
             if data is None or error_in(data) is not None:
                 raise ValueError(f"an event of the stream is {'no JSON object' if data is None else 'an error'}")
             self.take(data)
         except (ValueError, TypeError, LookupError, AttributeError) as problem:
             self.problem = self.problem or str(problem) or "an event of the stream has an unknown format"
-            if data is None and any(name.encode() in received.data for name in self._hidden):
-                return _error_event({"message": self.problem, "type": "BadGatewayError", "code": 502})
-            mark = b": not recorded: the next event has an unknown format\n\n"
         shown = without(data, self._hidden)
         if shown == data:
-            return mark + received.raw
-        silent = not mark and not shown.get("usage") and all(map(_says_nothing, shown.get("choices") or ()))
-        return b"" if silent else mark + event(dump_object(shown))
+            return received.raw
+        return event(dump_object(shown)) if shown.get("choices") or shown.get("usage") else b""
 
     def whole(self) -> ChatAnswer:
         """The answer as a chat completion. Raises ``Unrecordable`` when the events are none, or not all."""
@@ -222,14 +242,7 @@ class ChunkStream(AnswerStream):
 
     def read(self) -> ChatAnswer:
         """As ``AnswerStream.read``."""
-        self.lost_ids = self._parts.lost_ids
-        return ChatAnswer(self._parts.document())
-
-
-def _says_nothing(choice: Json) -> bool:
-    """Whether a chunk's choice has been there for its token ids and logprobs only."""
-    said = {**choice, **(choice.get("delta") or {})}
-    return not any(value for name, value in said.items() if name not in ("index", "delta"))
+        return ChatAnswer(self._parts.document(), lost_ids=self._parts.lost_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +263,9 @@ class WireProtocol:
         document = parse_object(body)
         if document is None:
             raise Unrecordable(f"the request is not a JSON object, or has more than {DEEPEST} levels")
-        return reading("the request", self.request, body, document)
+        call = reading("the request", self.request, body, document)
+        call.protocol = self
+        return call
 
     def answer(self, body: bytes) -> ChatAnswer:
         """A whole response. Raises ``Unrecordable``."""
@@ -264,7 +279,8 @@ def _request(body: bytes, document: Json) -> ClientRequest:
     if call.streams and not call.wants_usage and isinstance(document.get(STREAM_OPTIONS), dict | None):
         wanted.append(STREAM_OPTIONS)
     hidden = (*(() if call.wants(TOKEN_IDS) else IDS), *(() if call.wants(LOGPROBS) else (LOGPROBS,)))
-    return replace(call, wanted=tuple(wanted), hidden=frozenset(hidden))
+    call.wanted, call.hidden = tuple(wanted), frozenset(hidden)
+    return call
 
 
 def _error_event(error: Json) -> bytes:

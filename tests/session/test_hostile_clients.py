@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from gateway_world import Body, Model, streamed, user, world
+from gateway_world import Body, Model, user, world
 from raw_clients import exchange, request, status
 
 
@@ -73,18 +73,3 @@ async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monke
     async with world(tmp_path / "b") as gateway:
         await gateway.say(user("one"), headers=given)
     assert set(names) & set(gateway.model.headers[0]) == set(names) - {"cookie"}
-
-
-@pytest.mark.parametrize("wrong", [{"error": {"message": "oh"}}, {"choices": [{"index": "x"}]}, {"choices": [5]}])
-async def test_nothing_that_only_the_gateway_asked_for_is_in_wrong_answers(tmp_path: Path, wrong: Body):
-    ids = {"token_ids": [1], "prompt_token_ids": [2], "provider_specific_fields": {"token_ids": [3]}, "own": "kept"}
-
-    async def answer(request: web.Request, body: Body) -> web.StreamResponse:
-        choices = [{**each, **ids, "logprobs": {}} for each in wrong.get("choices", ()) if isinstance(each, dict)]
-        said = {**wrong, **ids, "logprobs": {"content": []}, **({"choices": choices} if choices else {})}
-        return await streamed(request, [said]) if body.get("stream") else web.json_response(said)
-
-    async with world(tmp_path, Model(behave=answer)) as gateway:
-        answers = [await gateway.ask(user("one"), stream=stream) for stream in (True, False)]
-    for each in answers:
-        assert "token_ids" not in each.text and "logprobs" not in each.text and "kept" in each.text

@@ -131,8 +131,6 @@ async def test_of_a_chat_the_client_gets_what_it_asked_for(tmp_path: Path):
     assert full.content == b"".join(events_of(PATHS[0], gateway.model.bodies[-1], Model(answers=2)))
     chunks = [json.loads(line[6:]) for line in plain.text.split("\n\n") if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == TEXT
-    # Chunks that only had the ids of tokens without text are left out.
-    assert all(chunk["choices"][0]["delta"] or chunk["choices"][0]["finish_reason"] for chunk in chunks)
     for node in (node for node in (await gateway.only()).nodes if node.sampled):
         assert node.tokens is not None and "missing" not in node.metadata
         assert list(node.tokens.sampled_ids) == sampled_ids({"content": TEXT})
@@ -178,25 +176,12 @@ async def test_malformed_events_are_passed_on_and_the_next_stream_is_recorded(tm
         assert (await read(gateway, path, session="b")).status_code == 200
         health = (await gateway.http.get("/health")).json()
     assert junk in got.content and got.content.count(b"\n\n") >= 3
-    assert (b": not recorded" in got.content) == (health["unrecorded"] == 1)
     # An event of no known type is not malformed to a protocol that may have new ones.
     known = {trajectory.task.id for trajectory in await gateway.stored()}
     assert "b" in known and health["recorded"] + health["unrecorded"] == 2
     assert (health["unrecorded"] == 1) == ("a" not in known)
     for trajectory in await gateway.stored():
         assert trajectory.nodes[-1].message.content == TEXT
-
-
-@pytest.mark.parametrize("junk", [b'[{"token_ids": [1, 2]}]', b'{"token_ids": [1, 2], ' + b'"a":{' * 200])
-async def test_ids_that_only_the_gateway_asked_for_are_in_no_malformed_event(tmp_path: Path, junk: bytes):
-    async with world(
-        tmp_path, model_of(lambda events: [*events[:2], b"data: " + junk + b"\n\n", *events[2:]])
-    ) as gateway:
-        got = await read(gateway, PATHS[0])
-        wanted = await read(gateway, PATHS[0], session="t", return_token_ids=True, logprobs=True)
-        assert (await gateway.http.get("/health")).json()["unrecorded"] == 2
-    assert b"token_ids" not in got.content and "no JSON object" in got.text
-    assert junk in wanted.content
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -257,16 +257,17 @@ class ChatAnswer:
     """A chat completion as a model server sent it.
 
     ``document`` is the parsed ``body``, with arrays of ids as texts; of what came in parts there is no body.
+    ``lost_ids``: some sampled tokens came without their ids.
     """
 
-    def __init__(self, document: Json, body: bytes = b"") -> None:
+    def __init__(self, document: Json, body: bytes = b"", *, lost_ids: bool = False) -> None:
         """Raises ``Unrecordable`` when ``document`` is not a chat completion, and ``ValueError`` and others."""
         choices = document.get("choices")
         if not isinstance(choices, list) or not choices:
             raise Unrecordable("the response is not a chat completion")
         if error_in(document) is not None:
             raise Unrecordable("the response is an error")
-        self.document, self._body = document, body
+        self.document, self._body, self.lost_ids = document, body, lost_ids
         self.model = str(document.get("model") or "")
         self.usage = usage_in(document.get("usage"))
         self.choices = choices_in(document)
