@@ -69,16 +69,19 @@ from openhands_rl_plugin.models.engines.openai_wire import (
 from openhands_rl_plugin.session.client_sessions import (
     OPENING,
     ClientSession,
+    ErrorReply,
     OpenRequest,
+    PendingCall,
+    Reply,
     SessionPool,
     named_session,
     session_name,
 )
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
-from openhands_rl_plugin.session.imitation import MESSAGES, RESPONSES
-from openhands_rl_plugin.session.replies import ErrorReply, PendingCall, Reply
 from openhands_rl_plugin.session.wire import (
     CHAT,
+    MESSAGES,
+    RESPONSES,
     AnswerStream,
     ClientRequest,
     WireProtocol,
@@ -456,7 +459,7 @@ async def _streamed(stream: AnswerStream, response: httpx.Response, to: PendingC
                 to.add(shown)
         if stream.done:
             break
-    return [*held, reader.rest()]
+    return [*held, reader.rest]
 
 
 def _late(reply: Reply, protocol: WireProtocol) -> bytes:

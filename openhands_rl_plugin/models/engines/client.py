@@ -80,6 +80,7 @@ def extensions_of(base_url: str) -> ExtensionTable:
     return ExtensionTable()
 
 
+_url = lru_cache(256)(httpx.URL)
 JSON = (b"content-type", b"application/json")
 _WAITS = {"timeout": {"connect": 10.0}}
 
@@ -208,7 +209,7 @@ class HttpUpstream:
         if self._key and (self._anthropic or path.startswith("messages")):
             keys.append((b"x-api-key", self._key))
         sent = httpx.Request(
-            method, f"{self._base}/{path}", content=body or None, headers=[*headers, *keys], extensions=_WAITS
+            method, _url(f"{self._base}/{path}"), content=body or None, headers=[*headers, *keys], extensions=_WAITS
         )
         server, at = f"model server at {self._base}", (asyncio.get_running_loop(), self._base.startswith("https:"))
         if at not in self._connections:  # a plain HTTP server is local, and asked without a proxy
