@@ -35,13 +35,7 @@ from openhands_rl_plugin.core.servers import (
     read_body,
     serving_here,
 )
-from openhands_rl_plugin.core.types import (
-    Bounded,
-    FailureKind,
-    JsonObject,
-    Score,
-    StopReason,
-)
+from openhands_rl_plugin.core.types import Bounded, FailureKind, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.client import (

@@ -144,12 +144,12 @@ def parse_object(text: bytes) -> Json | None:
 
 def too_deep(value: object) -> bool:
     """Whether a JSON value has more than ``DEEPEST`` levels of arrays and objects."""
-    holders: list[Any] = [value]
+    level: list[Any] = [[value]]
     for _ in range(DEEPEST + 1):
-        holders = [each for each in holders if type(each) is dict or type(each) is list]
-        if not holders:
+        inside = (one.values() if type(one) is dict else one for one in level)
+        level = [each for values in inside for each in values if type(each) is dict or type(each) is list]
+        if not level:
             return False
-        holders = [each for one in holders for each in (one.values() if type(one) is dict else one)]
     return True
 
 
