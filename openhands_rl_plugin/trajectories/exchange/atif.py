@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import reasoning_of, text_of
@@ -58,9 +58,8 @@ NAME = "atif"
 OWN = "openhands_rl"
 """The key of ``extra`` under which our own fields stand."""
 
-_IDS = TypeAdapter(tuple[Annotated[int, Field(ge=0, lt=2**63)], ...])
-_LOGPROBS = TypeAdapter(tuple[float | None, ...])
-_TASK, _POLICY, _STOP = TypeAdapter(Task), TypeAdapter(PolicyRef), TypeAdapter(StopReason)
+_Ids = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
+_Logprobs = tuple[float | None, ...]
 
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:
@@ -81,7 +80,7 @@ def read(row: JsonObject, file: Path | None = None) -> Imported:
     """
     record, trial = Record(row), _trial(file)
     own, agent = record.record("extra").record(OWN), record.record("agent")
-    policy = own.read(_POLICY, "policy") or policy_of(agent.read(str, "model_name"))
+    policy = own.read(PolicyRef, "policy") or policy_of(agent.read(str, "model_name"))
     messages: list[RecordMessage] = []
     for number, step in enumerate(record.read(list, "steps") or ()):
         with within(f"steps[{number}]"):
@@ -96,8 +95,8 @@ def read(row: JsonObject, file: Path | None = None) -> Imported:
     return finished(
         tree,
         NAME,
-        own.read(_TASK, "task") or task_of(tree.messages(), UNKNOWN, *names),
-        own.read(_STOP, "stop"),
+        own.read(Task, "task") or task_of(tree.messages(), UNKNOWN, *names),
+        own.read(StopReason, "stop"),
         policy=policy,
         run_id=own.text("run_id") or trial.text("trial_name"),
         group_id=own.read(str, "group_id"),
@@ -154,10 +153,10 @@ def _answer(step: Record, text: str | None, given: Sequence[Record], policy: Pol
 
 def _tokens(metrics: Record) -> Tokens | None:
     """Raises ``ExchangeError`` when ids and logprobs do not fit."""
-    prompt, sampled = metrics.read(_IDS, "prompt_token_ids"), metrics.read(_IDS, "completion_token_ids")
+    prompt, sampled = metrics.read(_Ids, "prompt_token_ids"), metrics.read(_Ids, "completion_token_ids")
     if prompt is None or sampled is None:
         return None
-    given = [math.nan if each is None else each for each in metrics.read(_LOGPROBS, "logprobs") or ()]
+    given = [math.nan if each is None else each for each in metrics.read(_Logprobs, "logprobs") or ()]
     logprobs = Tokens.known_logprobs(given, len(given))
     if logprobs and len(logprobs) != len(sampled):
         raise ExchangeError(f"metrics: {len(logprobs)} logprobs for {len(sampled)} completion_token_ids")

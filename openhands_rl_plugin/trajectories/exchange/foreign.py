@@ -17,7 +17,7 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
@@ -65,14 +65,11 @@ def within(place: str) -> Iterator[None]:
         raise ExchangeError(f"{place}: {error}") from error
 
 
-_KINDS: Mapping[Any, TypeAdapter[Any]] = {
-    str: TypeAdapter(str, config=ConfigDict(coerce_numbers_to_str=True)),
-    float: TypeAdapter(Bounded),
-    bool: TypeAdapter(bool),
-    int: TypeAdapter(int),
-    dict: TypeAdapter(dict[str, Any]),
-    list: TypeAdapter(list[Any]),
-}
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    if kind is str:
+        return TypeAdapter(str, config=ConfigDict(coerce_numbers_to_str=True))
+    return TypeAdapter(Bounded if kind is float else kind)
 
 
 class Record:
@@ -91,12 +88,12 @@ class Record:
         """The first of the fields that is there, unchecked."""
         return next((self.fields[name] for name in names if name in self.fields), None)
 
-    def read[Kind](self, kind: type[Kind] | TypeAdapter[Kind], *names: str) -> Kind | None:
+    def read[Kind](self, kind: type[Kind], *names: str) -> Kind | None:
         """The first of the fields that is there: a text (or a number, as text), a number, a flag, an object, a list."""
         if (value := self.get(*names)) is None:
             return None
         try:
-            return (kind if isinstance(kind, TypeAdapter) else _KINDS[kind]).validate_python(value)
+            return _adapter(kind).validate_python(value)
         except ValidationError as error:
             raise ExchangeError(f"{self._at}{names[0]}: {what_is_wrong(error)}") from error
 
@@ -406,11 +403,9 @@ _ARGUMENTS = "arguments"
 
 def spoken_messages(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
     """The messages of some nodes, answers with their reasoning."""
-    found: list[SpokenMessage] = []
-    for node in (trajectory.nodes[at] for at in nodes):
-        reasoning = reasoning_of(node) if node.message.role == "assistant" else None
-        found.append(SpokenMessage(**dict(node.message), reasoning=reasoning, sampled=node.sampled))
-    return found
+    wanted = (trajectory.nodes[at] for at in nodes)
+    thoughts = ((node, reasoning_of(node) if node.message.role == "assistant" else None) for node in wanted)
+    return [SpokenMessage(**dict(node.message), reasoning=text, sampled=node.sampled) for node, text in thoughts]
 
 
 def wire_of(message: Message) -> JsonObject:

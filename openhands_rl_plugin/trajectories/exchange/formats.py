@@ -176,7 +176,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "sft-text",
             "SFT rows with calls as text, as SWE-Gym publishes them",
-            lambda row, file: rows.import_text(row),
+            lambda row, file: rows.read_conversation("sft-text", row),
             rows.text_rows,
             columns=rows.TEXT_COLUMNS,
             messages=True,
@@ -185,7 +185,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "sft-native",
             "SFT rows with native tool calls and a tools column",
-            lambda row, file: rows.import_native(row),
+            lambda row, file: rows.read_conversation("sft-native", row),
             rows.native_rows,
             columns=rows.NATIVE_COLUMNS,
             conversations=("messages",),

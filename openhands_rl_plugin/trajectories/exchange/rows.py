@@ -135,18 +135,10 @@ def _columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObject:
     return {**identity_columns(trajectory, scores), **present(patch=patch_of(trajectory), **held)}
 
 
-def import_text(row: JsonObject) -> Imported:
-    """An episode of a row with calls as text, which they stay. Raises ``ExchangeError``."""
-    return _read_row("sft-text", Record(row))
-
-
-def import_native(row: JsonObject) -> Imported:
-    """An episode of a row with native calls. Raises ``ExchangeError``."""
-    return _read_row("sft-native", Record(row))
-
-
-def _read_row(form: str, record: Record) -> Imported:
-    """Of a row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has null-filled tools)."""
+def read_conversation(form: str, row: JsonObject) -> Imported:
+    """An episode of a row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has null-filled tools). Calls in
+    the text stay there. Raises ``ExchangeError``."""
+    record = Record(row)
     messages, tools = record.whole(record.messages("messages")), tools_of(record.get("tools", "functions"))
     names = (record.read(str, "instance_id"), record.read(str, "task_id"))
     evidence = present(

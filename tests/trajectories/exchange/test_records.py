@@ -10,10 +10,10 @@ from exchange_samples import CODE, DATA, call, said, score, told, trajectory
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, ToolCall
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, tools_of
 from openhands_rl_plugin.trajectories.exchange.rows import (
-    import_native,
     line_rows,
     native_rows,
     prediction_rows,
+    read_conversation,
     read_line,
     read_own_line,
     read_prediction,
@@ -29,14 +29,14 @@ def plain(row: JsonObject) -> JsonObject:
 def test_native_rows_keep_calls_exactly() -> None:
     played = trajectory()
     (row,) = native_rows(played, (score(played, 0.5),))
-    found, scores = import_native(plain(row))
+    found, scores = read_conversation("sft-native", plain(row))
     assert found.messages() == played.messages() and found.tools == played.tools
     assert row["instance_id"] == "repo__repo-1" and row["resolved"] is False and scores[0].reward == 0.5
 
 
 def test_a_row_of_the_sampled_set_with_null_filled_unions() -> None:
     row = json.loads((DATA / "sampled_row.json").read_text())
-    found, scores = import_native(row)
+    found, scores = read_conversation("sft-native", row)
     assert found.run_id == "gpt-4o-2024-08-06_maxiter_50_N_v2.1-no-hint-train-t0-run_1"
     assert [message.content for message in found.messages()] == ["S", "Fix f.", None, "done", "Bye\nbye."]
     assert found.messages()[2].tool_calls == (ToolCall(id="call_1", name="execute_bash", arguments='{"command":"ls"}'),)
@@ -114,6 +114,6 @@ def test_our_own_lines_lose_nothing() -> None:
 def test_the_same_record_is_the_same_trajectory() -> None:
     played = trajectory()
     (row,) = native_rows(played, ())
-    assert import_native(plain(row)).trajectory == import_native(plain(row)).trajectory
-    changed = plain(row) | {"run_id": "another"}
-    assert import_native(changed).trajectory.id != import_native(plain(row)).trajectory.id
+    one, same = (read_conversation("sft-native", plain(row)).trajectory for _ in range(2))
+    changed = read_conversation("sft-native", plain(row) | {"run_id": "another"}).trajectory
+    assert one == same and changed.id != one.id
