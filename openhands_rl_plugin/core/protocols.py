@@ -341,8 +341,8 @@ class TellsChanges(Protocol):
         True
     """
 
-    async def revision(self, trajectory_id: str | None = None) -> str:
-        """A text that is another one when this episode, or anything in the store, has changed."""
+    async def revision(self) -> str:
+        """A text that is another one when anything in the store has changed."""
         ...
 
 

@@ -200,7 +200,7 @@ class EpisodeShelf:
         """The episode of the path, or another one. Raises ``HTTPException`` 404 and ``StorageError``."""
         asked = request.path_params["id"] if identity is None else identity
         storage = await self._sources.holding(request, asked)
-        revision = await storage.revision(asked) if isinstance(storage, TellsChanges) else ""
+        revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
         key = (id(storage), asked)
         known = self._kept.get(key)
         if known is None or not revision or known.revision != revision:

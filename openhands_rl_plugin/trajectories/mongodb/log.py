@@ -187,7 +187,7 @@ class MongoLog(Log):
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         number = _NUMBERS[kind]
         found = self._database[kind].find({"episode": {"$in": list(ids)}}).sort(number, 1)
-        return [Record(each[number], each["episode"], each[kind[:-1]]) async for each in found]
+        return [(each[number], each["episode"], each[kind[:-1]]) async for each in found]
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         changes: list[UpdateOne] = []
@@ -198,7 +198,7 @@ class MongoLog(Log):
             change = _literal({"scored": max(numbers), "score": reward}) | _chosen(valid, found_by)
             changes.append(UpdateOne({"_id": header.id, "scored": {"$lte": max(numbers)}}, [{"$set": change}]))
         await self._database["episodes"].bulk_write(changes, ordered=False)
-        settled = [number for each in judged for number in each.numbers]
+        settled = [number for _, numbers, _ in judged for number in numbers]
         await self._database["scores"].update_many({"_id": {"$in": settled}}, {"$unset": {"pending": ""}})
 
     async def unjudged(self) -> Sequence[str]:

@@ -134,7 +134,7 @@ class SqliteLog(Log):
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         query = f"SELECT row, trajectory_id, {kind[:-1]} FROM {kind} WHERE trajectory_id {_SOME} ORDER BY row"
-        return [Record(*each) for each in self._run(query, (_json(ids),))]
+        return self._run(query, (_json(ids),)).fetchall()
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         for episode, _, newest in judged:

@@ -17,7 +17,6 @@ from openhands_rl_plugin.core.types import (
     Score,
     StopReason,
     Times,
-    Trajectory,
     TreeNode,
     Usage,
     acted_nodes,
@@ -150,16 +149,6 @@ def joined(nodes: Sequence[Node], more: Sequence[Node] = (), marks: Iterable[Nod
             raise StorageError(f"node {mark.index} cannot be marked: there are {len(both)} nodes")
         both[mark.index] = both[mark.index].model_copy(update=mark.changes(both[mark.index]))
     return both
-
-
-def whole(start: EpisodeStart, nodes: Sequence[Node], end: EpisodeEnd) -> Trajectory:
-    """An episode put together again."""
-    if start.schema_version > SCHEMA_VERSION:
-        raise newer_schema(start.id, start.schema_version)
-    parts: dict[str, Any] = {name: value for name, value in start if name != "started"} | {
-        name: value for name, value in end if name not in ("trajectory_id", "finished")
-    }
-    return Trajectory(**parts, nodes=tuple(nodes), times=Times(started=start.started, finished=end.finished))
 
 
 def _finite(identity: str, seconds: float) -> float:

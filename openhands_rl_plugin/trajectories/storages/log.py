@@ -31,11 +31,11 @@ from openhands_rl_plugin.core.records import (
     TrajectorySummary,
 )
 from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_trajectory, redact_value
-from openhands_rl_plugin.core.types import Node, Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, joined, whole
+from openhands_rl_plugin.core.types import SCHEMA_VERSION, Node, Score, StopReason, Times, Trajectory
+from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, joined, newer_schema
 from openhands_rl_plugin.trajectories.storages.packing import (
     PackedNodes,
-    pack_in_chunks,
+    pack_nodes,
     packed_end,
     packed_json,
     parsed_end,
@@ -90,20 +90,11 @@ class Episode(NamedTuple):
         return header._replace(episode_return=None if known in (None, "none") else float(known))
 
 
-class Record(NamedTuple):
-    """A score or a label as it is stored; ``identity`` is that of its episode."""
+Record = tuple[int, str, bytes]
+"""A score or a label as it is stored: its number, the id of its episode, the packed document."""
 
-    number: int
-    identity: str
-    document: bytes
-
-
-class Judged(NamedTuple):
-    """What the scores with these ``numbers`` say of an episode's outcome."""
-
-    episode: Episode
-    numbers: Sequence[int]
-    newest: Score | None
+Judged = tuple[Episode, Sequence[int], Score | None]
+"""An episode, the numbers of its scores, and the newest of these that judges the outcome."""
 
 
 class Log(Protocol):
@@ -264,17 +255,9 @@ class LogStorage(ABC):
 
         return await self._read(counted)
 
-    async def revision(self, trajectory_id: str | None = None) -> str:
+    async def revision(self) -> str:
         """As in ``TellsChanges``. Raises ``StorageError``."""
-
-        async def revised(log: Log) -> str:
-            if trajectory_id is None:
-                return await log.state()
-            states = [(each.number, each.revision, each.place) for each in await log.headers([trajectory_id])]
-            of = [await log.records(kind, [trajectory_id]) for kind in RECORDS.values()]
-            return f"{states} {[[each.number for each in records] for records in of]}"
-
-        return await self._read(revised)
+        return await self._read(lambda log: log.state())
 
     def skip_damaged(self) -> list[DamagedRecord]:
         """As in ``SkipsDamage``."""
@@ -336,8 +319,8 @@ class LogStorage(ABC):
         self._open.pop(trajectory.id, None)
         start, end = EpisodeStart.of(trajectory), EpisodeEnd.of(trajectory)
         header = EpisodeHeader.begun(start).ended(joined((), trajectory.nodes), end)
-        packs = tuple(pack_in_chunks(trajectory.nodes))
-        await _put(log, header, Content(packed_json(start), packs, (), trajectory.head, packed_end(start, end)))
+        packs, packed = _packs(trajectory.nodes), packed_end(start, end)
+        await _put(log, header, Content(packed_json(start), packs, (), trajectory.head, packed))
 
     async def _begin(self, log: Log, start: EpisodeStart) -> None:
         clean = redact_value(start)
@@ -370,7 +353,7 @@ class LogStorage(ABC):
             standing.nodes = joined(standing.nodes, nodes, marks)
             header = standing.episode.header.grown(standing.nodes, growth.head, time.time())
             same = not nodes and not marks and growth.head == standing.head
-            content = None if same else Content(None, tuple(pack_in_chunks(nodes, known)), marks, growth.head)
+            content = None if same else Content(None, _packs(nodes, known), marks, growth.head)
             if (episode := await log.write(standing.episode, header, content)) is not None:
                 standing.episode, standing.head = episode, growth.head
                 self._remember(standing)
@@ -420,6 +403,10 @@ class LogStorage(ABC):
             self._open.popitem(last=False)
 
 
+def _packs(nodes: Sequence[Node], first: int = 0) -> tuple[PackedNodes, ...]:
+    return (PackedNodes(first, len(nodes), pack_nodes(nodes)),) if nodes else ()
+
+
 async def upgrade(log: Log) -> None:
     """Count and judge every episode again: earlier releases took the newest score of any version, the last segment of
     a condensed episode, and a session's 0 as its return. What is damaged is named when it is read."""
@@ -456,7 +443,7 @@ async def _judge(log: Log, ids: Iterable[str]) -> None:
         for episode in await log.headers(list(scores)) if scores else ():
             known = scores[episode.fields[0]]
             newest = newest_outcome(score for _, score in known)
-            judged.append(Judged(episode, [number for number, _ in known], newest))
+            judged.append((episode, [number for number, _ in known], newest))
         if judged:
             await log.judge(judged)
 
@@ -506,17 +493,16 @@ def _trajectory(episode: Episode) -> Trajectory:
     start, nodes = _opened(episode)
     if len(nodes) != header.nodes or (content.end is None and not header.open):
         raise DamagedError(f"trajectory {header.id!r} has {len(nodes)} of {header.nodes} nodes; restore a backup")
+    if start.schema_version > SCHEMA_VERSION:
+        raise newer_schema(start.id, start.schema_version)
     if content.end is not None:
-        return whole(start, nodes, parsed_end(start, content.end))
-    end = EpisodeEnd(
-        trajectory_id=start.id,
-        head=content.head,
-        stop=StopReason.UNFINISHED,
-        policy=start.policy,
-        tools=start.tools,
-        finished=header.finished,
-    )
-    return whole(start, nodes, end)
+        end = parsed_end(start, content.end)
+    else:
+        known = {"head": content.head, "policy": start.policy, "tools": start.tools, "finished": header.finished}
+        end = EpisodeEnd(trajectory_id=start.id, stop=StopReason.UNFINISHED, **known)
+    parts = dict[str, Any](start) | {name: value for name, value in end if name not in ("trajectory_id", "finished")}
+    times = Times(started=parts.pop("started"), finished=end.finished)
+    return Trajectory(**parts, nodes=tuple(nodes), times=times)
 
 
 def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> tuple[frozenset[int], bool]:

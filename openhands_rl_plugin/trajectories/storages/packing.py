@@ -17,7 +17,7 @@ import struct
 import sys
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import batched
 from typing import NamedTuple
@@ -30,9 +30,6 @@ from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, Node, Tokens
 from openhands_rl_plugin.trajectories.storages.header import newer_schema
-
-CHUNK_BYTES = 1024 * 1024
-"""Many nodes are packed in chunks of about so much JSON and arrays; only a larger node makes a larger one."""
 
 UNPACKED_LIMIT = 512 * 1024 * 1024
 """No pack unfolds to more bytes than this, whatever its header says."""
@@ -79,20 +76,6 @@ def pack_nodes(nodes: Sequence[Node]) -> bytes:
     return _pack_nodes(nodes, [_without_tokens(node) for node in nodes])
 
 
-def pack_in_chunks(nodes: Sequence[Node], first: int = 0) -> Iterator[PackedNodes]:
-    """``nodes``, which begin at index ``first``, in packs of about ``CHUNK_BYTES``. Raises ``StorageError``."""
-    documents = [_without_tokens(node) for node in nodes]
-    start, size = 0, 0
-    for at, node in enumerate(nodes):
-        weight = len(documents[at]) + _array_bytes(node.tokens)
-        if at > start and size + weight > CHUNK_BYTES:
-            yield PackedNodes(first + start, at - start, _pack_nodes(nodes[start:at], documents[start:at]))
-            start, size = at, 0
-        size += weight
-    if nodes:
-        yield PackedNodes(first + start, len(nodes) - start, _pack_nodes(nodes[start:], documents[start:]))
-
-
 def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
     """The inverse of ``pack_nodes``. Raises ``StorageError`` for a damaged pack and for one of a later format."""
     data = memoryview(_decompress(blob, _NODES))
@@ -131,12 +114,6 @@ def _readable(document: bytes, what: str) -> bytes:
                 f"{what} is nested more than {DEEPEST} levels deep and could not be read back: keep the value as text"
             ) from error
     return document
-
-
-def _array_bytes(tokens: Tokens | None) -> int:
-    if tokens is None:
-        return 0
-    return 4 * (len(tokens.prompt_ids) + len(tokens.sampled_ids)) + _FLOATS_32 * len(tokens.logprobs)
 
 
 def _pack_nodes(nodes: Sequence[Node], documents: Sequence[bytes]) -> bytes:

@@ -24,7 +24,6 @@ from openhands_rl_plugin.testing.samples import sample_episode, sample_score, st
 from openhands_rl_plugin.trajectories.mongodb import log
 from openhands_rl_plugin.trajectories.mongodb.log import PART_BYTES
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
-from openhands_rl_plugin.trajectories.storages import packing
 
 pytestmark = pytest.mark.contract
 
@@ -112,7 +111,6 @@ async def test_no_document_is_near_the_limit(
     assert PART_BYTES + 2_000 < 16_000_000
     part = PART_BYTES // 64
     monkeypatch.setattr(log, "PART_BYTES", part)
-    monkeypatch.setattr(packing, "CHUNK_BYTES", packing.CHUNK_BYTES // 64)
     large = with_text("large", 4.5 / 64)
     first, *steps = steps_of(large)
     await play(storage, first)
@@ -120,7 +118,7 @@ async def test_no_document_is_near_the_limit(
     await play(storage, steps[-1])
     assert await storage.get("large") == (large, ())
     sizes = [len(raw.raw) for raw in database["chunks"].with_options(_RAW).find()]
-    assert len(sizes) == 5
+    assert len(sizes) == 4
     assert part < max(sizes) < part + 2_000
     check_tidy(database)
 

@@ -9,14 +9,12 @@ import pytest
 from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_samples import trajectory
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef, SamplingParams, Tokens, ToolCall
 from openhands_rl_plugin.trajectories.storages import packing
 from openhands_rl_plugin.trajectories.storages.packing import (
     pack_document,
-    pack_in_chunks,
     pack_nodes,
     unpack_document,
     unpack_nodes,
@@ -168,14 +166,3 @@ def test_a_pack_that_was_interrupted_does_not_spoil_the_next_one() -> None:
 @given(st.binary(max_size=200))
 def test_documents_come_back(document: bytes) -> None:
     assert unpack_document(pack_document(document)) == document
-
-
-def test_many_nodes_are_packed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = trajectory("a", turns=10, new_tokens=400).nodes
-    assert [chunk[:2] for chunk in pack_in_chunks(nodes, 5)] == [(5, len(nodes))]
-    monkeypatch.setattr(packing, "CHUNK_BYTES", 5000)
-    chunks = list(pack_in_chunks(nodes, 5))
-    assert len(chunks) > 2
-    assert [chunk.first for chunk in chunks] == [5 + sum(c.length for c in chunks[:at]) for at in range(len(chunks))]
-    assert tuple(node for chunk in chunks for node in unpack_nodes(chunk.blob)) == nodes
-    assert list(pack_in_chunks([])) == []
