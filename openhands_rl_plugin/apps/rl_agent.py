@@ -64,8 +64,10 @@ from openhands_rl_plugin.models.generator.errors import ServingError
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
 from openhands_rl_plugin.rollout.session import SessionRunner
+from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainReport, build_dataset_or_sft, load_episodes
 from openhands_rl_plugin.training.learn import learn, tell_notes
+from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
 if TYPE_CHECKING:
@@ -580,9 +582,12 @@ class RLAgent:
                 base_model=self._policy.base_model,
                 adapter=self.config.serving.adapter,
                 reward=self._reward,
+                unjudged=not algorithm_of(settings).rewarded,
             )
             episodes = self._thread.wait_for(collecting)
             dataset = build_dataset_or_sft(episodes, settings)
+            taught = taught_dataset(dataset, episodes, settings, Path(weights), self._policy.adapter)
+            dataset = self._thread.wait_for(taught)
             for warning in dataset.warnings():
                 _LOG.warning("%s", warning)
             trainer = _trainer(weights, settings, self._policy.adapter)

@@ -25,10 +25,10 @@ from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.cli.options.versions import LATEST, publish, publish_servers, starting_point
 from openhands_rl_plugin.cli.options.weights import given_weights
 from openhands_rl_plugin.config.build import make_reward
-from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, UsageError, from_extra
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.protocols import Reward
@@ -100,7 +100,7 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
     print(f"  a micro-batch: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
     print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
     print(memory_line(args.model, settings, longest))
-    if engine_named(settings.engine).here and settings.method != "qlora" and settings.sharding != "none":
+    if settings.engine == LOCAL and settings.method != "qlora" and settings.sharding != "none":
         print("  split among processes (--sharding layers), each a GPU; at start, each holds the whole base model:")
         for count in _PROCESSES:
             share = estimate_memory(args.model, settings, longest, count)
@@ -259,8 +259,8 @@ def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: 
     """The estimated memory of training on sequences of at most ``longest`` tokens, and the ``free`` bytes."""
     from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
-    if not engine_named(settings.engine).here:
-        return "  memory: none here, the Tinker service trains"
+    if settings.engine != LOCAL:
+        return f"  memory: none here, {settings.engine} trains"
     memory = estimate_memory(model, settings, longest)
     here = "" if free is None else f"; free: {free / 1e9:.2f} GB" + (", too little" if memory.total > free else "")
     return f"  memory: {memory_words(memory)}{here}"
@@ -388,6 +388,7 @@ class PolicyTraining(TrainingRun):
         from openhands_rl_plugin.rollout.scoring import rescore
         from openhands_rl_plugin.training.algorithms import algorithm_of
         from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
+        from openhands_rl_plugin.training.teacher import taught_dataset
 
         kind = algorithm_of(self._training).kind
         imitates = kind != "reinforcement"
@@ -406,10 +407,14 @@ class PolicyTraining(TrainingRun):
                 reward=reward,
                 demonstrations=imitates,
                 presume=kind == "imitation",
+                unjudged=not algorithm_of(self._training).rewarded,
             )
             if imitates:
                 episodes = with_token_ids(episodes, self._args.model)
-            return base_model, build_dataset(episodes, self._training)
+            dataset = build_dataset(episodes, self._training)
+        if not self._args.dry_run:
+            dataset = await taught_dataset(dataset, episodes, self._training, self._args.model, self._parent)
+        return base_model, dataset
 
     def _print_plan(self, dataset: TrainingDataset) -> None:
         from openhands_rl_plugin.training.learn import check_fits
@@ -436,7 +441,7 @@ class PolicyTraining(TrainingRun):
             check_fits(self._args.model, self._training, longest, free)
         started, split = self._training.nproc_per_node, self._training.sharding
         count = self._ranks.size if self._ranks is not None else started if split == "layers" else 1
-        if count > 1 and split != "none" and self._training.engine == "local":
+        if count > 1 and split != "none" and self._training.engine == LOCAL:
             share = estimate_memory(self._args.model, self._training, longest, count).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.engines import LOCAL, refused_by_engine
-from openhands_rl_plugin.config.fields import Settings, warn_once
+from openhands_rl_plugin.config.fields import Settings, VariableName, warn_once
 from openhands_rl_plugin.core.errors import ConfigError
 
 AlgorithmName = Literal[
@@ -25,8 +24,13 @@ AlgorithmName = Literal[
     "dapo",
     "gspo",
     "cispo",
+    "opd",
+    "opsd",
     "dpo",
 ]
+
+LOCAL = "local"
+"""The training engine of this machine."""
 
 # PEFT's options for weights beside the low-rank ones.
 _UNSERVABLE = ("modules_to_save", "bias", "lora_bias", "use_dora", "trainable_token_indices")
@@ -61,7 +65,7 @@ class TrainingSettings(Settings):
     """
 
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
-    renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}}
+    renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}, "tree": {"branches": "proposals"}}
 
     engine: Annotated[str, registry.registered("training_engines", besides=(LOCAL,))] = Field(
         default=LOCAL, description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]"
@@ -140,6 +144,21 @@ class TrainingSettings(Settings):
     entropy_coefficient: Annotated[float, _Only(_RL)] = Field(
         default=0.0, ge=0, description="weight of the entropy bonus (verl's entropy_coeff); 0: off"
     )
+    teacher: Annotated[str, _Only(_RL)] = Field(
+        default="",
+        description="what scores the policy's own tokens: a base URL with prompt_logprobs, or the folder of a model "
+        "or an adapter; opsd without one: the version that training starts from",
+    )
+    teacher_model: Annotated[str, _Only(_RL)] = Field(default="", description="the teacher's name on its server")
+    teacher_key_env: VariableName = Field(default="", description="environment variable with the teacher's API key")
+    opd_weight: Annotated[float, _Only(_RL)] = Field(
+        default=1.0, gt=0, description="weight of the KL to the teacher beside the reward's advantage"
+    )
+    hint: Annotated[str, _Only(("opsd",))] = Field(
+        default="solved",
+        pattern=r"^(solved|(task|evidence)(\.[^.]+)+)$",
+        description="opsd: what the teacher is shown besides: solved (another attempt), task.KEY or evidence.KEY",
+    )
     old_logprobs: Annotated[Literal["auto", "recorded", "recomputed"], _Only(_RL)] = Field(
         default="auto",
         description="denominator of the ratio: logprobs recorded when sampling, or recomputed by the trainer",
@@ -171,19 +190,16 @@ class TrainingSettings(Settings):
         ge=0,
         description="weight of the advantage among the group's turns in the same state (GiGPO); 0: off",
     )
-    tree: Annotated[Literal["path", "branches", "proposals"], _Only((*_RL, "dpo"))] = Field(
+    tree: Annotated[Literal["path", "proposals"], _Only((*_RL, "dpo"))] = Field(
         default="path",
-        description="what of a search tree is trained on: the acted path, also its branches, or each state's proposals",
+        description="what of a search tree is trained on: the acted path, or all proposals (dpo: best and worst)",
     )
     condensations: Annotated[bool, _Only(_NOT_DPO)] = Field(
         default=False,
         description="also train the summaries that the policy wrote when a host condensed an episode's history",
     )
-    tree_weight: Annotated[float, _Only(_RL)] = Field(
-        default=1.0, ge=0, description="weight of an action's advantage over its siblings"
-    )
-    tree_visits: Annotated[int, _Only((*_RL, "dpo"))] = Field(
-        default=1, ge=1, description="tree = branches: train on branches with at least so many visits of the search"
+    tree_visits: Annotated[int, _Only(("dpo",))] = Field(
+        default=1, ge=1, description="dpo, proposals: those with at least so many visits of the search"
     )
     imitate_above: float = Field(
         default=0.0, description="sft, rejection-sampling: train on episodes with a reward above this"
@@ -246,10 +262,14 @@ class TrainingSettings(Settings):
                 'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
                 "leave 1"
             )
-        if self.tree == "proposals":
-            self._check_proposals()
-        if found := refused_by_engine(self.engine, self):
-            raise ValueError(found)
+        if self.algorithm == "opd" and not self.teacher:
+            raise ValueError('algorithm = "opd" learns from a teacher: set teacher, or algorithm = "opsd" with a hint')
+        of_turns = self.step_rewards != "episode" or self.state_weight or self.condensations
+        if self.tree == "proposals" and self.algorithm in _RL and of_turns:
+            raise ValueError(
+                'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
+                '"episode", state_weight = 0.0 and condensations = false'
+            )
         if self.method == "full" and self.adapt_experts:
             raise ValueError(
                 'adapt_experts = true has no effect on method = "full", which trains all weights: leave false'
@@ -276,14 +296,10 @@ class TrainingSettings(Settings):
             )
         return self
 
-    def _check_proposals(self) -> None:
-        if self.algorithm == "dpo":
-            raise ValueError('tree = "proposals" is a policy gradient: for dpo set tree = "branches", which pairs them')
-        if self.step_rewards != "episode" or self.state_weight or self.condensations:
-            raise ValueError(
-                'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
-                '"episode", state_weight = 0.0 and condensations = false'
-            )
+    @property
+    def taught(self) -> bool:
+        """Whether a teacher scores what is trained."""
+        return bool(self.teacher) or self.algorithm == "opsd"
 
     def check_servable(self) -> None:
         """Raise ``ConfigError`` for settings whose result no running server can load as an adapter."""

@@ -466,6 +466,7 @@ class Sample(Frozen):
     ``input_ids``, ``mask`` (true where the policy sampled the token) and ``logprobs`` (0.0 where it did not) all have
     length T. ``advantage`` weighs every sampled token, unless ``token_advantages`` (length T) gives each its own;
     so do ``temperature``, at which it was sampled, and ``token_temperatures``. ``count``: equal samples it stands for.
+    ``teacher_logprobs``: those of a teacher (0.0 where ``mask`` is false), or empty.
     ``spans``: node, start and stop of what was sampled, where that is nodes of a stored tree.
     """
 
@@ -480,6 +481,7 @@ class Sample(Frozen):
     count: int = Field(default=1, ge=1)
     temperature: FiniteFloat = 1.0
     token_temperatures: tuple[FiniteFloat, ...] = ()
+    teacher_logprobs: tuple[Bounded, ...] = ()
     spans: tuple[tuple[int, int, int], ...] = ()
 
     def advantage_at(self, position: int) -> float:

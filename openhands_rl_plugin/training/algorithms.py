@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, Estimator
+from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, Estimator, nothing
 
 Kind = Literal["imitation", "preference", "reinforcement"]
 Objective = Literal["likelihood", "preference", "ppo", "gspo", "cispo"]
@@ -21,15 +21,19 @@ OldLogprobs = Literal["auto", "recorded", "recomputed"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """``low`` and ``high`` are the clip's bounds around a ratio of 1; ``estimator`` is for reinforcement only."""
+    """``low`` and ``high`` are the clip's bounds around a ratio of 1; ``estimator`` is for reinforcement only.
+    ``rewarded``: whether rewards are looked at; else a teacher's logprobs alone are."""
 
     kind: Kind
     objective: Objective
     aggregation: Aggregation = "token"
     estimator: Estimator = ESTIMATORS["reinforce++-baseline"]
+    rewarded: bool = True
     low: float = 0.2
     high: float = 0.2
 
+
+_NOTHING = Estimator(nothing, grouped=False)
 
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "sft": Algorithm("imitation", "likelihood"),
@@ -44,6 +48,8 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "dapo": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["grpo"], high=0.28),
     "gspo": Algorithm("reinforcement", "gspo", "sequence", ESTIMATORS["grpo"], low=3e-4, high=4e-4),
     "cispo": Algorithm("reinforcement", "cispo", estimator=ESTIMATORS["grpo"], high=0.28),
+    "opd": Algorithm("reinforcement", "ppo", estimator=_NOTHING, rewarded=False),
+    "opsd": Algorithm("reinforcement", "ppo", estimator=_NOTHING, rewarded=False),
     "dpo": Algorithm("preference", "preference"),
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.engines import LOCAL
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.training.launched.trainer import LaunchedTrainer
 from openhands_rl_plugin.training.learn import PolicyTrainer
@@ -19,7 +19,9 @@ def make_trainer(
     """A trainer by ``training``, which ``adapter`` starts, or the base model.
 
     ``model``: the folder of its weights, for an engine of this machine; ``base_model``: its name at the server of the
-    policy. ``settings`` say where another engine is. Raises ``ConfigError`` and ``TrainingError``.
+    policy. ``settings`` say where another engine is. Other packages add engines by the entry points
+    ``openhands_rl_plugin.training_engines``: modules with ``make_trainer(training, settings, base_model, adapter)``.
+    Raises ``ConfigError`` and ``TrainingError``.
     """
     if training.engine != LOCAL:
         return registry.find("training_engines", training.engine).make_trainer(training, settings, base_model, adapter)

@@ -11,7 +11,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
-from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
 from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
@@ -92,7 +92,7 @@ def fit(
 
     Raises ``TrainingError``, also where no step had a gradient, or ``StorageError``.
     """
-    match algorithm_of(TrainingSettings(algorithm=dataset.algorithm)).kind:
+    match ALGORITHMS[dataset.algorithm].kind:
         case "imitation":
             metrics = trainer.sft(dataset.samples, on_progress, run=run)
         case "preference":
@@ -165,7 +165,7 @@ def call_of(samples: Sequence[Sample], settings: TrainingSettings) -> Call:
     """The command that trains on these sequences with these settings."""
     digest = hashlib.sha256(settings.model_dump_json(exclude=WITHOUT_EFFECT).encode())
     for sample in samples:
-        digest.update(sample.model_dump_json(exclude={"logprobs", "policy"}).encode())
+        digest.update(sample.model_dump_json(exclude={"logprobs", "policy", "teacher_logprobs"}).encode())
     return Call(digest=digest.hexdigest())
 
 

@@ -294,7 +294,7 @@ WRONG = [
     (
         ["--model", "MODEL"],
         '[extended.rl]\nrollout_strategy = "BestOfN"',
-        'set [rl.training] tree = "proposals" (or "branches"), or act without a search (StandardReAct)',
+        'set [rl.training] tree = "proposals", or act without a search (StandardReAct)',
     ),
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "dpo"', '"dpo" learns from pairs'),
     (["--model", "MODEL", "--kind", "async"], '[rl.training]\nmethod = "full"', 'set [rl.loop] kind = "sync", or'),
@@ -431,7 +431,7 @@ def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys:
 def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     turns = (
-        'tree = "branches"\nstep_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\nkl_coefficient = 0.1\n'
+        'step_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\nkl_coefficient = 0.1\n'
         'clip_high = 0.3\ncorrection = "mask"\ncorrection_low = 0.9\n'
         "[rl.loop]\ndemonstrations = 2\nwarm_start_batch_size = 2\nevaluation_temperature = 0.0\n"
     )

@@ -180,7 +180,7 @@ def test_a_wrong_value_gives_one_line(tmp_path: Path, text: str, expected: str) 
 
 def test_options_that_do_not_apply_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields.warn_once.cache_clear()
-    text = 'algorithm = "dpo"\nkl = "k3"\nclip_low = 0.1\ncorrection = "none"\ndpo_beta = 0.2\ntree = "branches"'
+    text = 'algorithm = "dpo"\nkl = "k3"\nclip_low = 0.1\ncorrection = "none"\ndpo_beta = 0.2\ntree = "proposals"'
     assert load(tmp_path, f"[rl.training]\n{text}\n").training.kl == "k3"
     assert caplog.messages == ['[rl.training] clip_low, kl: no effect on algorithm = "dpo"']
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy
-from openhands_rl_plugin.config.engines import engine_named
 from openhands_rl_plugin.config.rl import IN_PROCESS, RLSettings
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
@@ -85,9 +84,9 @@ def _check_sampling(settings: RLSettings) -> None:
     """What is reinforced was sampled from the policy itself; what is imitated may come from a search."""
     training, strategy = settings.training, make_strategy(settings)
     for where, name, value in _sampled_by(settings):
-        if name == "temperature" and value != 1 and engine_named(training.engine).temperatures == "1":
-            engine = f'[rl.training] engine = "{training.engine}"'
-            raise ConfigError(f"{where}{name} = {value:g}: {engine} trains at temperature 1: set 1.0")
+        if name == "temperature" and value != 1 and (training.engine == "tinker" or training.taught):
+            what = "a teacher scores" if training.taught else '[rl.training] engine = "tinker" trains'
+            raise ConfigError(f"{where}{name} = {value:g}: {what} at temperature 1: set 1.0")
         if name == "temperature" and value == 0:
             raise ConfigError(f"{where}{name} = 0: greedy answers have no probability to train on; set it above 0")
         if altering_parameters({name: value}):
@@ -101,7 +100,7 @@ def _check_sampling(settings: RLSettings) -> None:
     if training.tree == "path" and getattr(strategy, "selects", False):
         raise ConfigError(
             f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
-            'episodes are no samples of the policy: set [rl.training] tree = "proposals" (or "branches"), or act '
+            'episodes are no samples of the policy: set [rl.training] tree = "proposals", or act '
             "without a search (StandardReAct)"
         )
 

@@ -86,6 +86,7 @@ async def open_parts(
     Raises ``ConfigError`` and ``TrainingError``.
     """
     from openhands_rl_plugin.training.engines import make_trainer
+    from openhands_rl_plugin.training.teacher import ServedTeacher, teacher_of
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
     serving = settings.serving
@@ -105,6 +106,11 @@ async def open_parts(
             publisher=publisher,
             tokenizer=tokenizer,
             make_trainer=lambda chosen, adapter: make_trainer(model, chosen, settings, serving.model, adapter),
+            make_teacher=lambda adapter, served: (
+                teacher_of(settings.training, model, adapter)
+                if settings.training.teacher
+                else ServedTeacher(serving.base_url, served, serving.api_key())
+            ),
             state_file=directory / STATE,
             evaluator=evaluator,
             **({"lessons": lessons} if lessons is not None else {}),

@@ -19,9 +19,8 @@ from pydantic import Field, model_validator
 
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.core.errors import RLError, TrainingError, describe
+from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
 from openhands_rl_plugin.core.servers import is_loopback, named_key
-from openhands_rl_plugin.training.packages import check_package
 
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """The address of the hosted service, as its own client has it."""
@@ -75,8 +74,10 @@ class TinkerService:
         self._settings = settings
         # Its client reports exceptions with the headers of requests, where the key is.
         os.environ.setdefault("TINKER_TELEMETRY", "0")
-        check_package("tinker")
-        self._tinker: Any = importlib.import_module("tinker")
+        try:
+            self._tinker: Any = importlib.import_module("tinker")
+        except ImportError as error:
+            raise ConfigError("the Tinker API's client is not installed: pip install 'tinker>=0.25,<0.39'") from error
         try:  # any response shows that there is a server
             with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as client:
                 client.get(f"{settings.address}/api/v1/healthz", timeout=10.0)

@@ -174,6 +174,19 @@ class _HTTPServer:
         return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
 
 
+async def prompt_logprobs(http: Connection, model: str, token_ids: Sequence[int]) -> list[float | None]:
+    """``prompt_logprobs`` of a completion of one token: those of ids 1 .. T-1; ``None`` where there is none.
+
+    A server that cuts a prompt short gives fewer. Raises ``PublishError``.
+    """
+    body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    what = f"{model} cannot be probed at {http.root}"
+    answer = http.read(await http.post("/v1/completions", body), _Completion, what)
+    entries = answer.choices[0].prompt_logprobs[1:]
+    found = [(entry or {}).get(token) for entry, token in zip(entries, token_ids[1:], strict=False)]
+    return [each and each.logprob for each in found]
+
+
 class VLLMServer(_HTTPServer):
     """vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``."""
 
@@ -204,14 +217,10 @@ class VLLMServer(_HTTPServer):
 
     async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
         """``prompt_logprobs`` of a completion of one token."""
-        body = {"model": name, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        what = f"{name} cannot be probed at {self.url}"
-        answer = self._http.read(await self._http.post("/v1/completions", body), _Completion, what)
-        entries = answer.choices[0].prompt_logprobs[1:]
-        try:
-            return [(entry or {})[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)]
-        except (LookupError, ValueError) as error:
-            raise PublishError(f"{what}: its prompt_logprobs are not those of the prompt") from error
+        found = await prompt_logprobs(self._http, name, token_ids)
+        if None in found or len(found) != len(token_ids) - 1:
+            raise PublishError(f"{name} at {self.url}: its prompt_logprobs are not those of the prompt")
+        return [each for each in found if each is not None]
 
     async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
         """By the likeliest tokens: only ``--logprobs-mode processed_logprobs`` gives them others at temperature 3."""

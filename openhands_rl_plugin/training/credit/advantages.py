@@ -189,10 +189,11 @@ def valid_groups(
     failed = [trajectory.failure is not None or is_interrupted(trajectory) for trajectory in trajectories]
     groups: dict[str, list[int]] = {}
     unscored = overlong = 0
+    rewarded = algorithm_of(settings).rewarded
     for index, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
         if failed[index]:
             continue
-        if reward is None:
+        if reward is None and rewarded:
             unscored += 1
         elif is_overlong(trajectory, settings):
             overlong += 1
@@ -202,7 +203,7 @@ def valid_groups(
     grouped = algorithm_of(settings).estimator.grouped
     alone = [each for each in members if grouped and len(each) == 1]
     flat = [each for each in members if grouped and len(each) > 1 and _all_equal([rewards[i] for i in each])]
-    if members and not grouped and settings.step_rewards == "episode":
+    if members and not grouped and rewarded and settings.step_rewards == "episode":
         flat = members if _all_equal([rewards[i] for each in members for i in each]) else []
     return ValidGroups(
         groups=tuple(tuple(each) for each in members if each not in alone and each not in flat),
@@ -256,25 +257,6 @@ def _trained_tokens(trajectory: Trajectory, settings: TrainingSettings) -> int:
 
 NodeAdvantages = dict[int, float]
 """``node -> advantage`` of one episode."""
-
-
-def sibling_advantages(trajectory: Trajectory, *, least_visits: int = 1) -> dict[int, float]:
-    """Advantage of every sampled node, Q(s, a) - V(s): its value minus the mean value of its siblings and itself.
-
-    The mean is weighted by visits, so it is the search's estimate of the state's value; an action that was proposed
-    several times counts at least as often. Nodes with fewer visits than ``least_visits``, without a value or without a
-    sibling are left out.
-    """
-    siblings: dict[int | None, list[int]] = {}
-    for index, node in enumerate(trajectory.nodes):
-        if node.sampled and node.value is not None and node.visits >= least_visits:
-            siblings.setdefault(node.parent, []).append(index)
-    return {
-        index: advantage
-        for members in siblings.values()
-        if len(members) > 1
-        for index, advantage in _over_the_mean(trajectory, members).items()
-    }
 
 
 def times_sampled(trajectory: Trajectory) -> dict[int, int]:
@@ -332,11 +314,3 @@ def search_rewards(trajectory: Trajectory) -> dict[int, float]:
     if path:
         rewards[path[-1]] += earned - expected
     return rewards
-
-
-def _over_the_mean(trajectory: Trajectory, members: Sequence[int]) -> dict[int, float]:
-    times = times_sampled(trajectory)
-    visits = {at: max(trajectory.nodes[at].visits, times[at]) for at in members}
-    values = {at: trajectory.nodes[at].value or 0.0 for at in members}
-    mean = sum(visits[at] * values[at] for at in members) / sum(visits.values())
-    return {at: values[at] - mean for at in members}

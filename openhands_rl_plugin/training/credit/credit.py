@@ -1,8 +1,8 @@
 """From scored episodes to training sequences: the advantage of every sampled token.
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
-go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``tree`` also trains the branches
-of search trees, or all that was proposed in them, whatever was chosen.
+go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``tree = "proposals"`` trains all
+that a search proposed, whatever was chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from openhands_rl_plugin.training.credit.advantages import (
     NodeAdvantages,
     group_advantages,
     sampled_tokens,
-    sibling_advantages,
     state_advantages,
     times_sampled,
     turn_advantages,
@@ -72,7 +71,6 @@ def _node_advantages(
 ) -> tuple[dict[int, NodeAdvantages], dict[int, NodeAdvantages]]:
     """``trajectory index -> node -> advantage``, before whitening; and of what was sampled again and merged into it."""
     chosen = valid_groups(trajectories, rewards, settings)
-    proposed: dict[int, NodeAdvantages] = {}
     if settings.tree == "proposals":
         proposed = {index: proposal_advantages(trajectories[index], settings) for index in chosen.valid}
         return _filled(proposed), _sampled_again(trajectories, proposed)
@@ -89,12 +87,7 @@ def _node_advantages(
             _credit_condensations(trajectories, nodes)
     if settings.state_weight:
         _add(nodes, state_advantages(trajectories, rewards, chosen, settings), settings.state_weight)
-    if settings.tree == "branches":
-        for index in chosen.valid:
-            advantages = sibling_advantages(trajectories[index], least_visits=settings.tree_visits)
-            proposed[index] = {at: settings.tree_weight * value for at, value in advantages.items()}
-        _add(nodes, proposed, 1.0)
-    return _filled(nodes), _sampled_again(trajectories, proposed)
+    return _filled(nodes), {}
 
 
 def _filled(nodes: Mapping[int, NodeAdvantages]) -> dict[int, NodeAdvantages]:

@@ -32,6 +32,11 @@ def returns(rollouts: RolloutBatch) -> list[float]:
     return [float(reward) for reward in rollouts.rewards]
 
 
+def nothing(rollouts: RolloutBatch) -> list[float]:
+    """Zeros: nothing is learnt from rewards."""
+    return [0.0] * len(rollouts.rewards)
+
+
 def rloo(rollouts: RolloutBatch) -> list[float]:
     """RLOO, the leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740): ``(r - mean) n / (n - 1)``.
 

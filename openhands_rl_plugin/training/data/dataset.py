@@ -143,6 +143,7 @@ class TrainingDataset:
 
     For DPO ``samples`` are those of the ``pairs``. ``searched``: how many of the episodes are reinforced as if the
     policy had sampled what a search chose. ``prompts``: how many had which ``[rl.workspace] prompt``.
+    ``untaught``: the sampled tokens that are left out, as a teacher gave them no logprob.
     """
 
     algorithm: AlgorithmName
@@ -152,16 +153,19 @@ class TrainingDataset:
     pairs: tuple[PreferencePair, ...] = ()
     searched: int = 0
     prompts: Mapping[str, int] = field(default_factory=dict)
+    untaught: int = 0
 
     def warnings(self) -> list[str]:
         """What is wrong with the data, and what to do about it, a line each."""
         told = mixed_prompts(self.prompts)
+        if self.untaught:
+            told.append(f"{self.untaught:,} sampled tokens are left out: the teacher gave them no logprob")
         if not self.searched:
             return told
         return [
             *told,
             f"a search chose the answers of {self.searched} of {self.used} episodes, and they are trained as if the "
-            'policy had sampled them: train what was sampled with tree = "proposals" (or "branches"), or imitate what '
+            'policy had sampled them: train what was sampled with tree = "proposals", or imitate what '
             'was chosen with algorithm = "sft"',
         ]
 
@@ -175,11 +179,13 @@ async def load_episodes(
     reward: Reward,
     demonstrations: bool = False,
     presume: bool = False,
+    unjudged: bool = False,
 ) -> Episodes:
     """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
 
     With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says; with
-    ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0. What people said of two of
+    ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0; with ``unjudged`` those
+    without a reward are there, too. What people said of two of
     them comes with them, and those two also without a reward.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
     reward is scored here, unless it is a sub-agent's; the score is not stored. A reward that ``JudgesLabels`` goes by
@@ -216,7 +222,8 @@ async def load_episodes(
     open_ones = [each for each in own if each.id not in known and not sub_agent_of(each.task)]
     known |= await _judged(reward, open_ones)
     said = _said_of(labels, own)
-    valid, failed, reasons = _told(own, known, {each for both in said for each in both})
+    named = {each.id for each in own} if unjudged else {each for both in said for each in both}
+    valid, failed, reasons = _told(own, known, named)
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in valid),
         returns=tuple(value for _, value in valid),
@@ -312,7 +319,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDat
     """The dataset for the algorithm of ``settings``; it may be empty."""
     usable = _usable(episodes, settings)
     trajectories = usable.trajectories
-    rewards = [value for value in usable.returns if value is not None]  # all of them, unless pairs are made
+    rewards = [value or 0.0 for value in usable.returns]  # for pairs and a teacher some have none
     pairs: list[PreferencePair] = []
     match algorithm_of(settings).kind:
         case "imitation":
@@ -350,7 +357,7 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
     kept: list[tuple[Trajectory, float | None]] = []
     for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
         short = until_secret(trajectory) if shortens else trajectory
-        if value is None and kind != "preference":
+        if value is None and kind != "preference" and algorithm_of(settings).rewarded:
             unjudged += 1  # there for a preference only, which is not what is trained on now
         elif not is_recorded(short, need_logprobs=needs_logprobs(settings)):
             excluded["no_tokens"] += 1

@@ -357,7 +357,7 @@ class TokenMaker:
                 prompt, answer = self._prompt_and_answer([each.wire for each in turns[: at + 1]], tools)
                 extends = bool(held) and prompt.startswith(held)
                 new = prompt[len(held) :] if extends else prompt
-                tokens = Tokens(extends=extends, prompt_ids=self._ids(new), sampled_ids=self._ids(answer))
+                tokens = Tokens(extends=extends, prompt_ids=self.ids(new), sampled_ids=self.ids(answer))
                 held = prompt + answer
             yield Node(
                 parent=first + at - 1 if at else None,
@@ -408,8 +408,8 @@ class TokenMaker:
             at = len(answer[: at - len(token)].rstrip())
         return found[::-1]
 
-    def _ids(self, text: str) -> tuple[int, ...]:
-        """Special tokens are cut out first, as tokenizers do it, so that text which comes again is looked up."""
+    def ids(self, text: str) -> tuple[int, ...]:
+        """The token ids of a text. Special tokens are cut out first, as tokenizers do it: known text is looked up."""
         if self._pieces is None:
             return self._encode(text)
         ids = tuple(identity for piece in self._pieces.split(text) if piece for identity in self._encode(piece))

@@ -75,8 +75,8 @@ def preference_pairs(
     """The best episode of a group with the worst, the second best with the second worst, and so on while they differ.
 
     What people ``said`` of two episodes comes first: those two make that pair, of whatever policies and rewards, or
-    none where neither is better. With ``tree = "branches"`` also the best and the worst action that search tried in one
-    state of an episode. Raises ``TrainingError`` when a sampled node has no token ids.
+    none where neither is better. With ``tree = "proposals"`` also the best and the worst action that search tried in
+    one state of an episode. Raises ``TrainingError`` when a sampled node has no token ids.
     """
     said = said or {}
     groups: dict[str, list[int]] = {}
@@ -93,7 +93,7 @@ def preference_pairs(
                 continue
             if judged[better] - judged[worse] > EQUAL:
                 pairs.append(PreferencePair(_path(trajectories[better]), _path(trajectories[worse])))
-    if settings.tree == "branches":
+    if settings.tree == "proposals":
         pairs += [pair for trajectory in trajectories for pair in _sibling_pairs(trajectory, settings.tree_visits)]
     return [pair for pair in pairs if pair.chosen and pair.rejected]
 

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +31,7 @@ from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demo
 from openhands_rl_plugin.training.data.imitation import imitated
 from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, tell_notes
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
+from openhands_rl_plugin.training.teacher import Teacher, with_teacher
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import TrainingSettings
@@ -89,6 +90,7 @@ def _as_they_are(demonstrations: Sequence[Trajectory]) -> Sequence[Trajectory]:
 class LoopParts:
     """The components of a loop. ``demonstrator`` runs the demonstrations, ``runner`` all other episodes; ``evaluator``
     those on held-out tasks, where they are played in another way.
+    ``make_teacher`` gets the current version, and its name at the server.
 
     ``reward`` is used for evaluation and reports; ``objective`` is maximised by training. ``lessons``: what the warm
     start imitates, made of the demonstrations that succeeded.
@@ -103,6 +105,7 @@ class LoopParts:
     publisher: AdapterPublisher
     tokenizer: ChatTokenizer
     make_trainer: Callable[[TrainingSettings, Adapter | None], PolicyTrainer]
+    make_teacher: Callable[[Adapter | None, str], Teacher]
     state_file: Path
     lessons: Lessons = _as_they_are
     evaluator: EpisodeRunner | None = None
@@ -186,7 +189,19 @@ class LoopStages:
     async def _credit(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> Credit:
         rewards = await self._rewards(self._parts.objective, where, played)
         credited = imitated if self._imitates else credited_samples
-        return credited(played, rewards, self._plan.reinforcement)
+        settings = self._plan.reinforcement
+        credit = credited(played, rewards, settings)
+        if not settings.taught or not credit.samples:
+            return credit
+        teacher = self._parts.make_teacher(self._adapter(), await self._served_model())
+        try:
+            tokenizer = self._parts.tokenizer
+            samples, untaught = await with_teacher(credit.samples, played, rewards, settings, teacher, tokenizer)
+        finally:
+            await teacher.aclose()
+        if untaught:
+            self._listener.noted(f"{untaught:,} sampled tokens are left out: the teacher gave them no logprob")
+        return replace(credit, samples=samples)
 
     def _of_proposals(self, played: Sequence[Trajectory]) -> dict[str, float]:
         """Where a search's proposals are trained, figures on them."""

@@ -21,7 +21,8 @@ class Diagnostics:
     ``ratio``: importance ratio, current / old probability. ``approx_kl``: k3 estimate of KL(old || current), in nats.
     ``clip_share``: share of tokens whose gradient is clipped to zero. ``entropy``: of the next-token distribution.
     ``drift``: mean absolute difference of the logprobs from the recorded ones. ``kl``: the KL term, an estimate of the
-    divergence from the base model. ``weight``: importance weight of the correction for stale rollouts.
+    divergence from the base model, with a teacher of that from the teacher. ``weight``: importance weight of the
+    correction for stale rollouts.
     """
 
     tokens: int = 0

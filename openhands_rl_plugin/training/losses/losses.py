@@ -33,9 +33,10 @@ class TrainingSample:
     """A sample and its K trained tokens; all tensors [K] float32, on the CPU.
 
     ``recorded``: logprobs at sampling. ``old``: the old policy's logprobs, the denominator of the importance ratio (for
-    DPO, the reference model's). ``reference``: the base model's logprobs, for the KL term. ``unit``: the index of the
-    rollout or pair; samples of a unit are in the same optimiser batch. ``chosen``: whether it is the chosen completion.
-    ``temperatures``: what the trainer divides the logits by, ``None`` for 1: those that were sampled at.
+    DPO, the reference model's). ``reference``: the base model's logprobs, for the KL term; ``teacher``: a teacher's.
+    ``unit``: the index of the rollout or pair; samples of a unit are in the same optimiser batch. ``chosen``: whether
+    it is the chosen completion. ``temperatures``: what the trainer divides the logits by, ``None`` for 1: those that
+    were sampled at.
     """
 
     sample: Sample
@@ -46,6 +47,7 @@ class TrainingSample:
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
     old: Tensor = field(default_factory=lambda: torch.empty(0))
     reference: Tensor | None = None
+    teacher: Tensor | None = None
     temperatures: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +56,8 @@ class TrainingSample:
         self.recorded = torch.tensor([sample.logprobs[at] for at in self.positions])
         self.advantages = torch.tensor([sample.advantage_at(at) for at in self.positions])
         self.old = self.recorded
+        if sample.teacher_logprobs:
+            self.teacher = torch.tensor([sample.teacher_logprobs[at] for at in self.positions])
 
 
 def samples_from_rollouts(samples: Sequence[Sample], *, as_sampled: bool = False) -> list[TrainingSample]:
@@ -227,6 +231,8 @@ class Reinforcement:
     """A policy gradient: the clipped objective, the KL term, the importance correction of stale tokens, and the entropy
     bonus.
 
+    The samples of a call have a teacher's logprobs all, or none has.
+
     The bonus is the exact entropy of the next-token distribution at each trained token, weighted like its loss (Mnih et
     al. 2016, arXiv 1602.01783; verl's ``entropy_coeff``). It is not corrected for stale tokens.
     """
@@ -246,8 +252,9 @@ class Reinforcement:
         return batch_weights(batch, self._settings)
 
     def counts(self, item: TrainingSample) -> bool:
-        """With an advantage other than zero, or a KL term or an entropy bonus in the loss."""
-        return self._kl_in_loss or self._settings.entropy_coefficient > 0 or bool(item.advantages.any())
+        """With an advantage other than zero, or a KL term, a teacher or an entropy bonus in the loss."""
+        in_loss = self._kl_in_loss or item.teacher is not None or self._settings.entropy_coefficient > 0
+        return in_loss or bool(item.advantages.any())
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
         """``sum(weights * (correction * (objective + kl_coefficient * kl) - entropy_coefficient * entropy))``."""
@@ -261,6 +268,8 @@ class Reinforcement:
             kl = objectives.kl_loss(tokens, reference, self._settings.kl)
             losses = losses + self._settings.kl_coefficient * correction * kl
             divergence = kl.detach().mean().item()
+        if taught := [item.teacher for item in one.items if item.teacher is not None]:
+            divergence = (tokens.logprobs.detach() - one.tokens(taught)).mean().item()
         if self._settings.entropy_coefficient:
             losses = losses - self._settings.entropy_coefficient * one.entropies
         diagnostics = self._diagnose(tokens, one.entropies, recorded, divergence, correction)

@@ -110,6 +110,16 @@ def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSetti
             item.advantages = part
 
 
+def subtract_teacher(items: Sequence[TrainingSample], settings: TrainingSettings) -> None:
+    """Subtract from each token's advantage ``opd_weight`` times its part of KL(policy || teacher), ``old - teacher``.
+
+    The policy gradient is then that of the divergence at each sampled token, clipped as that of a reward is.
+    """
+    for item in items:
+        if item.teacher is not None:
+            item.advantages = item.advantages - settings.opd_weight * (item.old - item.teacher)
+
+
 def newest_version(samples: Sequence[Sample], known: int) -> int:
     """The newest of ``known`` and the versions that sampled the samples."""
     return max(known, *map(version_of, samples))

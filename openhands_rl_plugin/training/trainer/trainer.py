@@ -49,6 +49,7 @@ from openhands_rl_plugin.training.trainer.old_logprobs import (
     saved_logprobs,
     staleness,
     subtract_divergence,
+    subtract_teacher,
     take_logprobs,
 )
 from openhands_rl_plugin.training.trainer.resume import (
@@ -287,6 +288,7 @@ class Trainer(ABC):
                 item.reference = part
             if self.settings.kl_in == "reward":
                 subtract_divergence(items, self.settings)
+        subtract_teacher(items, self.settings)
         return done, first_step, tally, recomputed
 
     def _run(

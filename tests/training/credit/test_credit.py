@@ -15,8 +15,6 @@ from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, 
 from openhands_rl_plugin.training.credit.advantages import (
     group_advantages,
     search_rewards,
-    sibling_advantages,
-    times_sampled,
 )
 from openhands_rl_plugin.training.credit.credit import credited_samples
 
@@ -193,36 +191,6 @@ def test_an_algorithm_without_groups_has_the_mean_of_the_state_as_its_baseline()
     raw = settings(algorithm="reinforce++", state_weight=1.0, kl="k1", kl_in="reward")
     values = turns_of(SHOPPED, [1.0, 0.5, 0.5], raw)
     assert values[0] == pytest.approx([1.0 + 1 / 3, 1.0 + 1 / 3, 1.0])
-
-
-async def test_branches_are_trained_with_their_advantage_over_their_siblings() -> None:
-    one, other = await searched(0), (await searched(1)).model_copy(update={"id": "other"})
-    chosen = settings(algorithm="dr-grpo", tree="branches", tree_weight=0.5)
-    path_only = credited_samples([one, other], [1.0, 0.0], settings(algorithm="dr-grpo"))
-    both = credited_samples([one, other], [1.0, 0.0], chosen)
-    assert sum(sum(s.mask) for s in both.samples) > sum(sum(s.mask) for s in path_only.samples)
-    siblings = sibling_advantages(one)
-    acted = {at for at in one.path() if one.nodes[at].sampled}
-    expected = [0.5 * value + (0.5 if at in acted else 0.0) for at, value in siblings.items()]
-    expected += [0.5 for at in acted - set(siblings)]
-    again = [at for at in siblings for _ in range(times_sampled(one)[at] - 1)]
-    assert again, "what was merged is trained as a sibling, and was not acted on"
-    expected += [0.5 * siblings[at] for at in again]
-    found = [
-        s.advantage_at(at)
-        for s in both.samples
-        if s.trajectory_id == "searched"
-        for at in _positions(s.mask)
-        for _ in range(s.count)
-    ]
-    trained = [*siblings, *(acted - set(siblings)), *again]
-    tokens = [len(one.nodes[at].tokens.sampled_ids) for at in trained]  # pyright: ignore
-    assert sorted(found) == pytest.approx(
-        sorted(value for value, count in zip(expected, tokens, strict=True) for _ in range(count))
-    )
-    alone = credited_samples([one], [1.0], chosen)
-    trained = {sample.trajectory_id for sample in alone.samples}
-    assert (alone.baseline.used, alone.baseline.alone, len(trained)) == (0, 1, 1), "siblings need no other episode"
 
 
 async def test_search_values_can_be_the_rewards_of_steps() -> None:

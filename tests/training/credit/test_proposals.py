@@ -173,10 +173,9 @@ PROPOSED = ((11, 1.0, 3), (12, 0.5, 1), (13, 0.0, 2))
 ALGORITHMS = ["rloo", "grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce++", "reinforce++-baseline"]
 
 
-@pytest.mark.parametrize("tree", ["proposals", "branches"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str, tree: str) -> None:
-    chosen = settings(algorithm=algorithm, tree=tree)
+def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str) -> None:
+    chosen = settings(algorithm=algorithm, tree="proposals")
     weighed = []
     for merged in (True, False):
         other = episode(1, 0.0, 0.0).model_copy(update={"group_id": "group"})
@@ -189,7 +188,7 @@ def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str, tr
                 found[key] = found.get(key, 0.0) + weight
         weighed.append(found)
     assert weighed[0] == pytest.approx(weighed[1])
-    assert len(credited_samples([bandit(*PROPOSED, merged=True)], [1.0], chosen).samples) < 9 or tree == "branches"
+    assert len(credited_samples([bandit(*PROPOSED, merged=True)], [1.0], chosen).samples) < 9
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
@@ -232,7 +231,6 @@ async def test_equal_and_single_proposals_have_no_signal() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"algorithm": "dpo"}, 'tree = "branches"'),
         ({"step_rewards": "environment"}, "credits each proposal"),
         ({"state_weight": 0.5}, "credits each proposal"),
     ],

@@ -44,7 +44,7 @@ def test_the_best_is_paired_with_the_worst() -> None:
 
 async def test_siblings_of_a_tree_are_pairs_with_one_context() -> None:
     trajectory = await searched()
-    pairs = preference_pairs([trajectory], [1.0], settings(algorithm="dpo", tree="branches"))
+    pairs = preference_pairs([trajectory], [1.0], settings(algorithm="dpo", tree="proposals"))
     assert pairs
     for pair in pairs:
         (better,), (worse,) = pair.chosen, pair.rejected

@@ -27,7 +27,7 @@ from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 pytestmark = pytest.mark.contract
 
 ONE_STEP = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
-REINFORCING = [name for name, algorithm in ALGORITHMS.items() if algorithm.kind == "reinforcement"]
+REINFORCING = [name for name, each in ALGORITHMS.items() if each.kind == "reinforcement" and each.rewarded]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,225 @@
+"""On-policy distillation: a teacher's logprobs of what the policy sampled, which the advantages of tokens are made of.
+
+The gradient is that of KL(policy || teacher) at each sampled token, as in Agarwal et al. 2024 (arXiv
+2306.13649) and Thinking Machines Lab 2025, "On-Policy Distillation". With ``opsd`` the teacher is the policy itself,
+behind a prompt with a hint (Penaloza et al. 2026, arXiv 2602.04942).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.errors import ConfigError, PublishError, TrainingError
+from openhands_rl_plugin.core.servers import named_key
+from openhands_rl_plugin.core.types import Adapter, Sample, Trajectory
+from openhands_rl_plugin.models.adapters.servers import Connection, prompt_logprobs
+from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset
+from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, TokenMaker, turns_for
+
+HINT = "\n\nA hint, for you alone; answer as if you did not have it:\n\n{}"
+SOLVED = "solved"
+"""The hint that is a solved attempt at the same task."""
+_PROBE = "def f(x):\n\treturn {'a': x ** 2}  # naïve 你好 🙂 0123456789\n"
+_AT_ONCE = 8
+
+
+class Teacher(Protocol):
+    """Scores token ids. Raises ``TrainingError`` or ``PublishError`` where it cannot be reached."""
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
+        """Those of ids 1 .. T-1, each given the ids before it; ``None`` where it gives none."""
+        ...
+
+    async def encode(self, text: str) -> list[int] | None:
+        """The ids of a text, without special tokens; ``None`` where it does not say."""
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of the model."""
+        ...
+
+
+class ServedTeacher:
+    """A model of a server with vLLM's ``prompt_logprobs``."""
+
+    def __init__(self, base_url: str, model: str, api_key: str | None = None) -> None:
+        self._http, self._model = Connection(base_url, api_key=api_key, timeout=600.0), model
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
+        """As ``Teacher.logprobs``. Of a sequence that the server refuses, such as one that is too long, none."""
+        try:
+            return await prompt_logprobs(self._http, self._model, token_ids)
+        except PublishError as error:
+            if error.__cause__ is not None:  # it is away, or answered something else
+                raise
+            return [None] * (len(token_ids) - 1)
+
+    async def encode(self, text: str) -> list[int] | None:
+        """As ``Teacher.encode``, by ``POST /tokenize``."""
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        answer = await self._http.post("/tokenize", body)
+        return answer.json().get("tokens") if answer.is_success else None
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+
+class LocalTeacher:
+    """A model in this process, with the adapter in a folder if one is given."""
+
+    def __init__(self, model: Path, adapter: Path | None = None, *, dtype: str = "auto") -> None:
+        from openhands_rl_plugin.models.generator.config import GeneratorConfig
+        from openhands_rl_plugin.models.generator.generator import Generator
+        from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+
+        self._tokenizer = load_tokenizer(str(model))
+        self._generator = Generator(GeneratorConfig.model_validate({"model": str(model), "dtype": dtype}))
+        self._adapter = None if adapter is None else adapter.name
+        if adapter is not None:
+            self._generator.load_adapter(adapter.name, adapter)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
+        """As ``Teacher.logprobs``."""
+        return await asyncio.to_thread(self._score, tuple(token_ids))
+
+    def _score(self, token_ids: tuple[int, ...]) -> list[float | None]:
+        from openhands_rl_plugin.models.generator.sequence import DecodingParams
+
+        params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        seen = self._generator.generate(token_ids, params, adapter=self._adapter).prompt or ()
+        return [None if each is None else each.logprob for each in seen[1:]]
+
+    async def encode(self, text: str) -> list[int] | None:
+        """As ``Teacher.encode``."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    async def aclose(self) -> None:
+        """Free the model."""
+        await asyncio.to_thread(self._generator.close)
+
+
+def teacher_of(settings: TrainingSettings, model: Path, parent: Adapter | None) -> Teacher:
+    """The teacher that the settings name; with ``opsd`` the version that training starts from.
+
+    ``model``: the folder of the base model. Raises ``ConfigError``.
+    """
+    named = settings.teacher
+    if named.startswith(("http://", "https://")):
+        key = named_key(settings.teacher_key_env, "teacher_key_env")
+        return ServedTeacher(named, settings.teacher_model or model.name, key)
+    if not named:
+        return LocalTeacher(model, Path(parent.path) if parent is not None else None, dtype=settings.dtype)
+    folder = Path(named).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        return LocalTeacher(model, folder, dtype=settings.dtype)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"[rl.training] teacher = {named!r} is no URL, and no folder of a model or an adapter")
+    return LocalTeacher(folder, dtype=settings.dtype)
+
+
+async def taught_dataset(
+    dataset: TrainingDataset, episodes: Episodes, settings: TrainingSettings, model: Path, parent: Adapter | None
+) -> TrainingDataset:
+    """The dataset with the teacher's logprobs, where the settings name one. Raises as ``with_teacher``."""
+    if not settings.taught or not dataset.samples:
+        return dataset
+    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+
+    tokenizer, teacher = load_tokenizer(str(model)), teacher_of(settings, model, parent)
+    try:
+        pairs = episodes.trajectories, episodes.returns
+        samples, untaught = await with_teacher(dataset.samples, *pairs, settings, teacher, tokenizer)
+    finally:
+        await teacher.aclose()
+    used = len({sample.trajectory_id for sample in samples})
+    return replace(dataset, samples=tuple(samples), used=used, untaught=untaught)
+
+
+async def with_teacher(
+    samples: Sequence[Sample],
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float | None],
+    settings: TrainingSettings,
+    teacher: Teacher,
+    tokenizer: ChatTokenizer,
+) -> tuple[list[Sample], int]:
+    """The samples with the teacher's logprobs, and how many sampled tokens are left out, as they have none.
+
+    Raises ``TrainingError`` for another tokenizer, and for what was not sampled at temperature 1.
+    """
+    theirs = await teacher.encode(_PROBE)
+    if theirs is not None and theirs != tokenizer.encode(_PROBE, add_special_tokens=False):
+        raise TrainingError(
+            "the teacher has another tokenizer: its logprobs are of other tokens; choose another teacher"
+        )
+    if any({sample.temperature, *sample.token_temperatures} != {1.0} for sample in samples):
+        raise TrainingError("a teacher scores at temperature 1: roll out at [rl.sampling] temperature = 1.0")
+    prompts: dict[str, str] | None = None
+    if settings.algorithm == "opsd":
+        prompts = hints(trajectories, rewards, settings.hint)
+    of, maker, limit = {each.id: each for each in trajectories}, TokenMaker(tokenizer), asyncio.Semaphore(_AT_ONCE)
+
+    async def scored(sample: Sample) -> Sample | None:
+        ids = sample.input_ids
+        if prompts is not None:
+            hint, first = prompts.get(sample.trajectory_id), sample.mask.index(True)
+            if hint is None or not sample.spans:
+                return None
+            ids = (*_hinted(of[sample.trajectory_id], sample.spans[0][0], hint, maker), *ids[first:])
+        async with limit:
+            found = await teacher.logprobs(ids)
+        shift = len(ids) - len(sample.input_ids) - 1  # a teacher that cuts a sequence short gives none at its end
+        values = [found[at + shift] if own and at + shift < len(found) else None for at, own in enumerate(sample.mask)]
+        mask = tuple(value is not None for value in values)
+        update = {"mask": mask, "teacher_logprobs": tuple(value or 0.0 for value in values)}
+        return sample.model_copy(update=update) if True in mask else None
+
+    made = await asyncio.gather(*map(scored, samples))
+    kept = [sample for sample in made if sample is not None]
+    return kept, sum(sum(each.mask) for each in samples) - sum(sum(each.mask) for each in kept)
+
+
+def hints(trajectories: Sequence[Trajectory], rewards: Sequence[float | None], path: str) -> dict[str, str]:
+    """The hint of each episode that has one, by its id. ``path``: ``task.KEY`` of the task's data, ``evidence.KEY``
+    with more keys behind it, or ``solved``, the best other attempt of the same group with a reward above 0."""
+    found: dict[str, str] = {}
+    scored = list(zip(trajectories, rewards, strict=True))
+    for one in trajectories:
+        if path == SOLVED:
+            others = [(reward, each.id, each) for each, reward in scored if each.group_id == one.group_id and reward]
+            best = max((other for other in others if other[0] > 0 and other[1] != one.id), default=None)
+            hint = _actions(best[2]) if best is not None else ""
+        else:
+            hint = _value({"task": one.task.data, "evidence": one.evidence}, path.split("."))
+        if hint:
+            found[one.id] = hint
+    return found
+
+
+def _value(data: object, keys: Sequence[str]) -> str:
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False) if data else ""
+
+
+def _actions(trajectory: Trajectory) -> str:
+    """What an attempt did, call by call."""
+    messages = [trajectory.nodes[at].message for at in trajectory.acted()]
+    calls = [[f"{call.name}({call.arguments})" for call in message.tool_calls] for message in messages]
+    return "\n\n".join("\n".join(filter(None, (m.content, *own))) for m, own in zip(messages, calls, strict=True))
+
+
+def _hinted(trajectory: Trajectory, node: int, hint: str, maker: TokenMaker) -> tuple[int, ...]:
+    """The ids of the prompt of the answer ``node``, with the hint behind the first user message."""
+    turns, tools = turns_for(trajectory, maker.traits, trajectory.nodes[node].parent)
+    wire = [turn.wire for turn in turns]
+    at = next((at for at, each in enumerate(wire) if each["role"] == "user"), len(wire) - 1)
+    wire[at] = {**wire[at], "content": f"{wire[at]['content'] or ''}{HINT.format(hint)}"}
+    return maker.ids(maker.render(wire, tools, True))
