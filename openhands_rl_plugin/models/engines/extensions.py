@@ -9,9 +9,9 @@ and a field counts as refused only when that succeeds. A refused field is tried 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
@@ -50,35 +50,24 @@ class _FieldState:
     status: int = 0
 
 
-@dataclass(slots=True)
-class _ModelState:
-    fields: dict[str, _FieldState] = field(default_factory=dict)
-    unclear: int = 0
-
-    def of(self, name: str) -> _FieldState:
-        return self.fields.setdefault(name, _FieldState())
-
-
 class ExtensionTable:
-    """What was learned about each model of one server; the ``most`` recently used models are kept."""
+    """What was learned about each model of one server."""
 
-    def __init__(self, clock: Clock = time.monotonic, most: int = _MOST_MODELS) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._most = most
-        self._models: OrderedDict[str, _ModelState] = OrderedDict()
+        self._models: dict[str, defaultdict[str, _FieldState]] = {}
 
     def attempt(self, model: str, wanted: Sequence[str]) -> ExtensionAttempt:
         """One request to ``model`` with the ``wanted`` fields, as far as it accepts them."""
-        state = self._models.setdefault(model, _ModelState())
-        self._models.move_to_end(model)
-        while len(self._models) > self._most:
-            self._models.popitem(last=False)
+        if len(self._models) > _MOST_MODELS:
+            self._models.clear()
+        state = self._models.setdefault(model, defaultdict(_FieldState))
         now = self._clock()
-        sent = [name for name in wanted if state.of(name).until is None]
-        due = [name for name in wanted if (until := state.of(name).until) is not None and until <= now]
+        sent = [name for name in wanted if state[name].until is None]
+        due = [name for name in wanted if (until := state[name].until) is not None and until <= now]
         for name in due[:1]:
             # One at a time, so that a refusal tells which; other requests do without it in the meantime.
-            state.of(name).until = now + _PROBE_SECONDS
+            state[name].until = now + _PROBE_SECONDS
         return ExtensionAttempt(state, self._clock, sent, due[:1])
 
     def refused(self) -> list[JsonObject]:
@@ -87,7 +76,7 @@ class ExtensionTable:
         return [
             {"model": model, "field": name, "status": each.status, "retry_in": max(0, round(each.until - now))}
             for model, state in self._models.items()
-            for name, each in state.fields.items()
+            for name, each in state.items()
             if each.until is not None
         ]
 
@@ -95,7 +84,9 @@ class ExtensionTable:
 class ExtensionAttempt:
     """The fields of one request, which is repeated as long as ``is_refused`` says so. ``failures``: its other ones."""
 
-    def __init__(self, state: _ModelState, clock: Clock, trusted: Sequence[str], probed: Sequence[str]) -> None:
+    def __init__(
+        self, state: dict[str, _FieldState], clock: Clock, trusted: Sequence[str], probed: Sequence[str]
+    ) -> None:
         self._state = state
         self._clock = clock
         self._probed = frozenset(probed)
@@ -107,7 +98,7 @@ class ExtensionAttempt:
 
     def why_missing(self, name: str) -> str:
         """Why an answer came without what the field asks for."""
-        state = self._state.of(name)
+        state = self._state[name]
         if name in self.fields or state.until is None:  # a user's own value is not in the fields
             return f"the model server ignores {name}"
         status = state.status
@@ -119,11 +110,11 @@ class ExtensionAttempt:
         named = [name for name in self.fields if any(word in text for word in _WORDS.get(name, (name,)))]
         if not self.fields or not (status in _REFUSALS or (status in _REFUSALS_IF_NAMED and named)):
             return False
-        probed = [name for name in self.fields if name in self._probed]
-        told = named or ([] if self._dropped else probed)
+        probed = [name for name in self.fields if name in self._probed and not self._dropped]
+        cause = named if len(named) == 1 else probed
         # After an unclear refusal, those that were dropped may not have been the cause, or not all of it.
-        self._clear &= len(told) == 1
-        drop = self.fields if self._dropped and not self._clear else (told or self.fields)
+        self._clear &= bool(cause)
+        drop = cause if self._clear else self.fields
         self._dropped += tuple(drop)
         self._status = status
         self.fields = tuple(name for name in self.fields if name not in drop)
@@ -132,24 +123,17 @@ class ExtensionAttempt:
     def succeeded(self) -> None:
         """Learn from the answer that a request with ``fields``, and without the refused ones, got."""
         for name in self.fields:
-            self._state.fields[name] = _FieldState()
-        unclear = not self._clear and len(self._dropped) > 1
-        self._state.unclear += unclear
-        for at, name in enumerate(self._dropped):
-            # Of several it may be one only. Each is tried alone at the next requests; if all pass alone and fail
-            # together once more, the first is kept.
-            alone = unclear and (self._state.unclear < 2 or at == 0)
-            self._refuse(name, self._clock() if alone else None)
-
-    def _refuse(self, name: str, again: float | None) -> None:
-        state, now = self._state.of(name), self._clock()
-        state.status = self._status
-        if again is not None:
-            state.until = again
-        elif state.until is None or name in self._probed or state.until <= now:
-            # Only once for requests that were refused side by side.
-            state.failures += 1
-            state.until = now + _PAUSE.pause(state.failures)
+            self._state[name] = _FieldState()
+        now = self._clock()
+        for name in self._dropped:
+            state = self._state[name]
+            state.status = self._status
+            if not self._clear and len(self._dropped) > 1:
+                state.until = now  # it may be one of them only, so each is tried alone at the next requests
+            elif state.until is None or name in self._probed or state.until <= now:
+                # Only once for requests that were refused side by side.
+                state.failures += 1
+                state.until = now + _PAUSE.pause(state.failures)
 
 
 def extension_values(fields: Sequence[str], body: Mapping[str, object]) -> JsonObject:
