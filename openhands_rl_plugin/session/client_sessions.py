@@ -48,7 +48,7 @@ from openhands_rl_plugin.config.build import make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import background, on_loop
 from openhands_rl_plugin.core.errors import RLError, StorageError
-from openhands_rl_plugin.core.messages import WireMessage, says, text_of, to_message, to_wire
+from openhands_rl_plugin.core.messages import WireMessage, recorded_parameters, says, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectorySummary, trajectory_id
 from openhands_rl_plugin.core.tree import squeezed
@@ -363,7 +363,7 @@ class ClientSession(Session):
 
         Returns the cause for each answer without token ids or logprobs.
         """
-        latency = round(time.perf_counter() - call.started, 4)
+        latency, asked = round(time.perf_counter() - call.started, 4), recorded_parameters(call.settings)
         served = answer.model or call.model
         self._begin(call, served)
         tree, first, tools = self.tree, len(self.tree.nodes), self.tree.tools
@@ -372,7 +372,7 @@ class ClientSession(Session):
             rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
         else:
             rewritten, parent = self.conversation.follow(messages), tree.head
-        notes: JsonObject = {"request": call.parameters, "response": answer.about, "latency": latency}
+        notes: JsonObject = {"request": asked, "response": answer.about, "latency": latency}
         noted: JsonObject = {
             "streamed": call.streams,
             "history_rewritten": rewritten,

@@ -17,14 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.core.messages import (
-    WireMessage,
-    calls_in,
-    error_in,
-    recorded_parameters,
-    sampling_in,
-    wire_calls,
-)
+from openhands_rl_plugin.core.messages import WireMessage, calls_in, error_in, sampling_in, wire_calls
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import (
@@ -97,11 +90,6 @@ class ClientRequest:
     def wants(self, extension: str) -> bool:
         """Whether the client itself requested a field that the gateway may add, such as ``logprobs``."""
         return bool(self.document.get(extension))
-
-    @property
-    def parameters(self) -> JsonObject:
-        """The sampling parameters of the request."""
-        return recorded_parameters(self.settings)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -253,7 +241,7 @@ class ChunkStream(AnswerStream):
 
 @dataclass(frozen=True, slots=True)
 class WireProtocol:
-    """One protocol. ``path`` is below ``/v1``; ``error_event`` is an error in a stream that has begun.
+    """One protocol. ``path`` is below ``/v1``.
 
     ``request`` and ``response`` read JSON of the protocol, and may raise what ``AnswerStream.take`` does.
     """
@@ -262,7 +250,6 @@ class WireProtocol:
     request: Callable[[bytes, Json], ClientRequest]
     response: Callable[[bytes], ChatAnswer]
     stream: Callable[[ClientRequest], AnswerStream]
-    error_event: Callable[[Json], bytes]
 
     def parse(self, body: bytes) -> ClientRequest:
         """A client's request. Raises ``Unrecordable``."""
@@ -277,6 +264,12 @@ class WireProtocol:
         """A whole response. Raises ``Unrecordable``."""
         return reading("the response", self.response, body)
 
+    def error_event(self, error: Json) -> bytes:
+        """An error in a stream that has begun, as clients of all protocols read it: OpenAI's by the field ``error``."""
+        about = {"code": str(error.get("code")), "message": error.get("message"), "param": None, "sequence_number": 0}
+        data = dump_object({"type": "error", **about, "error": error})
+        return event(data) + event(DONE) if self is CHAT else event(data, "error")
+
 
 def _request(body: bytes, document: Json) -> ClientRequest:
     wanted = [*(name for name in (TOKEN_IDS, LOGPROBS) if document.get(name) is None), SAMPLING]
@@ -289,11 +282,7 @@ def _request(body: bytes, document: Json) -> ClientRequest:
     return call
 
 
-def _error_event(error: Json) -> bytes:
-    return event(dump_object({"error": error})) + event(DONE)
-
-
-CHAT = WireProtocol("chat/completions", _request, chat_answer, ChunkStream, _error_event)
+CHAT = WireProtocol("chat/completions", _request, chat_answer, ChunkStream)
 
 # Claude Code's first system block differs from request to request, and is no part of the prompt.
 _ATTRIBUTION = "x-anthropic-billing-header:"
@@ -530,15 +519,7 @@ class ResponseStream(AnswerStream):
         return _response({**self._response, "output": self._response.get("output") or items})
 
 
-def _event_of_error(error: Json) -> bytes:
-    """An error in a form that clients of both protocols read: OpenAI's raises only for a field ``error``."""
-    about = {"code": str(error.get("code")), "message": error.get("message"), "param": None, "sequence_number": 0}
-    return event(dump_object({"type": "error", **about, "error": error}), "error")
-
-
-MESSAGES = WireProtocol(
-    "messages", _messages_request, lambda body: _message(parse_object(body) or {}), MessageStream, _event_of_error
-)
+MESSAGES = WireProtocol("messages", _messages_request, lambda body: _message(parse_object(body) or {}), MessageStream)
 RESPONSES = WireProtocol(
-    "responses", _responses_request, lambda body: _response(parse_object(body) or {}), ResponseStream, _event_of_error
+    "responses", _responses_request, lambda body: _response(parse_object(body) or {}), ResponseStream
 )
