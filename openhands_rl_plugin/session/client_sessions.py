@@ -216,57 +216,6 @@ class PendingCall:
         woken.set()
 
 
-class PendingCalls:
-    """The requests of one session that are in flight, and the last one that was recorded."""
-
-    def __init__(self) -> None:
-        self._pending: list[PendingCall] = []
-        self._last: PendingCall | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request is in flight."""
-        return bool(self._pending)
-
-    def join(
-        self,
-        path: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        left: asyncio.Future[Any],
-        ask: Callable[[PendingCall], Coroutine[Any, Any, Reply]],
-    ) -> PendingCall:
-        """The call that answers this request: the earlier one of a retry, else a new one that runs ``ask``."""
-        # ``hash`` has a new key in every process; unlike hashlib, it does not release the GIL.
-        digest = (path, len(body), hash(body))
-        for call in (*self._pending, *([self._last] if self._last else ())):
-            if call.digest == digest and call.is_retried_by(headers):
-                call.left += [] if call.task.done() else [left]
-                return call
-        if self._last is not None and self._last.digest == digest:
-            self._last = None  # a later retry belongs to the call that starts now
-        call = PendingCall(digest, headers.get("idempotency-key", ""), [left])
-        self._pending.append(call)
-        call.task = asyncio.create_task(ask(call))
-        call.task.add_done_callback(lambda task: self._finish(call, task))
-        return call
-
-    async def settle(self, timeout: float | None = None) -> None:
-        """Wait for the calls in flight; cancel those that take longer than ``timeout`` seconds."""
-        while self._pending:
-            _, late = await asyncio.wait([call.task for call in self._pending], timeout=timeout)
-            for task in late:
-                task.cancel()
-            await asyncio.sleep(0)
-
-    def _finish(self, call: PendingCall, task: asyncio.Task[Reply]) -> None:
-        self._pending.remove(call)
-        call.left.clear()  # each keeps its whole request in memory
-        if not task.cancelled() and task.exception() is None and task.result().recorded:
-            self._last = call
-        call.wake()
-
-
 ENVIRONMENT = "gateway"
 RECORDED = StrategySpec(name="gateway")
 """That of a session without a strategy."""
@@ -291,8 +240,8 @@ class ClientSession(Session):
 
     The strategy of ``opened`` decides; without one the answers are recorded.
 
-    ``last_used`` is a Unix time in seconds. ``unrecorded``: its requests for completions that could not be recorded,
-    by path.
+    ``pending``: its requests in flight. ``last_used`` is a Unix time in seconds. ``unrecorded``: its requests for
+    completions that could not be recorded, by path.
     """
 
     def __init__(
@@ -326,7 +275,8 @@ class ClientSession(Session):
         )
         self.is_searched = opened is not None
         self.last_used = time.time()
-        self.pending = PendingCalls()
+        self.pending: list[PendingCall] = []
+        self._last: PendingCall | None = None
         self.unrecorded: Counter[str] = Counter()
         self.calls = SampledCalls() if config.restore_calls else None
         self._storage = storage
@@ -334,6 +284,44 @@ class ClientSession(Session):
     @property
     def name(self) -> str:
         return self.request.task.id
+
+    def join(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        left: asyncio.Future[Any],
+        ask: Callable[[PendingCall], Coroutine[Any, Any, Reply]],
+    ) -> PendingCall:
+        """The call that answers this request: the earlier one of a retry, else a new one that runs ``ask``."""
+        # ``hash`` has a new key in every process; unlike hashlib, it does not release the GIL.
+        digest = (path, len(body), hash(body))
+        for call in (*self.pending, *([self._last] if self._last else ())):
+            if call.digest == digest and call.is_retried_by(headers):
+                call.left += [] if call.task.done() else [left]
+                return call
+        if self._last is not None and self._last.digest == digest:
+            self._last = None  # a later retry belongs to the call that starts now
+        call = PendingCall(digest, headers.get("idempotency-key", ""), [left])
+        self.pending.append(call)
+        call.task = asyncio.create_task(ask(call))
+        call.task.add_done_callback(lambda task: self._finish(call, task))
+        return call
+
+    async def settle(self, timeout: float | None = None) -> None:
+        """Wait for the calls in flight; cancel those that take longer than ``timeout`` seconds."""
+        while self.pending:
+            _, late = await asyncio.wait([call.task for call in self.pending], timeout=timeout)
+            for task in late:
+                task.cancel()
+            await asyncio.sleep(0)
+
+    def _finish(self, call: PendingCall, task: asyncio.Task[Reply]) -> None:
+        self.pending.remove(call)
+        call.left.clear()  # each keeps its whole request in memory
+        if not task.cancelled() and task.exception() is None and task.result().recorded:
+            self._last = call
+        call.wake()
 
     def continue_after(self, stored: Trajectory) -> None:
         """Go on after what an earlier gateway stored. Raises ``StorageError``."""
@@ -600,7 +588,7 @@ class SessionPool:
         whether it was open: else the episode is the last of that name."""
         # Outside the lock: a request may take minutes and must not block other sessions.
         if (session := self._open.get(name)) is not None:
-            await session.pending.settle()
+            await session.settle()
         async with self._lock:
             if (session := self._open.get(name)) is not None:
                 return await self._close(session, stop, evidence), True
@@ -613,12 +601,12 @@ class SessionPool:
         for name in [*self._open]:
             async with self._lock:
                 session = self._open.get(name)
-                if session and not session.pending.busy and time.time() - session.last_used >= idle:
+                if session and not session.pending and time.time() - session.last_used >= idle:
                     await self._close(session, StopReason.NO_ACTION, {"ended_by": "idle"})
 
     async def close(self, timeout: float) -> None:
         """End every session; requests in flight get ``timeout`` seconds. Raises ``StorageError``."""
-        await asyncio.gather(*(session.pending.settle(timeout) for session in self._open.values()))
+        await asyncio.gather(*(session.settle(timeout) for session in self._open.values()))
         for name in [*self._open]:
             await self.end(name, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
@@ -644,7 +632,7 @@ class SessionPool:
         # Requests from here on wait for the lock. An end that fails is tried again.
         del self._open[session.name]
         try:
-            await session.pending.settle()
+            await session.settle()
             return await session.close(stop, evidence)
         except BaseException:
             self._open[session.name] = session

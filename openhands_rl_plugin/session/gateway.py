@@ -296,7 +296,7 @@ class Gateway:
         self._counts.named_by[named[1]] += 1
         session = await self.sessions.open(named[0])
         ask = partial(self._completion, request, session, call)
-        pending = session.pending.join(protocol.path, request.body, request.headers, request.left, ask)
+        pending = session.join(protocol.path, request.body, request.headers, request.left, ask)
         # Until the first event, and in long pauses, comments; before JSON that a strategy decides, white space.
         silence = self._config.keep_alive if call.streams or session.is_searched else None
         head = {"content-type": EVENTS, "cache-control": "no-cache"} if call.streams else {"content-type": JSON}
