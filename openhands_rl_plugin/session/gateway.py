@@ -188,7 +188,9 @@ class Gateway:
         match scope["method"], request.path:
             case "GET" | "HEAD", ["health"]:
                 scope["rl_route"] = HEALTH
-                return self._health()
+                # Counters since the start, and the fields that models refuse.
+                now = {"status": "ok", "sessions": len(self.sessions), "refused": self._upstream.extensions.refused()}
+                return Reply(200, dump_object({**now, **vars(self._counts)}))
             case "POST", ["session"]:
                 scope["rl_route"] = "/session"
                 return await self._open(request.body)
@@ -200,11 +202,6 @@ class Gateway:
             case _, [version, *rest] if rest and unquote(version) == "v1":
                 return await self._forwarded(request, "", "/".join(rest))
         raise ErrorReply(404, f"{scope['method']} {scope['path']}: Not Found")
-
-    def _health(self) -> Reply:
-        """Counters since the start, and the fields that models refuse."""
-        now = {"status": "ok", "sessions": len(self.sessions), "refused": self._upstream.extensions.refused()}
-        return Reply(200, dump_object({**now, **vars(self._counts)}))
 
     async def _open(self, body: bytes) -> Reply:
         """Open a session with a task, a strategy and limits."""

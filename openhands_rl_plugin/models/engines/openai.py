@@ -113,7 +113,8 @@ class OpenAIEngine:
         completions: list[Completion] = []
         while len(completions) < n:
             # Some servers ignore n and return one choice, or refuse it; the others are requested with other seeds.
-            asked, many = _with_seed_offset(wanted, len(completions)), 1 if self._single else n - len(completions)
+            known, many = len(completions), 1 if self._single else n - len(completions)
+            asked = wanted if wanted.seed is None else wanted.model_copy(update={"seed": wanted.seed + known})
             body = request_body(self.model, messages, tools=tools, n=many, sampling=asked)
             try:
                 completions += await self._asked(body, asked)
@@ -204,9 +205,3 @@ class OpenAIEngine:
         if not done and not chunks.finished:
             raise InfrastructureError("the stream of the model server ended before its answer did")
         return reading("the stream", ChatAnswer, chunks.document())
-
-
-def _with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:
-    if sampling.seed is None or offset == 0:
-        return sampling
-    return sampling.model_copy(update={"seed": sampling.seed + offset})

@@ -107,14 +107,8 @@ def local_weights(path: str | Path) -> Path | None:
     return directory.resolve() if path and (directory / "config.json").is_file() else None
 
 
-def listed_models(
-    base_url: str,
-    api_key: str | None,
-    timeout: float,
-    *,
-    key_setting: str = "name the variable that holds it in [rl.serving] api_key_env",
-) -> list[ListedModel] | None:
-    """The served models, or ``None`` when the server has no such list. ``key_setting``: remedy of a refused key.
+def listed_models(base_url: str, api_key: str | None, timeout: float) -> list[ListedModel] | None:
+    """The served models, or ``None`` when the server has no such list.
 
     Raises ``InfrastructureError`` when the server does not answer, ``ConfigError`` for a wrong URL or key.
     """
@@ -124,7 +118,9 @@ def listed_models(
         if error.status in _NOT_OFFERED:
             return None
         if error.status in (401, 403):
-            raise ConfigError(f"{base_url} refuses the API key: {key_setting}") from error
+            raise ConfigError(
+                f"{base_url} refuses the API key: name the variable that holds it in [rl.serving] api_key_env"
+            ) from error
         raise _away(error, "the URL") from error
     try:
         return ListedModels.model_validate_json(answer).data
