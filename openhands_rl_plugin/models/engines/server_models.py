@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from difflib import get_close_matches
 from pathlib import Path
@@ -220,4 +221,5 @@ def _of_tls(error: BaseException) -> bool:
 
 
 def _away(error: ServerError, named_by: str) -> InfrastructureError:
-    return InfrastructureError(f"{error} Or correct {named_by}.")
+    told = re.sub(r"\AConnection error \(\w+\): ", "", str(error))  # words of OpenAI's client, which litellm reads
+    return InfrastructureError(f"{told} Or correct {named_by}.")
