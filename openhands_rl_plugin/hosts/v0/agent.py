@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from litellm import Message as LiteLLMMessage
@@ -63,9 +63,9 @@ from openhands.memory.view import View
 from openhands.runtime import get_runtime_cls
 
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, describe
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, describe
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.protocols import Forkable
+from openhands_rl_plugin.core.protocols import Forkable, info_of
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, described, system_prompt
@@ -74,13 +74,7 @@ from openhands_rl_plugin.hosts.shared.options import check_engine_setting
 from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, too_long
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import StandaloneRun, runtime_of, standalone_episode, workspace_command
-from openhands_rl_plugin.hosts.v0.runtime import (
-    RESET_TOOL,
-    STEP_TOOL,
-    EnvironmentRuntime,
-    SessionRuntime,
-    WorkspaceRuntime,
-)
+from openhands_rl_plugin.hosts.v0.runtime import EnvironmentRuntime, SessionRuntime, WorkspaceRuntime
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, refusing
 from openhands_rl_plugin.models.engines.openai_wire import Json
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
@@ -110,7 +104,7 @@ Agent.register = staticmethod(register)
 
 
 WORKSPACE_RUNTIME = f"{WorkspaceRuntime.__module__}.{WorkspaceRuntime.__name__}"
-_NOT_ISOLATED = '. A workspace without isolation cannot be forked: [rl.workspace] isolation = "bubblewrap"'
+_WANTS_CALLS = "this environment wants its tools called: set react_format = true in [rl], to answer with text"
 _ENDS = (AgentFinishAction, AgentRejectAction)
 _NOT_RUN = (AgentThinkAction, TaskTrackingAction)
 _TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
@@ -168,59 +162,36 @@ class RLAgent(CodeActAgent):
     def step(self, state: State) -> Action:
         """The next action: a pending one, or the first of a new answer. OpenHands' controller handles its exceptions.
 
-        Raises OpenHands' own exceptions for an answer that it cannot parse and for a model server that fails. Without
-        a condenser, a full context window ends the episode.
+        In environment mode it is the whole episode. Raises OpenHands' own exceptions for an answer that it cannot
+        parse and for a model server that fails. Without a condenser, a full context window ends the episode.
         """
         self._state = state
-        session, stop = self._session or self._begin_standalone(state), None
-        action: Action = NullAction()
+        session = self._session or self._begin_standalone(state)
+        own_step = self._roll_out if self._environment_mode else super().step
+        condenses = self.config.enable_history_truncation and not isinstance(self.condenser, NoOpCondenser)
         try:
-            with noted_step(session, state):
-                action = self._next_action(session, state)
-        except EpisodeOver as over:
-            stop = over.stop
+            action = recorded_step(session, own_step, state, condenses=condenses and not self._environment_mode)
         except asyncio.CancelledError:
-            return action
-        except ConfigError as error:
-            runtime = runtime_of(state.session_id)
-            bare = isinstance(runtime, WorkspaceRuntime) and not runtime.workspace.forks
-            refused = ConfigError(f"{error}{_NOT_ISOLATED if bare else ''}")
-            session.refuse(refused)
-            raise refused from error
-        except ContextWindowExceededError:
-            if session.turns and not self._environment_mode and not isinstance(self.condenser, NoOpCondenser):
-                raise
-            # No condenser can make the first prompt shorter: OpenHands would try until its limit of iterations.
-            stop = StopReason.MAX_TOKENS if session.turns else StopReason.ERROR
-            if session.turns:
-                session.failure = None
-            else:
-                openhands_logger.error(too_long(self._settings))
-        if stop is not None:
-            action = AgentFinishAction(final_thought=f"The episode is over: {stop.value}.")
-        elif isinstance(action, AgentFinishAction):
-            stop = StopReason.TERMINATED
-        if stop is not None:
-            session.end_here(stop)
+            return NullAction()
+        if isinstance(action, AgentFinishAction):
             self._end()
         return action
 
-    def _next_action(self, session: Session, state: State) -> Action:
-        if not self._environment_mode:
-            latest = state.get_last_user_message()
-            if not self.pending_actions and latest is not None and latest.content.strip() == "/exit":
-                raise EpisodeOver(StopReason.NO_ACTION)
-            return super().step(state)
-        runtime = runtime_of(state.session_id)
-        assert isinstance(runtime, EnvironmentRuntime)
-        if runtime.live.failure is not None:
-            raise EpisodeOver(StopReason.ERROR)
-        answer, runtime.answer = runtime.answer, None
-        if answer is None:
-            return MCPAction(name=RESET_TOOL, arguments=session.request.task.model_dump(mode="json"))
-        session.observe(answer)
-        self.llm.completion(messages=[to_wire(message) for message in session.tree.messages()])
-        return MCPAction(name=STEP_TOOL, arguments={"content": session.tree.action.content or ""})
+    def _roll_out(self, state: State) -> Action:
+        """The episode of an environment. Raises ``EpisodeOver`` at its end."""
+        session, runtime = self._session, runtime_of(state.session_id)
+        assert session is not None and isinstance(runtime, EnvironmentRuntime)
+        live, tree = runtime.live, session.tree
+        while True:
+            if tree.head is None or tree.nodes[tree.head].sampled:
+                work = live.reset(session.request.task) if tree.head is None else live.step(tree.action)
+                try:
+                    session.observe(background().wait_for(work))
+                except CaughtFailure as caught:
+                    raise EpisodeOver(StopReason.ERROR) from caught
+                if info_of(live.environment).tools:
+                    raise ConfigError(_WANTS_CALLS)
+            self.llm.completion(messages=[to_wire(message) for message in tree.messages()])
 
     def reset(self) -> None:
         """Called by the controller when it stops or fails: cancels a running search and stores a standalone episode."""
@@ -480,44 +451,47 @@ def record_condenser(condenser: Any, session: Session) -> None:
         upstream = connect(llm, lambda body: background().wait_for(session.aside(body, CONDENSATION, upstream)))
 
 
-@contextmanager
-def noted_step(session: Session, state: State) -> Iterator[None]:
-    """One step of an agent: what it asks has the step's number, and an answer that it cannot read is noted as such."""
+def recorded_step(
+    session: Session, own_step: Callable[[State], Action], state: State, *, condenses: bool = False
+) -> Action:
+    """One step of an agent, or the action that ends its episode at a limit.
+
+    What it asks has the step's number. An answer that OpenHands cannot parse is kept off the executed path: OpenHands
+    reports the error to the model, without the answer. A full context window ends the episode, if nothing
+    ``condenses`` it; no condenser can make the first prompt shorter.
+    """
     session.note = {"session": state.session_id, "step": state.iteration_flag.current_value}
-    turns = session.turns
+    turns, action, stop = session.turns, None, None
     try:
-        yield
+        action = own_step(state)
     except MALFORMED as error:
         if session.turns > turns:
-            # OpenHands reports the error to the model, without the answer.
             session.unread(describe(error))
         raise
+    except EpisodeOver as over:
+        stop = over.stop
+    except ContextWindowExceededError:
+        if session.turns and condenses:
+            raise
+        stop = StopReason.MAX_TOKENS if session.turns else StopReason.ERROR
+        if session.turns:
+            session.failure = None
+        else:
+            openhands_logger.error(too_long(session.settings))
+    if isinstance(action, AgentFinishAction):
+        # Without a call of the model it is OpenHands' own, where the user says /exit.
+        stop = StopReason.TERMINATED if action.tool_call_metadata else StopReason.NO_ACTION
+    if stop is not None:
+        session.end_here(stop)
+    return action or AgentFinishAction(final_thought=f"The episode is over: {stop and stop.value}.")
 
 
 def record_agent(agent: Agent, session: Session) -> None:
-    """Record all further steps of ``agent``, whose own sampling and limits hold.
-
-    An answer that OpenHands cannot parse is kept off the executed path, and a prompt that exceeds the context window
-    ends the episode.
-    """
-    own_step = agent.step
+    """Record all further steps of ``agent``, whose own sampling and limits hold."""
     session.samples = False
     session.connect(connect(agent.llm, session.answer))
     record_condenser(getattr(agent, "condenser", None), session)
-
-    def step(state: State) -> Action:
-        try:
-            with noted_step(session, state):
-                action = own_step(state)
-        except ContextWindowExceededError:
-            session.failure = None
-            session.end_here(StopReason.MAX_TOKENS)
-            return AgentFinishAction(final_thought="The context window is full.")
-        if isinstance(action, AgentFinishAction):
-            session.end_here(StopReason.TERMINATED)
-        return action
-
-    agent.step = step
+    agent.step = partial(recorded_step, session, agent.step)
 
 
 def controller_end(state: State) -> tuple[StopReason | None, Failure | None]:

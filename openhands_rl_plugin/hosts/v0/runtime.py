@@ -46,7 +46,6 @@ from openhands.events.observation import (
     FileWriteObservation,
     Observation,
 )
-from openhands.events.observation.mcp import MCPObservation
 from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands.storage.locations import get_conversation_dir
@@ -55,12 +54,10 @@ from openhands_aci.utils.diff import get_diff
 
 from openhands_rl_plugin.config.build import make_environment, make_strategy
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.core.protocols import info_of
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, Task
-from openhands_rl_plugin.core.types import Observation as Answer
+from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
@@ -72,19 +69,14 @@ from openhands_rl_plugin.hosts.v0.settings import host_settings
 from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session, current_episode
 
-RESET_TOOL = "environment_reset"
-STEP_TOOL = "environment_step"
-
 # Seconds to start a sandbox, which takes a fraction of one: a machine under load is given time.
 _START_TIMEOUT = 14.0
-
-_WANTS_CALLS = "this environment wants its tools called: set react_format = true in [rl], to answer with text"
 
 
 class SessionRuntime(Runtime):
     """An OpenHands ``Runtime`` that the session's agent can find, and that ends a search when the user stops it.
 
-    It executes nothing by itself.
+    It executes no action.
     """
 
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
@@ -303,11 +295,9 @@ class WorkspaceRuntime(SessionRuntime):
 
 
 class EnvironmentRuntime(SessionRuntime):
-    """One episode of the environment of ``[rl]``. Raises ``ConfigError`` from the constructor.
+    """One episode of the environment of ``[rl]``, which the session's agent resets and steps, as ``live``.
 
-    The agent sends ``MCPAction``s: ``RESET_TOOL`` first with the task, then ``STEP_TOOL`` with each of the policy's
-    answers. The observation is the environment's as JSON, so that OpenHands' event log holds rewards and ends, too.
-    ``answer`` is the last one until the agent takes it, ``live.failure`` says why there is none.
+    Raises ``ConfigError`` from the constructor.
     """
 
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
@@ -315,7 +305,6 @@ class EnvironmentRuntime(SessionRuntime):
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
         forks = getattr(make_strategy(settings), "forks", 0)
         self.live = LiveEnvironment(make_environment(settings), forks=forks)
-        self.answer: Answer | None = None
         super().__init__(config, *args, **kwargs)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
@@ -327,22 +316,3 @@ class EnvironmentRuntime(SessionRuntime):
         """Close the environment, once. Blocks."""
         self.conclude()
         super().close()
-
-    async def call_tool_mcp(self, action: MCPAction) -> Observation:
-        """Reset or step the environment. After an exception here the controller would wait forever."""
-        # Connections belong to one event loop, and OpenHands closes the current one before it closes the runtime.
-        # Blocking is fine: this thread serves only this session.
-        try:
-            answer = self.answer = background().wait_for(self._answer(action.name, action.arguments))
-        except CaughtFailure as caught:
-            return ErrorObservation(caught.failure.message)
-        return MCPObservation(content=answer.model_dump_json(), name=action.name, arguments=action.arguments)
-
-    async def _answer(self, name: str, arguments: JsonObject) -> Answer:
-        live = self.live
-        if name == STEP_TOOL:
-            return await live.step(Message(role="assistant", content=str(arguments["content"])))
-        answer = await live.reset(Task.model_validate(arguments))
-        if info_of(live.environment).tools:
-            live.failure = Failure(kind=FailureKind.ENVIRONMENT, message=_WANTS_CALLS, boundary="openhands.runtime")
-        return answer

@@ -97,7 +97,7 @@ class MCTSStrategy(SearchStrategy[MCTSOptions]):
         if world is None:
             raise ConfigError(
                 "MCTS needs an environment that can fork, and this one cannot: use ToT or BestOfN, or an environment "
-                "with fork() (the embedded webshop, any repeatable HTTP environment, a workspace)"
+                "with fork() (the embedded webshop, any repeatable HTTP environment, a workspace in bubblewrap)"
             )
         super().check_world(world)
 
