@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.config.rl import AUTO, RLSettings, ServingSettings
@@ -43,16 +42,9 @@ def check_workspace_strategy(settings: RLSettings) -> None:
         strategy.check_world(EnvInfo(emits_rewards=False) if isolated else None)
 
 
-class AskedServer(NamedTuple):
-    """The model server that an agent asks: the model by the server's name, its URL, and its key."""
-
-    model: str
-    url: str
-    key: str | None
-
-
-def check_model(settings: RLSettings, llm: Mapping[str, object]) -> AskedServer | None:
-    """The server of ``[llm]``, which answers and serves the model; ``None`` where another one is asked.
+def check_model(settings: RLSettings, llm: Mapping[str, object]) -> tuple[str, str, str | None] | None:
+    """The model of ``[llm]`` by its server's name, the URL of that server, which answers, and its key; ``None`` where
+    another one is asked.
 
     ``llm``: ``model``, ``base_url``, ``api_key`` and ``custom_llm_provider`` of ``[llm]``, by litellm's names. Raises
     ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model.
@@ -64,16 +56,16 @@ def check_model(settings: RLSettings, llm: Mapping[str, object]) -> AskedServer 
     provider = str(llm.get("custom_llm_provider") or provider)
     url, key = str(llm.get("base_url") or "").rstrip("/"), str(llm.get("api_key") or "") or None
     if url and provider in OPENAI_COMPATIBLE:
-        server = AskedServer(model, url, key or os.environ.get(KEY_VARIABLES.get(provider, "OPENAI_API_KEY")))
-        check_model_server(url, model, server.key, named_by="[llm] base_url")
-        return server
+        key = key or os.environ.get(KEY_VARIABLES.get(provider, "OPENAI_API_KEY"))
+        check_model_server(url, model, key, named_by="[llm] base_url")
+        return model, url, key
     # Without [llm] OpenHands asks for a model of a vendor that nobody named.
     if not url and not key and (missing := missing_keys(named)) and not any(map(os.environ.get, missing)):
         raise ConfigError(f"[llm] names no server, and {named} needs a key ({', '.join(missing)}): {_START}")
     return None
 
 
-def adapter_in_use(serving: ServingSettings, *, model: str, url: str, key: str | None) -> str | None:
+def adapter_in_use(serving: ServingSettings, model: str, url: str, key: str | None) -> str | None:
     """The served name of the version that ``[rl.serving]`` points to, if the server has it on this model. Blocks.
 
     ``url``: where ``[rl.serving]`` names no server, that of the LLM. ``None``: sample from ``model``, because nothing

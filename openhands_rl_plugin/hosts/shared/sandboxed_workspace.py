@@ -56,8 +56,8 @@ class SandboxedWorkspace:
 
     ``folder``: by default one that is removed with it. ``task``: the folder is that of a task, with its own mounts and
     variables. ``protected``: as in ``Baseline``. ``isolated``: in bubblewrap, else it cannot be forked. ``output``:
-    bytes of one command's output that are kept. ``began``: the folder's content is recorded as the start at once.
-    ``seconds``: the time limit of a command that names none, which its host reads.
+    bytes of one command's output that are kept. ``seconds``: the time limit of a command that names none, which its
+    host reads. The folder's content is recorded as the start.
     Raises ``ConfigError`` where bubblewrap does not work.
     """
 
@@ -68,7 +68,6 @@ class SandboxedWorkspace:
     fork_methods = METHODS
 
     _sandbox: BubblewrapSandbox | SubprocessSandbox
-    _evidence: JsonObject | None
 
     def __init__(
         self,
@@ -79,7 +78,6 @@ class SandboxedWorkspace:
         protected: Sequence[str] = (),
         isolated: bool = True,
         output: int = SandboxLimits().output,
-        began: bool = True,
     ) -> None:
         if isolated:
             check_bubblewrap()
@@ -109,19 +107,17 @@ class SandboxedWorkspace:
         self._within = task.repository if task is not None else ""
         self.start = f"{INSIDE}/{self._within}" if self._within else INSIDE
         self._tree = Tree(root)
-        self._began, self._evidence = False, None
-        self._baseline = Baseline(private)
+        self._evidence: JsonObject | None = {}
         self._use(private, self._new_shell())
-        if began:
-            self.begin()
+        self.begin()
 
     def begin(self) -> None:
         """What is evidence begins now, unless it has begun already and ``conclude`` has not ended it."""
-        if self._began and self._evidence is None:
+        if self._evidence is None:
             return
         recorded = self.private / f"start-{uuid.uuid4().hex}"
         recorded.mkdir(mode=0o700)
-        self._began, self._evidence = True, None
+        self._evidence = None
         self._baseline = Baseline(recorded, self._within, self._protected)
         self._baseline.remember(self._sandbox)
 

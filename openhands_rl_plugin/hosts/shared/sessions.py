@@ -31,7 +31,6 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import FOLDER, newest_outcome
 from openhands_rl_plugin.core.messages import one_line
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import CHECKED, LAST_ERROR, MISSING, WorkspaceCommand
 from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
 from openhands_rl_plugin.core.statistics import pass_at_k
@@ -80,15 +79,16 @@ def end_episode(
 ) -> Trajectory:
     """The ended episode, with the evidence of its host's session. Blocks.
 
-    It fails with its own failure, ``failure``, or else the environment's. Evidence is what the runtime's ``conclude``
-    returns, if it has one, and ``last_error``. The runtime's ``check`` runs the reward's command.
+    It fails with its own failure, ``failure``, or else the environment's. Evidence is ``last_error`` and what
+    ``conclude`` of the runtime, or of its ``workspace``, returns, if it has one; ``check`` runs the reward's command.
 
     An episode that a limit cut gets its reward here, where its environment gives it at the end only.
     The reward's command comes last, so that what it writes is no part of the session's patch. It judges whatever a run
     that ended has left, also at a limit of iterations; after a failure, which a stop in the middle is, it is not run.
     """
     runtime, evidence, broken = runtime_of(session), None, None
-    if (conclude := getattr(runtime, "conclude", None)) is not None:
+    place = getattr(runtime, "workspace", runtime)
+    if (conclude := getattr(place, "conclude", None)) is not None:
         evidence, broken = conclude()
     failure = episode.failure or failure or broken
     live = getattr(runtime, "live", None)
@@ -98,7 +98,7 @@ def end_episode(
     asked = workspace_command(episode.settings.reward)
     if asked is not None and failure is None:
         missing = asked.did(error="this runtime has no workspace of openhands_rl_plugin")
-        ran = check(asked) if (check := getattr(runtime, "check", None)) is not None else missing
+        ran = check(asked) if (check := getattr(place, "check", None)) is not None else missing
         evidence[CHECKED] = ran.model_dump(mode="json")
     if last_error:
         evidence[LAST_ERROR] = last_error[:_LONGEST_ERROR]
@@ -200,14 +200,12 @@ class StandaloneRun:
 
     def __init__(self, episode: Session, session: str = "", *, parent: Session | None = None) -> None:
         self._episode, self._session, self.parent = episode, session, parent
-        self._storage: TrajectoryStorage | None = None
-        self._ended = False
-        self._lock = threading.Lock()
+        self._storage = open_storage(episode.settings) if parent is None else None
+        self._first = threading.Lock()
         self.before_exit: Callable[[], None] = lambda: None
-        if parent is None:
-            self._storage = open_storage(episode.settings)
+        if self._storage is not None:
             episode.keep_in(self._storage, background().loop)
-        elif parent.sink is not None:
+        elif parent is not None and parent.sink is not None:
             episode.store_in(parent.sink)
         atexit.register(self._end_at_exit)
 
@@ -226,10 +224,9 @@ class StandaloneRun:
             self._sum_up(trajectory)
 
     def _claim(self) -> bool:
-        with self._lock:
-            ended, self._ended = self._ended, True
+        """Whether the caller is the first to end the episode, and so the one that stores it."""
         atexit.unregister(self._end_at_exit)
-        return not ended
+        return self._first.acquire(blocking=False)
 
     async def _store(self, trajectory: Trajectory) -> None:
         """Also judge it by the reward's command, if it has one; other rewards are computed when they are needed."""

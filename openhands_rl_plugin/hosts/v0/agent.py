@@ -142,7 +142,7 @@ class RLAgent(CodeActAgent):
             if self._described:
                 describe_tools(self.llm)
             asked = workspace_command(self._settings.reward)
-            if asked is not None and runtime and not hasattr(get_runtime_cls(runtime), "check"):
+            if asked is not None and runtime and not issubclass(get_runtime_cls(runtime), WorkspaceRuntime):
                 raise ConfigError(
                     f"[rl.reward]: `{asked.command}` judges a workspace, and runtime = {runtime!r} cannot run it: set "
                     f"runtime = {WORKSPACE_RUNTIME!r} in [core], or choose another reward"
@@ -157,7 +157,7 @@ class RLAgent(CodeActAgent):
         llm = self.llm.config
         key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
         server = check_model(self._settings, llm.model_dump() | key)
-        return adapter_in_use(self._settings.serving, **server._asdict()) if server is not None else None
+        return adapter_in_use(self._settings.serving, *server) if server is not None else None
 
     def step(self, state: State) -> Action:
         """The next action: a pending one, or the first of a new answer. OpenHands' controller handles its exceptions.

@@ -56,7 +56,6 @@ from openhands_rl_plugin.config.build import make_environment, make_strategy
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
@@ -175,7 +174,6 @@ class WorkspaceRuntime(SessionRuntime):
             task=task,
             protected=protected_by(settings.reward),
             isolated=isolated,
-            began=False,
         )
         super().__init__(config, *args, **kwargs)
         who = (("NAME", config.git_user_name), ("EMAIL", config.git_user_email))
@@ -188,24 +186,13 @@ class WorkspaceRuntime(SessionRuntime):
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
         self.set_runtime_status(RuntimeStatus.STARTING_RUNTIME)
-        await asyncio.gather(
-            asyncio.to_thread(self.workspace.run, ":", timeout=_START_TIMEOUT),
-            asyncio.to_thread(self.workspace.begin),
-        )
+        await asyncio.to_thread(self.workspace.run, ":", timeout=_START_TIMEOUT)
         await super().connect()
 
     def close(self) -> None:
         """End the sandbox and all processes in it, and remove this runtime's own files."""
         self.workspace.close()
         super().close()
-
-    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """As ``SandboxedWorkspace.conclude``."""
-        return self.workspace.conclude()
-
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """As ``SandboxedWorkspace.check``."""
-        return self.workspace.check(asked)
 
     def fork(self) -> WorkspaceRuntime:
         """A runtime over ``SandboxedWorkspace.fork``, without a subscription to its event stream."""

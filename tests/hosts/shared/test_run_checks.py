@@ -40,7 +40,7 @@ def used(server: ScriptedModel, tmp_path: Path, model: str = "openai/base", **se
     settings = RLSettings.model_validate({"serving": {"adapters_path": str(tmp_path / "adapters"), **serving}})
     asked = check_model(settings, {"model": model, "base_url": server.url, "api_key": "none"})
     assert asked is not None
-    return adapter_in_use(settings.serving, **asked._asdict())
+    return adapter_in_use(settings.serving, *asked)
 
 
 def published(tmp_path: Path) -> Adapter:
