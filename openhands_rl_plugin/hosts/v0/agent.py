@@ -260,7 +260,7 @@ class RLAgent(CodeActAgent):
         """The session's answer. Raises as ``Session.respond``, and ``CancelledError`` when the user stops it."""
         assert self._session is not None and self._state is not None
         if isinstance(runtime := runtime_of(self._state.session_id), SessionRuntime):
-            runtime.decides(self._session)
+            runtime.session = self._session
         return self._session.answer(body, _last_event(self._state))
 
     def _world(self) -> Forkable | None:

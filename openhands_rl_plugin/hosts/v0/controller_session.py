@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from openhands.agenthub import Agent
 from openhands.controller import AgentController
@@ -22,11 +22,10 @@ from openhands.core.config.condenser_config import create_condenser_config
 from openhands.core.main import auto_continue_response
 from openhands.core.schema import AgentState
 from openhands.core.setup import create_agent
-from openhands.events import EventSource, EventStream, EventStreamSubscriber
+from openhands.events import EventSource, EventStream
 from openhands.events.action import MessageAction, NullAction
 from openhands.events.event import Event
 from openhands.events.observation import AgentStateChangedObservation
-from openhands.events.serialization.event import event_from_dict, event_to_dict
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.memory.memory import Memory
 from openhands.runtime.runtime_status import RuntimeStatus
@@ -143,16 +142,13 @@ class SessionEventStream(EventStream):
         self._events: list[Event] = []
 
     def add_event(self, event: Event, source: EventSource) -> None:
-        """As in OpenHands, but there are no files, and all events of a model's answer share it."""
-        given, answer = cast(Any, event), event.tool_call_metadata
+        """As in OpenHands, but there are neither files nor copies."""
+        holder: Any = event
         with self._lock:
-            given._id, given._source, given._timestamp = self.cur_id, source, datetime.now().isoformat()
-            given._tool_call_metadata = None
-            added: Any = event_from_dict(event_to_dict(event))
-            given._tool_call_metadata = added._tool_call_metadata = answer
+            holder._id, holder._source, holder._timestamp = self.cur_id, source, datetime.now().isoformat()
             self.cur_id += 1
-            self._events.append(added)
-            self._queue.put(added)
+            self._events.append(event)
+            self._queue.put(event)
         if isinstance(event, AgentStateChangedObservation):
             self._on_state()
 
@@ -160,21 +156,19 @@ class SessionEventStream(EventStream):
         """All events, in order or from the last."""
         return iter(self._events[::-1] if reverse else self._events[:])
 
-    def subscribe(
-        self, subscriber_id: EventStreamSubscriber, callback: Callable[[Event], None], callback_id: str
-    ) -> None:
-        """As in OpenHands, but an exception of the callback ends the session instead of being logged."""
+    def _make_error_handler(self, callback_id: str, subscriber_id: Any) -> Callable[[Any], None]:
+        """As in OpenHands, but an exception of a subscriber ends the session instead of being logged."""
 
-        def guarded(event: Event) -> None:
+        def check(call: Any) -> None:
             try:
                 with boundary(FailureKind.INFRASTRUCTURE, f"openhands.{subscriber_id.value}"):
-                    callback(event)
+                    call.result()
             except CaughtFailure as caught:
                 self._on_failure(caught.failure)
             except RLError as error:
                 self._on_failure(error)
 
-        super().subscribe(subscriber_id, guarded, callback_id)
+        return check
 
     def close(self) -> None:
         """Deliver no more events, wait for running callbacks, then end the subscribers' threads."""

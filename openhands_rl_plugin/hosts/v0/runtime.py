@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import copy
-import math
 import tempfile
 import zipfile
 from contextlib import suppress
@@ -50,14 +49,12 @@ from openhands.runtime.base import Runtime
 from openhands.runtime.runtime_status import RuntimeStatus
 from openhands.storage.locations import get_conversation_dir
 from openhands.storage.memory import InMemoryFileStore
-from openhands_aci.utils.diff import get_diff
 
 from openhands_rl_plugin.config.build import make_environment, make_strategy
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.types import Failure, JsonObject
-from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
@@ -75,26 +72,19 @@ _START_TIMEOUT = 14.0
 class SessionRuntime(Runtime):
     """An OpenHands ``Runtime`` that the session's agent can find, and that ends a search when the user stops it.
 
-    It executes no action.
+    It executes no action. ``session``: whose searches those are.
     """
 
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
         super().__init__(config, *args, **kwargs)
         register_runtime(self.sid, self)
-        self._session: Session | None = None
-        self._stopped = -math.inf
-
-    def decides(self, session: Session) -> None:
-        """A stop of the user ends the decisions of ``session``, also one that was not there yet."""
-        self._session = session
-        session.cancel(self._stopped)
+        self.session: Session | None = None
 
     def on_event(self, event: Event) -> None:
         """Also cancels a running or upcoming search when the user stops the agent."""
-        if isinstance(event, ChangeAgentStateAction) and event.agent_state == AgentState.STOPPED:
-            self._stopped = event.id
-            if self._session is not None:
-                self._session.cancel(event.id)
+        stops = isinstance(event, ChangeAgentStateAction) and event.agent_state == AgentState.STOPPED
+        if stops and self.session is not None:
+            self.session.cancel(event.id)
         super().on_event(event)
 
     async def connect(self) -> None:
@@ -255,15 +245,12 @@ class WorkspaceRuntime(SessionRuntime):
     def edit(self, action: FileEditAction) -> Observation:
         """Execute a command of ``str_replace_editor``."""
         given = {name: getattr(action, name) for name in ("file_text", "old_str", "new_str", "insert_line")}
-        result = self.editor.edit(action.command, action.path, **given)
-        before, after = result.old_content or "", result.new_content or ""
         return FileEditObservation(
-            content=result.output or "",
+            content=self.editor.edit(action.command, action.path, **given).output or "",
             path=action.path,
             old_content=action.old_str,
             new_content=action.new_str,
             impl_source=FileEditSource.OH_ACI,
-            diff="" if is_rewritten(before, after) else get_diff(before, after, action.path),
         )
 
     def copy_from(self, path: str) -> Path:
