@@ -31,8 +31,8 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import FOLDER, newest_outcome
 from openhands_rl_plugin.core.messages import one_line
-from openhands_rl_plugin.core.records import CHECKED, LAST_ERROR, MISSING, WorkspaceCommand
-from openhands_rl_plugin.core.redaction import REDACTED, redact_trajectory
+from openhands_rl_plugin.core.records import CHECKED, LAST_ERROR, WorkspaceCommand
+from openhands_rl_plugin.core.redaction import redact_trajectory
 from openhands_rl_plugin.core.statistics import pass_at_k
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Frozen, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.rollout import scoring
@@ -259,7 +259,7 @@ def run_summary(trajectory: Trajectory, scores: Sequence[Score], settings: RLSet
     sampled = [node for node in trajectory.nodes if node.sampled]
     parts = [
         f"recorded in {store} as {short}: {len(sampled)} completions",
-        f"token ids: {_token_ids(sampled)}",
+        f"token ids: {_token_ids(sampled, store)}",
         _outcome(trajectory, scores, store),
         f"openhands-rl show {store} {short}",
     ]
@@ -292,21 +292,11 @@ def store_name(settings: RLSettings) -> str:
     return path if path.startswith("~/") and shlex.quote(path[2:]) == path[2:] else shlex.quote(path)
 
 
-def _token_ids(sampled: list[Node]) -> str:
-    without = [node for node in sampled if node.tokens is None]
-    if not sampled or not without:
+def _token_ids(sampled: Sequence[Node], store: str) -> str:
+    with_ids = sum(node.tokens is not None for node in sampled)
+    if with_ids == len(sampled):
         return "yes" if sampled else "none"
-    secret = any(REDACTED in node.model_dump_json() for node in without)
-    cause = "a secret was taken out of the text, and ids would spell it" if secret else _why_not_sent(without)
-    return f"no ({cause})" if len(without) == len(sampled) else f"{len(sampled) - len(without)} of them ({cause})"
-
-
-def _why_not_sent(without: list[Node]) -> str:
-    """The server's refusal, or that the protocol has none, where one was noted."""
-    noted = (node.metadata.get(MISSING) for node in without)
-    causes = (str(each.get("token_ids", "")) for each in noted if isinstance(each, dict))
-    known = next((cause for cause in causes if "refuses" in cause or "reports none" in cause), "")
-    return f"{known or 'the server did not send them'}; in chat completions `openhands-rl serve`, vLLM and SGLang do"
+    return f"{f'{with_ids} of them' if with_ids else 'no'} (openhands-rl stats {store} says why)"
 
 
 def _reward(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:

@@ -271,7 +271,7 @@ class RLAgent(CodeActAgent):
             return runtime.live.world(self._session.limits)
         if not (isinstance(runtime, WorkspaceRuntime) and runtime.workspace.forks):
             return None
-        live = SessionBranch(self, self._state, runtime, runtime, *self._seen)
+        live = SessionBranch(self, self._state, runtime, *self._seen)
         return BranchWorld(live, self._session)
 
     def _get_messages(
@@ -302,7 +302,11 @@ class RLAgent(CodeActAgent):
             # OpenHands' parser fails with these for JSON arguments that are no object of the right types.
             raise FunctionCallValidationError(f"The tool call's arguments cannot be used: {describe(error)}") from error
         for action in actions:
-            _check_texts(action)
+            # OpenHands copies arguments into actions unchecked: a number as a command would fail in the runtime.
+            for field in fields(action):
+                value = getattr(action, field.name)
+                if field.type in (str, "str") and not isinstance(value, str):
+                    raise FunctionCallValidationError(f"The argument {field.name!r} must be text, got {value!r:.80}")
         return actions
 
     def _end(self, stop: StopReason | None = None, failure: Failure | None = None) -> None:
@@ -329,7 +333,6 @@ class SessionBranch:
 
     agent: RLAgent
     state: State
-    live: WorkspaceRuntime
     runtime: WorkspaceRuntime
     events: list[Event]
     forgotten: set[int]
@@ -383,7 +386,7 @@ class SessionBranch:
         holder: Any = event
         holder._id = (self.events[-1].id if self.events else 0) + 1
         holder._source, holder._timestamp = source, datetime.now().isoformat()
-        recorded = event_from_dict(self.live.event_stream._replace_secrets(event_to_dict(event)))
+        recorded = event_from_dict(self.runtime.event_stream._replace_secrets(event_to_dict(event)))
         self.events.append(recorded)
         return recorded
 
@@ -529,14 +532,6 @@ def _undated(event: Event) -> Event:
 def _last_event(state: State) -> int:
     """The id of the last event in the agent's history; -1 when that is empty."""
     return state.history[-1].id if state.history else -1
-
-
-def _check_texts(action: Action) -> None:
-    """OpenHands copies a call's arguments into actions unchecked: a number as a command would fail in the runtime."""
-    for field in fields(action):
-        value = getattr(action, field.name)
-        if field.type in (str, "str") and not isinstance(value, str):
-            raise FunctionCallValidationError(f"The argument {field.name!r} must be text, got {value!r:.80}")
 
 
 register("RLAgent", RLAgent)

@@ -188,12 +188,13 @@ class WorkspaceRuntime(SessionRuntime):
         """A runtime over ``SandboxedWorkspace.fork``, without a subscription to its event stream."""
         fork: Any = copy.copy(self)
         fork.status_callback = None
-        # All that OpenHands needs of a stream for an action is the task list.
+        # All that is needed of a stream for an action is the task list, and to hide secrets.
         live, tasks = self.event_stream, InMemoryFileStore()
         with suppress(FileNotFoundError):
             name = f"{get_conversation_dir(self.sid, live.user_id)}TASKS.md"
             tasks.write(name, live.file_store.read(name))
-        fork.event_stream = SimpleNamespace(user_id=live.user_id, file_store=tasks)
+        kept = {"user_id": live.user_id, "file_store": tasks, "_replace_secrets": live._replace_secrets}
+        fork.event_stream = SimpleNamespace(**kept)
         fork.workspace = self.workspace.fork()
         fork.editor = self.editor.forked(fork.workspace.place, fork.workspace.private)
         return fork
