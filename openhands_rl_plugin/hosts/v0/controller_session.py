@@ -35,7 +35,7 @@ from openhands.storage.memory import InMemoryFileStore
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
-from openhands_rl_plugin.core.types import Failure, FailureKind, Limits, SamplingParams, StopReason
+from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.session_runner import (
     ITERATIONS_A_TURN,
@@ -45,7 +45,6 @@ from openhands_rl_plugin.hosts.shared.session_runner import (
 )
 from openhands_rl_plugin.hosts.v0.agent import WORKSPACE_RUNTIME, RLAgent, controller_end, record_agent
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
-from openhands_rl_plugin.models.engines.seeded import merge_sampling
 from openhands_rl_plugin.session.session import Session
 
 _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, AgentState.STOPPED, AgentState.PAUSED})
@@ -62,13 +61,7 @@ class ControllerSession(HostSession):
 
     def _start(self, instruction: str) -> None:
         episode = self._episode
-        config = controller_config(
-            episode.settings,
-            self._options,
-            model=episode.request.served_model,
-            limits=episode.limits,
-            sampling=episode.sampling_for(None, 0),
-        )
+        config = controller_config(episode.settings, self._options, episode)
         llms = LLMRegistry(config)
         stats = ConversationStats(None, self._sid, None)
         llms.subscribe(stats.register_llm)
@@ -193,26 +186,22 @@ class SessionMemory(Memory):
 _ASKING = frozenset({"llm", "llm_attention", "structured"})
 
 
-def controller_config(
-    settings: RLSettings,
-    options: HostOptions,
-    *,
-    model: str | None = None,
-    limits: Limits | None = None,
-    sampling: SamplingParams | None = None,
-) -> OpenHandsConfig:
+def controller_config(settings: RLSettings, options: HostOptions, episode: Session | None = None) -> OpenHandsConfig:
     """A configuration for the model server of ``[rl.serving]`` and a workspace.
 
-    ``model`` is the served name, ``[rl.serving] model`` by default. OpenHands' iteration limit only backs up the
-    episode's own turn limit; an agent other than ``RLAgent`` has no other limit. ``sampling`` is for other agents:
-    ``RLAgent`` sets the parameters of each call. Raises ``ValueError`` for a condenser that OpenHands does not know.
+    The served model, limits and sampling are those of ``episode``, by default those of the settings. OpenHands'
+    iteration limit only backs up the episode's own turn limit; an agent other than ``RLAgent`` has no other limit.
+    ``RLAgent`` sets the sampling of each call itself. Raises ``ValueError`` for a condenser that OpenHands does not
+    know.
     """
-    limits = limits or settings.limits()
-    sampling = merge_sampling(sampling, settings.sampling_params())
+    model, limits, sampling = settings.serving.model, settings.limits(), settings.sampling_params()
+    if episode is not None:
+        model, limits = episode.request.served_model or model, episode.limits
+        sampling = episode.sampling_for(None, 0)
     # OpenHands sends these with every call: it drops an ``extra_body`` that a call has of its own.
     extra = altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS})
     llm = LLMConfig(
-        **llm_settings(settings, options, model or settings.serving.model, limits),
+        **llm_settings(settings, options, model, limits),
         temperature=settings.sampling.temperature if sampling.temperature is None else sampling.temperature,
         top_p=sampling.top_p or settings.sampling.top_p,
         seed=sampling.seed,

@@ -33,7 +33,6 @@ from openhands.events.action import (
     CmdRunAction,
     FileEditAction,
     FileReadAction,
-    FileWriteAction,
 )
 from openhands.events.action.mcp import MCPAction
 from openhands.events.event import Event, FileEditSource, FileReadSource
@@ -42,7 +41,6 @@ from openhands.events.observation import (
     ErrorObservation,
     FileEditObservation,
     FileReadObservation,
-    FileWriteObservation,
     Observation,
 )
 from openhands.runtime.base import Runtime
@@ -53,7 +51,6 @@ from openhands.storage.memory import InMemoryFileStore
 from openhands_rl_plugin.config.build import make_environment, make_strategy
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
@@ -235,12 +232,6 @@ class WorkspaceRuntime(SessionRuntime):
         else:
             text = self.workspace.files.read(action.path).decode("utf-8", "replace")
         return FileReadObservation(content=text, path=action.path, impl_source=action.impl_source)
-
-    @_reported
-    def write(self, action: FileWriteAction) -> Observation:
-        """Replace the whole file; create it and its parent directories when needed."""
-        self.workspace.files.write(action.path, whole_text(action.content).encode())
-        return FileWriteObservation(content="", path=action.path)
 
     @_reported
     def edit(self, action: FileEditAction) -> Observation:
