@@ -58,9 +58,8 @@ def runtime_of(session: str) -> object | None:
 def workspace_command(settings: RewardSettings) -> WorkspaceCommand | None:
     """The command that the reward needs at the end of an episode, if any. Raises ``ConfigError``."""
     # Other rewards are not made: a verifier would load its model.
-    if not hasattr(registry.load("rewards", settings.name), "workspace_command"):
-        return None
-    return scoring.workspace_command(make_reward(settings))
+    judges = hasattr(registry.load("rewards", settings.name), "workspace_command")
+    return scoring.workspace_command(make_reward(settings)) if judges else None
 
 
 def protected_by(settings: RewardSettings) -> tuple[str, ...]:

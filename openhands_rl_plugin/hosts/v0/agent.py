@@ -107,7 +107,7 @@ WORKSPACE_RUNTIME = f"{WorkspaceRuntime.__module__}.{WorkspaceRuntime.__name__}"
 _WANTS_CALLS = "this environment wants its tools called: set react_format = true in [rl], to answer with text"
 _ENDS = (AgentFinishAction, AgentRejectAction)
 _NOT_RUN = (AgentThinkAction, TaskTrackingAction)
-_TOOLS_OF_OTHER_RUNTIMES = frozenset({"browser", "execute_ipython_cell"})
+_TOOLS_OF_OTHER_RUNTIMES = {"enable_browsing": False, "enable_jupyter": False}
 
 
 class RLAgent(CodeActAgent):
@@ -129,8 +129,10 @@ class RLAgent(CodeActAgent):
     def __init__(self, config: AgentConfig, llm_registry: LLMRegistry) -> None:
         with refusing():
             bound, runtime = current_episode(), config.runtime or ""
-            self._runtime = runtime.rpartition(".")[2]
-            self._environment_mode = self._runtime == EnvironmentRuntime.__name__
+            kind = runtime.rpartition(".")[2]
+            self._environment_mode = kind == EnvironmentRuntime.__name__
+            if kind == WorkspaceRuntime.__name__:
+                config = config.model_copy(update=_TOOLS_OF_OTHER_RUNTIMES)
             self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
             super().__init__(config, llm_registry)
             if isinstance(self.llm, RouterLLM):
@@ -219,11 +221,7 @@ class RLAgent(CodeActAgent):
 
     def _get_tools(self) -> list[Any]:
         tools = super()._get_tools()
-        if self._compact:
-            tools = compact_tools(tools)
-        if self._runtime != WorkspaceRuntime.__name__:
-            return tools
-        return [tool for tool in tools if tool["function"]["name"] not in _TOOLS_OF_OTHER_RUNTIMES]
+        return compact_tools(tools) if self._compact else tools
 
     @property
     def _described(self) -> bool:

@@ -55,19 +55,19 @@ class ControllerSession(HostSession):
 
     def __init__(self, episode: Session, options: HostOptions) -> None:
         super().__init__(episode, options, f"rl-{uuid.uuid4().hex[:24]}")
+        self._config = controller_config(episode.settings, options, episode)
         self._stream: SessionEventStream | None = None
         self._runtime: WorkspaceRuntime | None = None
         self._controller: AgentController | None = None
 
     def _start(self, instruction: str) -> None:
-        episode = self._episode
-        config = controller_config(episode.settings, self._options, episode)
+        config = self._config
         llms = LLMRegistry(config)
         stats = ConversationStats(None, self._sid, None)
         llms.subscribe(stats.register_llm)
         agent = create_agent(config, llms)
         if not isinstance(agent, RLAgent):
-            record_agent(agent, episode)
+            record_agent(agent, self._episode)
         stream = self._stream = SessionEventStream(self._sid, self.finish, self._on_state)
         runtime = self._runtime = WorkspaceRuntime(
             config, stream, llms, self._sid, status_callback=self._on_status, headless_mode=True

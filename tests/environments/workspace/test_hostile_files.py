@@ -54,7 +54,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def editor(root: Path) -> WorkspaceEditor:
-    workspace = SandboxedWorkspace(root, WorkspaceSettings(), isolated=False, began=False)
+    workspace = SandboxedWorkspace(root, WorkspaceSettings(), isolated=False)
     return WorkspaceEditor(workspace.place, root.parent / "private")
 
 
