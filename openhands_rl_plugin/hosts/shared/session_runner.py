@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from pydantic import SecretStr
@@ -39,7 +40,7 @@ type End = Failure | RLError | StopReason | None
 
 
 class HostSession(ABC):
-    """One session of a host, for one episode of a runner. ``ended`` has its ``End``.
+    """One session of a host, for one episode of a runner. ``ended`` has its ``End``, ``_opened`` what ``close`` closes.
 
     ``open``, ``conclude`` and ``close`` block and are called on threads.
     """
@@ -49,6 +50,7 @@ class HostSession(ABC):
         self._options = options
         self._sid = sid
         self.ended = Future[End]()
+        self._opened = ExitStack()
         # ``close`` waits for an ``open`` that is still running.
         self._opening = threading.Lock()
 
@@ -87,16 +89,16 @@ class HostSession(ABC):
     @abstractmethod
     def _start(self, instruction: str) -> None: ...
 
-    @abstractmethod
     def _cancel(self) -> None:
         """End a decision that is under way."""
+        self._episode.cancel(math.inf)
+
+    def _release(self) -> None:
+        self._opened.close()
 
     @abstractmethod
     def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
         """Why the episode ended (``None``: as its agent noted), its failure, and the host's last error."""
-
-    @abstractmethod
-    def _release(self) -> None: ...
 
 
 def llm_settings(settings: RLSettings, options: HostOptions, served: str, limits: Limits) -> dict[str, Any]:

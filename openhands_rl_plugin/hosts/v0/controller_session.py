@@ -7,7 +7,6 @@ session's threads ends it; OpenHands' own loop would wait forever.
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -56,8 +55,6 @@ class ControllerSession(HostSession):
     def __init__(self, episode: Session, options: HostOptions) -> None:
         super().__init__(episode, options, f"rl-{uuid.uuid4().hex[:24]}")
         self._config = controller_config(episode.settings, options, episode)
-        self._stream: SessionEventStream | None = None
-        self._runtime: WorkspaceRuntime | None = None
         self._controller: AgentController | None = None
 
     def _start(self, instruction: str) -> None:
@@ -68,10 +65,10 @@ class ControllerSession(HostSession):
         agent = create_agent(config, llms)
         if not isinstance(agent, RLAgent):
             record_agent(agent, self._episode)
-        stream = self._stream = SessionEventStream(self._sid, self.finish, self._on_state)
-        runtime = self._runtime = WorkspaceRuntime(
-            config, stream, llms, self._sid, status_callback=self._on_status, headless_mode=True
-        )
+        stream = SessionEventStream(self._sid, self.finish, self._on_state)
+        self._opened.callback(stream.close)
+        runtime = WorkspaceRuntime(config, stream, llms, self._sid, status_callback=self._on_status, headless_mode=True)
+        self._opened.callback(runtime.close)
         asyncio.run(runtime.connect())
         memory: Any = SessionMemory(stream, self._sid)
         memory.set_runtime_status = partial(self._on_status, "error")
@@ -82,15 +79,6 @@ class ControllerSession(HostSession):
             agent=agent, conversation_stats=stats, iteration_delta=config.max_iterations, event_stream=stream
         )
         stream.add_event(MessageAction(content=instruction), EventSource.USER)
-
-    def _cancel(self) -> None:
-        self._episode.cancel(math.inf)
-
-    def _release(self) -> None:
-        if self._runtime is not None:
-            self._runtime.close()
-        if self._stream is not None:
-            self._stream.close()
 
     def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
         state = self._controller.state if self._controller is not None else State()
