@@ -394,12 +394,8 @@ class SessionBranch:
             raise BadEnvironmentError(f"{type(action).__name__} cannot be executed in a fork of the workspace")
         if action.timeout is None:
             action.set_hard_timeout(self.runtime.config.sandbox.timeout, blocking=False)
-        try:
-            observation = self.runtime.run_action(action)
-        except PermissionError as error:
-            observation = ErrorObservation(str(error))
-        holder: Any = observation
-        holder._cause, holder.tool_call_metadata = action.id, action.tool_call_metadata
+        observation: Any = self.runtime.run_action(action)
+        observation._cause, observation.tool_call_metadata = action.id, action.tool_call_metadata
         return observation
 
 

@@ -19,7 +19,6 @@ import copy
 import tempfile
 import zipfile
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,21 +125,6 @@ class SessionRuntime(Runtime):
         return []
 
 
-def _reported(execute: Any) -> Any:
-    """An ``OSError`` becomes an observation; OpenHands makes one of a ``PermissionError`` itself."""
-
-    @wraps(execute)
-    def reporting(runtime: WorkspaceRuntime, action: Any) -> Observation:
-        try:
-            return execute(runtime, action)
-        except PermissionError:
-            raise
-        except OSError as error:
-            return ErrorObservation(f"{action.path}: {error.strerror}")
-
-    return reporting
-
-
 class WorkspaceRuntime(SessionRuntime):
     """Runs a session's commands and file actions: in bubblewrap, or as ``[rl.workspace] isolation`` says.
 
@@ -224,16 +208,26 @@ class WorkspaceRuntime(SessionRuntime):
             },
         )
 
-    @_reported
+    def run_action(self, action: Any) -> Observation:
+        """As in OpenHands; a file that cannot be read or written is answered as such."""
+        try:
+            return super().run_action(action)
+        except OSError as error:
+            own = isinstance(error, PermissionError)
+            return ErrorObservation(str(error) if own else f"{action.path}: {error.strerror}")
+
     def read(self, action: FileReadAction) -> Observation:
         """Read a text file; for the editor's tool, view it with line numbers."""
-        if action.impl_source == FileReadSource.OH_ACI:
-            text = self.editor.edit("view", action.path, view_range=action.view_range).output or ""
-        else:
-            text = self.workspace.files.read(action.path).decode("utf-8", "replace")
+        try:
+            if action.impl_source == FileReadSource.OH_ACI:
+                text = self.editor.edit("view", action.path, view_range=action.view_range).output or ""
+            else:
+                text = self.workspace.files.read(action.path).decode("utf-8", "replace")
+        except FileNotFoundError as error:
+            # OpenHands reads files that may not be there by this method alone.
+            return ErrorObservation(f"{action.path}: {error.strerror}")
         return FileReadObservation(content=text, path=action.path, impl_source=action.impl_source)
 
-    @_reported
     def edit(self, action: FileEditAction) -> Observation:
         """Execute a command of ``str_replace_editor``."""
         given = {name: getattr(action, name) for name in ("file_text", "old_str", "new_str", "insert_line")}
