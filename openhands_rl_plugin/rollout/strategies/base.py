@@ -6,7 +6,6 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal
-from weakref import WeakKeyDictionary
 
 from pydantic import Field
 
@@ -14,11 +13,11 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, info_of
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
-from openhands_rl_plugin.core.types import Failure, Frozen, SamplingParams
+from openhands_rl_plugin.core.types import Failure, Frozen, JsonObject, SamplingParams
 from openhands_rl_plugin.rollout.strategies.search import (
     Search,
+    SearchBudget,
     SearchOptions,
-    Spending,
     call_seed,
     checked,
     ended,
@@ -57,7 +56,6 @@ class SearchStrategy[O: SearchOptions](ABC):
         self.options: O = options or checked(self.Options, changes)
         self._value = value or built_in(self.options.value, self.options.value_options)
         self._warned = False
-        self._accounts: WeakKeyDictionary[EpisodeTree, Spending] = WeakKeyDictionary()
 
     @property
     def forks(self) -> int:
@@ -70,14 +68,15 @@ class SearchStrategy[O: SearchOptions](ABC):
         Raises ``ConfigError`` when the search needs forks and there are none, ``CaughtFailure`` when every branch died.
         """
         self.check_world(None if world is None else info_of(world))
-        async with Search(tree, engine, world, self.options, self._account(tree)) as search:
+        async with Search(tree, engine, world, self.options) as search:
             chosen = await self._choose(search) if not search.exhausted() else None
             if chosen is None:
                 chosen = await self._without_search(search)
-        spent = search.turn.exhausted()
-        if spent and tree.nodes[chosen].value is None:
-            self._warn(f"judged no action before the {spent} of its turn_budget were spent: raise it in [rl.strategy]")
-        report = {"strategy": self.name, "turn": search.turn.report(), "episode": search.episode.report()}
+        cut = search.log.cut_by
+        if cut in SearchBudget.model_fields and tree.nodes[chosen].value is None:
+            self._warn(f"judged no action before the {cut} of its turn_budget were spent: raise it in [rl.strategy]")
+        turn, episode = search.spent
+        report: JsonObject = {"strategy": self.name, "turn": {**turn}, "episode": {**episode}}
         note(tree.nodes[chosen])["report"] = {**report, **search.log.report()}
         return chosen
 
@@ -90,14 +89,6 @@ class SearchStrategy[O: SearchOptions](ABC):
         nodes = search.tree.nodes
         known = search.actions(search.root)
         return max(known, key=lambda at: (nodes[at].visits, nodes[at].value or 0.0), default=None)
-
-    def _account(self, tree: EpisodeTree) -> Spending:
-        """The episode's, which continues from what the last turn reported where the episode is resumed."""
-        if tree not in self._accounts:
-            reports = [notes(tree.nodes[at]).get("report") for at in tree.path()]
-            last = next((each["episode"] for each in reversed(reports) if isinstance(each, dict)), {})
-            self._accounts[tree] = Spending.resumed(self.options.episode_budget, last)
-        return self._accounts[tree]
 
     def check_world(self, world: EnvInfo | None) -> None:
         """Raise ``ConfigError`` when the strategy cannot do without what is missing; ``None``: it cannot fork."""

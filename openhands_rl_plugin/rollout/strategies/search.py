@@ -8,12 +8,12 @@ import math
 import time
 import zlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import (
@@ -68,65 +68,6 @@ class SearchBudget(StrictOptions):
 
 class SpentError(RLError):
     """A budget does not allow the request."""
-
-
-@dataclass
-class Spending:
-    """A running account against a budget. Its clock runs between ``begin`` and ``pause``."""
-
-    budget: SearchBudget = field(default_factory=SearchBudget)
-    calls: int = 0
-    tokens: int = 0
-    steps: int = 0
-    before: float = 0.0
-    since: float | None = None
-
-    @classmethod
-    def resumed(cls, budget: SearchBudget, report: JsonValue) -> Self:
-        """An account that continues from its own ``report``, or a new one when there is none."""
-        reported = report if isinstance(report, dict) else {}
-        known = {name: spent for name, spent in reported.items() if isinstance(spent, int | float)}
-        counts = {name: int(known.get(name, 0)) for name in ("calls", "tokens", "steps")}
-        return cls(budget, **counts, before=known.get("seconds", 0.0))
-
-    def begin(self) -> None:
-        """Start the clock."""
-        self.since = time.monotonic()
-
-    def pause(self) -> None:
-        """Stop the clock."""
-        self.before, self.since = self.seconds, None
-
-    @property
-    def seconds(self) -> float:
-        """Wall time while the clock ran."""
-        return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Wall time until the budget's is over, ``None`` without a bound."""
-        return None if self.budget.seconds is None else self.budget.seconds - self.seconds
-
-    def enter(self, what: Literal["calls", "tokens", "steps"], count: int) -> None:
-        """Count what is requested now, or the tokens of an answer."""
-        setattr(self, what, getattr(self, what) + count)
-
-    def exhausted(self) -> str | None:
-        """The name of the first bound that is reached, or ``None``."""
-        for name in type(self.budget).model_fields:
-            bound = getattr(self.budget, name)
-            if bound is not None and getattr(self, name) >= bound:
-                return name
-        return None
-
-    def left(self, what: Literal["calls", "steps"], wanted: int) -> int:
-        """How many of ``wanted`` calls or steps may be requested."""
-        bound = getattr(self.budget, what)
-        return wanted if bound is None else max(0, min(wanted, bound - getattr(self, what)))
-
-    def report(self) -> JsonObject:
-        """The account as JSON."""
-        return {"calls": self.calls, "tokens": self.tokens, "steps": self.steps, "seconds": round(self.seconds, 6)}
 
 
 class SearchOptions(StrictOptions):
@@ -276,7 +217,6 @@ class ForkPool:
         self._kept: OrderedDict[int | None, Environment] = OrderedDict()
         self._copied: Counter[int | None] = Counter()
         self._changed = asyncio.Event()
-        self._left = False
 
     async def enter(self) -> None:
         """Take a place, as soon as there is one."""
@@ -294,9 +234,12 @@ class ForkPool:
         self._free += 1
         self._changed.set()
 
-    async def end(self, environment: Environment) -> None:
-        """Close a fork that is not kept, and give its place back."""
-        await asyncio.shield(self._begin_to_end(environment))
+    def end(self, environment: Environment | asyncio.Future[Environment]) -> asyncio.Future[None]:
+        """Close a fork that is not kept, or that is being made, and give its place back."""
+        closing = asyncio.create_task(self._end(environment))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return asyncio.shield(closing)
 
     def get(self, state: int | None) -> Environment | None:
         """The fork that is kept at ``state``, which counts as used now."""
@@ -314,16 +257,14 @@ class ForkPool:
         try:
             return await asyncio.shield(making)
         except BaseException:
-            self._begin_to_end(making)
+            self.end(making)
             raise
         finally:
             self._copied[state] -= 1
             self._changed.set()
 
-    async def keep(self, state: int | None, environment: Environment) -> None:
+    def keep(self, state: int | None, environment: Environment) -> None:
         """Keep a fork, which has a place, until another fork needs the place."""
-        if self._left:
-            return await self.end(environment)
         self._kept[state] = environment
         self._changed.set()
 
@@ -332,18 +273,10 @@ class ForkPool:
         return self._kept.pop(state)
 
     async def close(self) -> None:
-        """Close all that is kept, and keep nothing any more; returns when no close is under way."""
-        self._left = True
-        kept, self._kept = list(self._kept.values()), OrderedDict()
-        for environment in kept:
-            self._begin_to_end(environment)
+        """Close all that is kept; returns when no close is under way."""
+        while self._kept:
+            self.end(self._kept.popitem(last=False)[1])
         await shielded(asyncio.gather(*self._closing))
-
-    def _begin_to_end(self, environment: Environment | asyncio.Future[Environment]) -> asyncio.Task[None]:
-        closing = asyncio.create_task(self._end(environment))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-        return closing
 
     async def _end(self, environment: Environment | asyncio.Future[Environment]) -> None:
         """A failed close leaks a fork but does not spoil the search."""
@@ -385,38 +318,31 @@ def call_seed(seed: int, engine: LLMEngine, tree: EpisodeTree, parent: int | Non
 
     Episodes of one task differ by their own seeds, or all samples of a group would be the same.
     """
-    return (seed + _of_episode(engine) + _place(tree, parent, asking)) % _SEEDS
-
-
-def _of_episode(engine: LLMEngine) -> int:
-    known = episode_seed(engine)
-    return 0 if known is None else zlib.crc32(str(known).encode())
-
-
-def _place(tree: EpisodeTree, parent: int | None, asking: int) -> int:
-    """A number of a call within its episode, by its place in the tree and its count there, not by time."""
-    said = 0
+    own, place = episode_seed(engine), 0
+    # By the place in the tree and the count there, not by time.
     for at in tree.path(parent) if parent is not None else ():
         if tree.nodes[at].sampled:
-            said = zlib.crc32(repr(action_key(tree.nodes[at].message)).encode("utf-8", "surrogatepass"), said)
+            place = zlib.crc32(repr(action_key(tree.nodes[at].message)).encode("utf-8", "surrogatepass"), place)
     below = [tree.nodes[at] for at in tree.children(parent)]
     drawn = sum(1 + times_merged(notes(node)) for node in below if node.sampled)
-    return said + _SEED_STEP * (drawn + asking)
+    episode = 0 if own is None else zlib.crc32(str(own).encode())
+    return (seed + episode + place + _SEED_STEP * (drawn + asking)) % _SEEDS
 
 
 class Search:
     """The working state of one decision. Use it as an async context manager; leaving it closes every fork."""
 
-    def __init__(
-        self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None, options: SearchOptions, episode: Spending
-    ) -> None:
+    def __init__(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None, options: SearchOptions) -> None:
         self.tree = tree
         self.engine = engine
         self.world = world
         self.options = options
-        self.turn = Spending(options.turn_budget)
-        self.episode = episode
         self.log = SearchLog()
+        # Of this turn, and of those before, whose last one has them in its report.
+        self._counts, self._began = {"calls": 0, "tokens": 0, "steps": 0}, time.monotonic()
+        reports = (notes(node).get("report") for node in reversed(tree.nodes))
+        last: Any = next(filter(None, reports), {"episode": {}})
+        self._before: dict[str, float] = last["episode"]
         self.root = tree.head
         room = info_of(world).max_forks
         most = options.open_worlds if room is None else max(1, min(room, options.open_worlds))
@@ -425,25 +351,33 @@ class Search:
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __aenter__(self) -> Search:
-        for account in (self.turn, self.episode):
-            account.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        try:
-            await self._worlds.close()
-        finally:
-            for account in (self.turn, self.episode):
-                account.pause()
+        await self._worlds.close()
 
     @property
     def pays(self) -> bool:
         """Whether the world's steps can earn rewards."""
         return info_of(self.world).emits_rewards
 
+    @property
+    def spent(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What this turn has spent, and all turns of the episode together, by the names of a budget's bounds."""
+        turn = {**self._counts, "seconds": round(time.monotonic() - self._began, 6)}
+        return turn, {what: count + self._before.get(what, 0) for what, count in turn.items()}
+
+    def _left(self, *wanted: str) -> Iterator[tuple[str, str, float]]:
+        """Of the bounds ``wanted`` of both budgets: the name in reports, which one it is, and what is left."""
+        budgets = ("", self.options.turn_budget), ("episode ", self.options.episode_budget)
+        for (prefix, budget), spent in zip(budgets, self.spent, strict=True):
+            for what in wanted:
+                if (bound := getattr(budget, what)) is not None:
+                    yield prefix + what, what, bound - spent[what]
+
     def exhausted(self) -> bool:
         """Whether a budget or the limit of the tree's size is reached; the log says which."""
-        reached = self.turn.exhausted() or (self.episode.exhausted() and f"episode {self.episode.exhausted()}")
+        reached = next((name for name, _, left in self._left(*SearchBudget.model_fields) if left <= 0), None)
         if reached is None and len(self.tree.nodes) >= self.options.max_nodes:
             reached = "max_nodes"
         self.log.cut_by = reached or self.log.cut_by
@@ -463,10 +397,10 @@ class Search:
         Returns the nodes of the sampled actions without repetition, known ones among them. Where the model refuses the
         prompt of a branch, the branch is dropped; raises ``ModelError`` where it refuses that of the episode itself.
         """
-        count = 0 if self.exhausted() else self.episode.left("calls", self.turn.left("calls", count))
-        if count < 1:
+        if self.exhausted() or count < 1:
             return []
-        self._enter("calls", count)
+        count = min([count, *(int(left) for *_, left in self._left("calls"))])
+        self._counts["calls"] += count
         sampling = self._sampling(parent)
         self._asking[parent] += count
         try:
@@ -487,7 +421,7 @@ class Search:
 
     async def plain(self) -> int:
         """One completion as without search; a budget does not stop it, because every turn needs an action."""
-        self._enter("calls", 1)
+        self._counts["calls"] += 1
         sampling = self._sampling(self.root)
         completion = (await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=sampling))[0]
         return self._add(self.root, completion)
@@ -500,7 +434,7 @@ class Search:
         """One greedy completion that is no candidate, ``None`` when no budget allows it or the model refuses."""
         if self.exhausted():
             return None
-        self._enter("calls", 1)
+        self._counts["calls"] += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         try:
             completion = (await self.in_time(self.engine.complete(messages, sampling=sampling)))[0]
@@ -515,8 +449,7 @@ class Search:
 
     async def in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Ends the work, with ``SpentError``, when the seconds of a budget are over."""
-        bounds = (("seconds", self.turn.seconds_left), ("episode seconds", self.episode.seconds_left))
-        left, name = min(((left, name) for name, left in bounds if left is not None), default=(None, ""))
+        left, name = min(((left, name) for name, _, left in self._left("seconds")), default=(None, ""))
         async with within(left, lambda: self._spent(name)):
             return await work
 
@@ -539,7 +472,7 @@ class Search:
                 self.drop(action, caught.failure)
                 return False
             self._observe(action, observation)
-            await self._worlds.keep(self.state(action), environment)
+            self._worlds.keep(self.state(action), environment)
             return True
 
     async def give_up(self, state: int) -> None:
@@ -561,7 +494,7 @@ class Search:
             self.world = None
             self.log.extra["without_forks"] = caught.failure.message
             return caught.failure.message
-        await self._worlds.keep(self.root, environment)
+        self._worlds.keep(self.root, environment)
         return None
 
     def drop(self, action: int, failure: Failure) -> None:
@@ -624,7 +557,7 @@ class Search:
         async with self._step_time():
             environment = await self._worlds.copy(state, origin)
             # A server reports that it cannot copy only on the first request.
-            self._enter("steps", max(0, info_of(origin).fork_steps - known))
+            self._counts["steps"] += max(0, info_of(origin).fork_steps - known)
             try:
                 await self._replay(environment, way)
             except BaseException:
@@ -701,19 +634,14 @@ class Search:
         return self.options.sampling.model_copy(update=update)
 
     def _charge(self, completion: Completion) -> None:
-        self._enter("tokens", completion.usage.prompt_tokens + completion.usage.completion_tokens)
-
-    def _enter(self, what: Literal["calls", "tokens", "steps"], count: int) -> None:
-        self.turn.enter(what, count)
-        self.episode.enter(what, count)
+        self._counts["tokens"] += completion.usage.prompt_tokens + completion.usage.completion_tokens
 
     def _enter_steps(self, count: int) -> None:
         """Raises ``SpentError`` when a budget does not allow them."""
-        for prefix, account in (("", self.turn), ("episode ", self.episode)):
-            late = account.seconds_left is not None and account.seconds_left <= 0
-            if late or account.left("steps", count) < count:
-                raise self._spent(prefix + ("seconds" if late else "steps"))
-        self._enter("steps", count)
+        for name, what, left in self._left("seconds", "steps"):
+            if left <= 0 if what == "seconds" else left < count:
+                raise self._spent(name)
+        self._counts["steps"] += count
 
     def _spent(self, bound: str) -> SpentError:
         self.log.cut_by = bound
