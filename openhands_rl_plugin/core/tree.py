@@ -320,7 +320,7 @@ class HostConversation:
     An assistant message is matched with the answers to the same prompt that were acted on: first with an equal one,
     then with one that the host repeats in another form. Other messages are matched with equal ones, so nodes of a
     simulation become the real ones. ``strict``: a text that cannot be another form of the answer is the host's own.
-    ``unseen``: the text that is sent in the place of a host's form, which is then not noted.
+    ``unseen``: what is sent in the place of a host's form, which is then not noted.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class HostConversation:
         tree: EpisodeTree,
         *,
         strict: bool = False,
-        unseen: Callable[[WireMessage, Message], str | None] = lambda form, answer: None,
+        unseen: Callable[[WireMessage, Message], object | None] = lambda form, answer: None,
     ) -> None:
         self._tree, self._strict, self._unseen = tree, strict, unseen
         # The host's form of a node; absent for an answer that was not replayed yet, or that the host never replays.
@@ -360,6 +360,11 @@ class HostConversation:
             tree.head = tree.append(message)
             self._forms[tree.head] = message
         return rewritten
+
+    def common(self, prompt: Sequence[WireMessage]) -> tuple[tuple[Message, ...], int]:
+        """The messages of the tree that the prompt begins with, and how many of its own those are."""
+        at, known = self._match(prompt)
+        return (() if at is None else self._tree.messages(at)), known
 
     def _settle(self, at: int | None, new: Sequence[Message]) -> None:
         """Note what was executed before the prompt, which has the path to ``at`` and then ``new``.

@@ -71,13 +71,12 @@ class BranchWorld:
     """An ``Environment`` over a branch, in the middle of an episode. The branch runs in a thread of its own, and its
     requests are held. Over the ``live`` branch of a session at one decision it is only forked.
 
-    ``turn``: the request of the branch that waits. ``decided``: the live one's, at which all branches begin.
+    ``turn``: the request of the branch that waits.
     """
 
-    def __init__(self, live: Branch, session: Session, turn: Turn | None = None, decided: Turn | None = None) -> None:
+    def __init__(self, live: Branch, session: Session, turn: Turn | None = None) -> None:
         self.session = session
         self.turn = turn or session.turn
-        self._decided = decided or self.turn
         self._branch = live
         self._loop = asyncio.get_running_loop()
         self._requests: asyncio.Queue[Json | None] = asyncio.Queue()
@@ -105,12 +104,12 @@ class BranchWorld:
             run = contextvars.copy_context().run
             self._thread = threading.Thread(target=run, args=(self._run,), name="rl-branch", daemon=True)
             self._thread.start()
-            wire = await self._prompt(before.path)
+            wire = await self._prompt()
             if wire is None or not _same(wire, before.wire):
                 raise BadEnvironmentError("the branch does not begin with the live session's prompt")
         waiting, self._answer = self._answer, Future()
         waiting.set_result(session.document_of(action))
-        wire, known = await self._prompt((*before.path, action)), len(before.wire)
+        wire, known = await self._prompt(), len(before.wire)
         if wire is None:
             return Observation(terminated=True)
         if not _same(wire[:known], before.wire):
@@ -125,7 +124,7 @@ class BranchWorld:
 
     async def fork(self) -> BranchWorld:
         """A copy. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
-        return BranchWorld(await background().blocking(self._branch.fork), self.session, self.turn, self._decided)
+        return BranchWorld(await background().blocking(self._branch.fork), self.session, self.turn)
 
     async def evidence(self) -> JsonObject:
         """The changes to the workspace since the session began."""
@@ -142,8 +141,8 @@ class BranchWorld:
             self._answer.set_exception(EpisodeOver(StopReason.NO_ACTION))
         await background().blocking(self._branch.workspace.close)
 
-    async def _prompt(self, path: Sequence[Message]) -> Sequence[WireMessage] | None:
-        """That of the next request after ``path``, as the session would send it; ``None`` after the end of its agent.
+    async def _prompt(self) -> Sequence[WireMessage] | None:
+        """That of the next request; ``None`` after the end of its agent.
 
         Raises ``CaughtFailure`` when the host has failed.
         """
@@ -151,9 +150,7 @@ class BranchWorld:
             if self._failure is not None:
                 raise self._failure
             return None
-        wire: Sequence[WireMessage] = body["messages"]
-        calls = self.session.calls
-        return wire if calls is None else calls.put_back(wire, path[len(self._decided.path) :])
+        return body["messages"]
 
     def _run(self) -> None:
         try:

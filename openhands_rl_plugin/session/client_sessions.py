@@ -77,7 +77,6 @@ from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json, par
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
-from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.session.upstream import Upstream
 from openhands_rl_plugin.session.wire import CHAT, ClientRequest
@@ -278,7 +277,7 @@ class ClientSession(Session):
         self.pending: list[PendingCall] = []
         self._last: PendingCall | None = None
         self.unrecorded: Counter[str] = Counter()
-        self.calls = SampledCalls() if config.restore_calls else None
+        self.exact = config.restore_calls or self.is_searched
         self._storage = storage
 
     @property
@@ -333,13 +332,15 @@ class ClientSession(Session):
         self.last_used = stored.times.finished
         self.ids.forget(range(len(self.tree.nodes)))
         nodes = self.tree.nodes
-        if self.calls is not None:
-            for node in (node for node in nodes if node.sampled):
-                self.calls.add(node.message)
         first = next((at for at, node in enumerate(nodes) if node.metadata.get(TOOLS)), None)
         if first is not None and not self.tree.tools:
             tools: Any = nodes[first].metadata[TOOLS]
             self._offer(tools, first, nodes[path_to(nodes, first)[0]].message)
+
+    def as_sampled(self, prompt: Sequence[WireMessage]) -> list[WireMessage]:
+        """A prompt with the answers that it has in common with the tree as they were sampled."""
+        path, known = self.conversation.common(prompt)
+        return [*self.texts.put_back(prompt[:known], path), *prompt[known:]]
 
     def policy_of(self, served: str) -> PolicyRef:
         """As ``Session.policy_of``. A server's model may be another than ``base_model``."""
@@ -386,8 +387,6 @@ class ClientSession(Session):
             nodes.append(tree.propose(made, parent=parent))
             if aside:
                 tree.nodes[nodes[-1]].metadata[KIND] = SIDE
-            if self.calls is not None:
-                self.calls.add(choice.message)
         for node in reversed(nodes if not aside else ()):
             # Until the next request shows which choice the client uses, it is the first.
             self.conversation.acted(node)

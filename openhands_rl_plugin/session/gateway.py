@@ -80,7 +80,7 @@ from openhands_rl_plugin.session.wire import (
     ClientRequest,
     WireProtocol,
     added_fields,
-    put_back_calls,
+    put_back,
     upstream_body,
 )
 
@@ -340,8 +340,8 @@ class Gateway:
             if call.streams:
                 to.add(_as_events(document, usage=call.wants_usage))
             return Reply(200, dump_object(document), recorded=True)
-        if session.calls is not None and call.protocol is CHAT:
-            put_back_calls(call, session.calls)
+        if session.exact and call.protocol is CHAT:
+            put_back(call, session.as_sampled(call.messages))
         fills = config.sampling_defaults == "neutral"
         wanted = [name for name in call.wanted if fills or name != SAMPLING]
         attempt = self._upstream.extensions.attempt(model, wanted)

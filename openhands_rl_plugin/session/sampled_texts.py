@@ -1,19 +1,17 @@
 """The answers in a conversation as the model sampled them, also where the host writes them anew.
 
-``SampledCalls`` has the calls by the API, whose arguments V1 repairs: it replays ``"[1, 2]"`` as ``[1, 2]``, for the
-model another text than it sampled. ``SampledTexts`` has calls that are text:
-OpenHands reads such a call and replays it written anew: with an empty line before it, with line breaks around values of
-several lines, without the white space around it, with a closing tag that a stop word had cut. For the model that is
-another text than it sampled, so each turn would be a sequence of its own. The sampled text is sent instead, where it
-is the same call, and every prompt extends the one before.
+V1 repairs the arguments of calls by the API: it replays ``"[1, 2]"`` as ``[1, 2]``, for the model another text than it
+sampled. Calls that are text OpenHands reads and replays written anew: with an empty line before them, with line breaks
+around values of several lines, without the white space around them, with a closing tag that a stop word had cut. For
+the model that is another text, too, so each turn would be a sequence of its own. What was sampled is sent instead,
+where it is the same call, and every prompt extends the one before.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from operator import is_
+from collections.abc import Sequence
 from typing import Any
 
 from openhands_rl_plugin.core.messages import WireMessage, is_json_object, text_of
@@ -26,7 +24,7 @@ _PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
 
 
 class SampledTexts:
-    """What was sampled in one episode as text."""
+    """What was sampled in one episode."""
 
     def __init__(self) -> None:
         self._texts: dict[Message, str] = {}
@@ -46,66 +44,27 @@ class SampledTexts:
         the tree has it; a prompt of another length stays as it is."""
         if len(prompt) != len(path):
             return [*prompt]
-        return [
-            message
-            if (text := self.text(message, answer)) is None
-            else {**message, "content": _in_form_of(message.get("content"), text)}
-            for message, answer in zip(prompt, path, strict=True)
-        ]
+        return [self.sent(message, answer) or message for message, answer in zip(prompt, path, strict=True)]
 
-    def text(self, form: WireMessage, answer: Message) -> str | None:
+    def sent(self, form: WireMessage, answer: Message) -> WireMessage | None:
         """What is sent for ``answer``, which the host repeats as ``form``; ``None``: the host's own form."""
-        known = self._texts.get(answer)
-        if known is None or form["role"] != "assistant" or form.get("tool_calls"):
+        given = form.get("tool_calls") or []
+        if form["role"] != "assistant" or [call.get("id") for call in given] != [each.id for each in answer.tool_calls]:
             return None
-        return known if read_text(known) == read_text(text_of(form.get("content")) or "") else None
+        if given:
+            calls = list(map(_as_sampled, given, answer.tool_calls))
+            return None if calls == given else {**form, "tool_calls": calls}
+        known = self._texts.get(answer)
+        if known is None or read_text(known) != read_text(text_of(form.get("content")) or ""):
+            return None
+        return {**form, "content": _in_form_of(form.get("content"), known)}
 
 
-class SampledCalls:
-    """The tool calls of a conversation as they were sampled.
-
-    Where the arguments are no JSON object, the host's form stays: servers refuse such a history.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, list[ToolCall]] = {}
-
-    def add(self, message: Message) -> None:
-        """Remember the calls of an answer that is executed."""
-        for call in message.tool_calls:
-            self._by_id.setdefault(call.id, []).append(call)
-
-    def put_back(self, prompt: Sequence[WireMessage], later: Sequence[Message] = ()) -> list[WireMessage]:
-        """The prompt with the calls as they were sampled, also those of the messages ``later``, which are not added.
-
-        Servers may use an id again, so the newest comes first.
-        """
-        known = {id: [*calls] for id, calls in self._by_id.items()} if later else self._by_id
-        for call in (call for message in later for call in message.tool_calls):
-            known.setdefault(call.id, []).append(call)
-        seen: dict[str, int] = {}
-        return [_with_sampled(message, known, seen) for message in reversed(prompt)][::-1]
-
-
-def _with_sampled(message: WireMessage, known: Mapping[str, list[ToolCall]], seen: dict[str, int]) -> WireMessage:
-    given = message.get("tool_calls")
-    if message["role"] != "assistant" or not given:
-        return message
-    calls = [_as_sampled(call, known, seen) for call in reversed(given)][::-1]
-    return message if all(map(is_, calls, given)) else {**message, "tool_calls": calls}
-
-
-def _as_sampled(call: Any, known: Mapping[str, list[ToolCall]], seen: dict[str, int]) -> Any:
-    if not (id := call.get("id")):
+def _as_sampled(call: Any, sampled: ToolCall) -> Any:
+    """Arguments that are no JSON object keep the host's form: servers refuse such a history."""
+    if not is_json_object(sampled.arguments):
         return call
-    sampled, sent = known.get(id, ()), call["function"]
-    at = seen[id] = seen.get(id, 0) + 1
-    if any((own.name, own.arguments) == (sent["name"], sent["arguments"]) for own in sampled) or at > len(sampled):
-        return call
-    own = sampled[-at]
-    if not is_json_object(own.arguments):
-        return call
-    return {**call, "function": {**sent, "name": own.name, "arguments": own.arguments}}
+    return {**call, "function": {**call["function"], "name": sampled.name, "arguments": sampled.arguments}}
 
 
 def read_text(text: str) -> tuple[object, ...]:

@@ -66,7 +66,7 @@ from openhands_rl_plugin.models.engines.openai_wire import (
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import Episode
-from openhands_rl_plugin.session.sampled_texts import SampledCalls, SampledTexts
+from openhands_rl_plugin.session.sampled_texts import SampledTexts
 from openhands_rl_plugin.session.upstream import Upstream
 
 _SEEDS = 2**31
@@ -154,8 +154,8 @@ class Session(Episode):
 
     A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on the
     request ``turn``; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or
-    ``None``); ``samples`` to false where the host's sampling and limits hold, not the session's; ``calls``, those that
-    were sampled, to put them back into its prompts; ``exact`` to false where calls in the text stay in its own form.
+    ``None``); ``samples`` to false where the host's sampling and limits hold, not the session's; ``exact`` to
+    false where its prompts have answers in the host's own form, not as they were sampled.
     """
 
     def __init__(
@@ -193,7 +193,6 @@ class Session(Episode):
         self.reads: Callable[[Json], str | None] | None = None
         self.samples = True
         self.exact = True
-        self.calls: SampledCalls | None = None
         self.turn = Turn({}, ())
         self.texts = SampledTexts()
         self._strict = strict
@@ -216,7 +215,10 @@ class Session(Episode):
     def follow_tree(self) -> None:
         """Follow the host's prompts in ``tree``, which is a new one."""
         self.ids = NodeTokens(self.tree)
-        self.conversation = HostConversation(self.tree, strict=self._strict, unseen=self.texts.text)
+        self.conversation = HostConversation(self.tree, strict=self._strict, unseen=self._sent)
+
+    def _sent(self, form: WireMessage, answer: Message) -> WireMessage | None:
+        return self.texts.sent(form, answer) if self.exact else None
 
     @property
     def episode_seed(self) -> int | None:
@@ -281,7 +283,7 @@ class Session(Episode):
         """
         tree = self.tree
         async with self._deciding:
-            wire = body["messages"] if self.calls is None else self.calls.put_back(body["messages"])
+            wire = body["messages"]
             rewritten = self.conversation.follow(wire)
             if not self.environment_mode and self.settings.workspace.is_compact:
                 tree.nodes[0].metadata[PROMPT] = self.settings.workspace.prompt
@@ -291,8 +293,6 @@ class Session(Episode):
                 raise EpisodeOver(stop)
             chosen = await self._decided(Turn(body, wire, tree.messages(), rewritten))
             self.conversation.acted(chosen)
-            if self.calls is not None:
-                self.calls.add(tree.nodes[chosen].message)
             await self.keep_up()
             document = self.document_of(tree.nodes[chosen].message)
             return document if self._spent.calls < 2 else {**document, "usage": usage_to_wire(self._spent)}
@@ -346,7 +346,7 @@ class Session(Episode):
             turn = Turn({name: value for name, value in self.turn.body.items() if name in _KEPT}, ())
         body = turn.body if tools else {name: each for name, each in turn.body.items() if name not in _OF_TOOLS}
         wire = [*turn.wire, *(to_wire(message) for message in path[len(turn.path) :])]
-        if not turn.body.get("tools"):
+        if self.exact:
             wire = self.texts.put_back(wire, path)
         after = self.tree.head if path == self.tree.messages() else None
         asked = (self._sampled(body, self.sampling_for(sampling, self._seeds.next(messages))) for _ in range(n))

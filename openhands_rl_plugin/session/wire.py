@@ -41,7 +41,6 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     reading,
     without,
 )
-from openhands_rl_plugin.session.sampled_texts import SampledCalls
 
 STREAM_OPTIONS = "stream_options"
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -163,9 +162,8 @@ def upstream_body(call: ClientRequest, model: str, added: Json) -> bytes:
     return b"".join((call.body[:opening], dump_object(added)[1:-1], b",", call.body[opening:]))
 
 
-def put_back_calls(call: ClientRequest, calls: SampledCalls) -> None:
-    """Send the ``calls`` of a chat completion's request as they were sampled."""
-    messages = calls.put_back(call.messages)
+def put_back(call: ClientRequest, messages: Sequence[WireMessage]) -> None:
+    """Send the messages of a chat completion's request in the form that they were sampled in, ``messages``."""
     if all(one is other for one, other in zip(call.messages, messages, strict=True)):
         return
     # Those that stay are sent as they came: recorded messages have a system message for a developer's.

@@ -71,14 +71,3 @@ async def test_repaired_calls_are_put_back_and_every_prompt_extends_the_one_befo
     sent, extends = await played(tmp_path, Caller(*[SAMPLED] * 4), 4, restore_calls=True)
     assert arguments_in(sent) == [SAMPLED] * 3
     assert extends == [False, True, True, True]
-
-
-async def test_after_a_condensation_calls_are_put_back_by_their_ids(tmp_path: Path):
-    caller = Caller(SAMPLED, SAMPLED, SAMPLED)
-    async with world(tmp_path, caller.model, restore_calls=True) as gateway:
-        first = repaired(await gateway.say(SYSTEM, user("look"), tools=[TOOL]))
-        result = {"role": "tool", "tool_call_id": "call_0", "content": "1 line"}
-        second = repaired(await gateway.say(SYSTEM, user("look"), first, result, tools=[TOOL]))
-        shorter = [SYSTEM, user("in short: it looked"), second, {**result, "tool_call_id": "call_1"}]
-        await gateway.say(*shorter, tools=[TOOL])
-    assert arguments_in(caller.model.bodies[-1]["messages"]) == [SAMPLED]

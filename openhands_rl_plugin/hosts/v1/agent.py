@@ -73,7 +73,6 @@ from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, Conversatio
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS, Json
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
-from openhands_rl_plugin.session.sampled_texts import SampledCalls
 from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
 from openhands_rl_plugin.session.upstream import upstream_in
 
@@ -232,13 +231,12 @@ def _from_user(event: Event) -> bool:
 class ConversationEpisode:
     """One episode of a conversation of ``agent``: the bound one, one of its own, or that of a sub-agent.
 
-    A sub-agent's ends with its parent's at the latest. ``calls``: those that were sampled in the conversation's earlier
-    episodes. ``standalone`` stores it where no runner does. Raises ``ConfigError`` for an LLM that cannot be recorded,
-    and a folder that cannot be evidence.
+    A sub-agent's ends with its parent's at the latest. ``standalone`` stores it where no runner does. Raises
+    ``ConfigError`` for an LLM that cannot be recorded, and a folder that cannot be evidence.
     """
 
-    def __init__(self, agent: RLAgent, conversation: LocalConversation, calls: SampledCalls) -> None:
-        self.id, self.calls = str(conversation.state.id), calls
+    def __init__(self, agent: RLAgent, conversation: LocalConversation) -> None:
+        self.id = str(conversation.state.id)
         self.over = self.failed = False
         # When the last step ended, unless one is under way; the events at which the agent finished, and why.
         self.idle_since: float | None = None
@@ -257,7 +255,7 @@ class ConversationEpisode:
             what = f"{type(llm).__name__} of {llm.model}"
             raise ConfigError(f"RLAgent needs one model, with chat completions, which have token ids, not {what}")
         session.connect(self._own or model_server(agent.llm))
-        session.calls, session.world = (calls if session.exact else None), self._world
+        session.world = self._world
         self._unisolated: SandboxedWorkspace | None = None
         runtime, folder = runtime_of(self.id), Path(str(conversation.workspace.working_dir))
         if isinstance(runtime, ConversationWorkspace) and not runtime.closed:
@@ -503,10 +501,9 @@ def _begin_step(agent: RLAgent, conversation: LocalConversation) -> Conversation
     if episode is not None and (episode.conversation() is not conversation or episode.answered()):
         episode.end(episode.finished[1])
     if episode is None or episode.over:
-        calls = episode.calls if episode is not None else SampledCalls()
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
-                episode = _episodes[id] = ConversationEpisode(agent, conversation, calls)
+                episode = _episodes[id] = ConversationEpisode(agent, conversation)
         except RLError as error:
             if agent._parent is None and current_episode() is not None:
                 raise

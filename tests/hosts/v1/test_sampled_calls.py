@@ -17,7 +17,7 @@ from sdk_play import converse, finish, make_agent, make_llm, stored
 
 from openhands_rl_plugin.core.messages import WireMessage, to_wire
 from openhands_rl_plugin.core.types import Message, ToolCall
-from openhands_rl_plugin.session.sampled_texts import SampledCalls
+from openhands_rl_plugin.session.sampled_texts import SampledTexts
 
 pytestmark = pytest.mark.contract
 
@@ -56,24 +56,16 @@ def arguments_in(messages: list[WireMessage]) -> list[str]:
     return [one["function"]["arguments"] for message in messages for one in message.get("tool_calls") or ()]
 
 
-@given(st.lists(st.tuples(OBJECTS | OTHERS, st.sampled_from("abc"), st.booleans()), max_size=8))
-def test_only_known_calls_whose_arguments_are_objects_are_put_back(turns: list[tuple[str, str, bool]]) -> None:
-    """Ids may be used again. A call of a turn that is not ours (of an earlier process, say) keeps its form."""
-    calls, foreign = SampledCalls(), False
-    replayed, expected = [], []
-    for number, (arguments, id, ours) in enumerate(turns):
-        # What was before the first of ours is foreign; ids of it are its own.
-        foreign = not ours and not expected
-        id = f"foreign-{id}" if foreign else id
-        repaired = f'{{"repaired": {number}}}'
-        replayed.append(to_wire(saying(repaired, id)))
-        sampled = saying(arguments, id)  # with the arguments as the value reads them: {} for none
-        if not foreign:
-            calls.add(sampled)
-        given = sampled.tool_calls[0].arguments
-        expected.append(given if not foreign and _is_object(given) else repaired)
+@given(st.lists(OBJECTS | OTHERS, max_size=8))
+def test_only_calls_whose_arguments_are_objects_are_put_back(sampled: list[str]) -> None:
+    """Ids may be used again."""
+    path = [saying(arguments, "a") for arguments in sampled]  # with the arguments as the value reads them: {} for none
+    given = [message.tool_calls[0].arguments for message in path]
+    repaired = [f'{{"repaired": {number}}}' for number in range(len(path))]
+    replayed = [to_wire(saying(arguments, "a")) for arguments in repaired]
     before = copy.deepcopy(replayed)
-    assert arguments_in(calls.put_back(replayed)) == expected
+    expected = [own if _is_object(own) else other for own, other in zip(given, repaired, strict=True)]
+    assert arguments_in(SampledTexts().put_back(replayed, path)) == expected
     assert replayed == before
 
 
