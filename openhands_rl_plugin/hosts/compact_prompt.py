@@ -60,12 +60,7 @@ def compact_tools(tools: Iterable[Mapping[str, Any]]) -> list[Any]:
 
     Those that others added, such as MCP servers', are as they were.
     """
-    return [_compact(tool) for tool in tools if is_offered(tool["function"]["name"])]
-
-
-def is_offered(name: str) -> bool:
-    """Whether the tool of that name is offered under this prompt."""
-    return name not in _LEFT_OUT
+    return [_compact(tool) for tool in tools if tool["function"]["name"] not in _LEFT_OUT]
 
 
 def described(
