@@ -45,8 +45,7 @@ if sys.path[-1] == os.getcwd() and "litellm.proxy.proxy_cli" in sys.modules:
 
 OPENAI_COMPATIBLE = frozenset({"openai", "custom_openai", "hosted_vllm", "litellm_proxy"})
 
-KEY_VARIABLES = {"hosted_vllm": "HOSTED_VLLM_API_KEY", "litellm_proxy": "LITELLM_PROXY_API_KEY"}
-"""Where litellm takes the key from when [llm] has none; a custom_openai is an openai to it."""
+_KEY_VARIABLES = {"hosted_vllm": "HOSTED_VLLM_API_KEY", "litellm_proxy": "LITELLM_PROXY_API_KEY"}
 
 _MALFORMED = ("FunctionCallConversionError", "FunctionCallNotExistsError", "FunctionCallValidationError")
 _MALFORMED += ("LLMMalformedActionError", "LLMNoActionError", "LLMResponseError")
@@ -75,7 +74,7 @@ def answered(complete: Complete, asked: Mapping[str, Any]) -> ModelResponse:
     """
     body = {name: value for name, value in asked.items() if name not in _LITELLMS and value is not None}
     body |= asked.get("extra_body") or {}
-    provider, body["model"] = _named(asked)
+    provider, body["model"] = named_in(asked)
     try:
         document = complete(body)
     except CaughtFailure as caught:
@@ -112,13 +111,13 @@ def response_of(document: Json) -> ModelResponse:
 def upstream_of(given: Mapping[str, Any], send: Callable[..., ModelResponse]) -> Upstream:
     """The model server that litellm would ask. ``given``: the arguments of every call; ``send`` makes one by litellm,
     for the APIs of vendors."""
-    provider, _ = _named(given)
+    provider, _ = named_in(given)
     base_url = str(given.get("base_url") or "")
     openais = (urlsplit(base_url).hostname or "").endswith("openai.com")
     # Vendors reject what they do not know, such as token ids, and have rules of their own, which litellm knows.
     if not base_url or openais or provider not in OPENAI_COMPATIBLE:
         return _LiteLLM(send, provider)
-    key = given.get("api_key") or os.environ.get(KEY_VARIABLES.get(provider, "OPENAI_API_KEY"))
+    key = given.get("api_key") or key_of(provider)
     timeout = given.get("timeout") or _NO_TIMEOUT
     # What the user set himself takes precedence.
     fields = tuple(name for name in ALL_FIELDS if name not in {*(given.get("extra_body") or ()), *given})
@@ -160,17 +159,23 @@ def _litellms_error(error: ServerError, provider: str, model: str) -> OpenAIErro
     raise AssertionError("litellm raises for every error of a server")
 
 
-def _named(given: Mapping[str, Any]) -> tuple[str, str]:
+def named_in(given: Mapping[str, Any]) -> tuple[str, str]:
     """The provider, by which litellm knows the API, and the model as the server calls it."""
     provider, name = given.get("custom_llm_provider") or "", str(given["model"])
     return (provider, name.removeprefix(f"{provider}/")) if provider else split_provider(name)
 
 
+def key_of(provider: str) -> str | None:
+    """The key that litellm takes where [llm] has none; a custom_openai is an openai to it."""
+    return os.environ.get(_KEY_VARIABLES.get(provider, "OPENAI_API_KEY"))
+
+
 def missing_keys(model: str) -> list[str]:
-    """The environment variables of keys that a vendor's model needs and this process has not."""
+    """The environment variables of keys, one of which a vendor's model needs, where this process has none of them."""
     asked = litellm.validate_environment(model=model)["missing_keys"]
     # AWS has roles and profiles, too; what is no key has a default.
-    return [name for name in asked if name.endswith("_KEY") and not name.startswith("AWS_")]
+    keys = [name for name in asked if name.endswith("_KEY") and not name.startswith("AWS_")]
+    return [] if any(map(os.environ.get, keys)) else keys
 
 
 def split_provider(model: str) -> tuple[str, str]:

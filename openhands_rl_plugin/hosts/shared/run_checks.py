@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -12,12 +11,7 @@ from openhands_rl_plugin.config.rl import AUTO, RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
-from openhands_rl_plugin.hosts.shared.litellm_calls import (
-    KEY_VARIABLES,
-    OPENAI_COMPATIBLE,
-    missing_keys,
-    split_provider,
-)
+from openhands_rl_plugin.hosts.shared.litellm_calls import OPENAI_COMPATIBLE, key_of, missing_keys, named_in
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.server_models import ListedModel, check_model_server, listed_models
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
@@ -51,17 +45,15 @@ def check_model(settings: RLSettings, llm: Mapping[str, object]) -> tuple[str, s
     """
     if settings.engine not in (AUTO, "openai"):
         return None
-    named = str(llm["model"])
-    provider, model = split_provider(named)
-    provider = str(llm.get("custom_llm_provider") or provider)
+    provider, model = named_in(llm)
     url, key = str(llm.get("base_url") or "").rstrip("/"), str(llm.get("api_key") or "") or None
     if url and provider in OPENAI_COMPATIBLE:
-        key = key or os.environ.get(KEY_VARIABLES.get(provider, "OPENAI_API_KEY"))
+        key = key or key_of(provider)
         check_model_server(url, model, key, named_by="[llm] base_url")
         return model, url, key
     # Without [llm] OpenHands asks for a model of a vendor that nobody named.
-    if not url and not key and (missing := missing_keys(named)) and not any(map(os.environ.get, missing)):
-        raise ConfigError(f"[llm] names no server, and {named} needs a key ({', '.join(missing)}): {_START}")
+    if not url and not key and (missing := missing_keys(str(llm["model"]))):
+        raise ConfigError(f"[llm] names no server, and {llm['model']} needs a key ({', '.join(missing)}): {_START}")
     return None
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -51,13 +50,11 @@ class HostSession(ABC):
         self._sid = sid
         self.ended = Future[End]()
         self._opened = ExitStack()
-        # ``close`` waits for an ``open`` that is still running.
-        self._opening = threading.Lock()
 
     def open(self) -> None:
         """Create the session and give it the task. Raises ``CaughtFailure``."""
         task = self._episode.request.task
-        with self._opening, boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
+        with boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
             self._start(task.instruction or task.id)
 
     def finish(self, end: End) -> None:
@@ -76,10 +73,8 @@ class HostSession(ABC):
 
     def close(self) -> None:
         """Release the session, and wait until its threads have finished their current call."""
-        with self._opening:
-            # After opening: before, the runtime may not be registered.
-            self._cancel()
-            self._release()
+        self._cancel()
+        self._release()
 
     def _reply(self, said: int, otherwise: str) -> str:
         """What the simulated user says, after so many replies."""
@@ -166,7 +161,8 @@ class SessionHostRunner:
         try:
             try:
                 async with asyncio.timeout(episode.limits.timeout):
-                    await asyncio.to_thread(session.open)
+                    # Also where a limit comes first: what is half open cannot be closed.
+                    await shielded(asyncio.to_thread(session.open))
                     await asyncio.shield(asyncio.wrap_future(session.ended))
             except TimeoutError:
                 session.finish(StopReason.TIMEOUT)

@@ -105,8 +105,6 @@ Agent.register = staticmethod(register)
 
 WORKSPACE_RUNTIME = f"{WorkspaceRuntime.__module__}.{WorkspaceRuntime.__name__}"
 _WANTS_CALLS = "this environment wants its tools called: set react_format = true in [rl], to answer with text"
-_ENDS = (AgentFinishAction, AgentRejectAction)
-_NOT_RUN = (AgentThinkAction, TaskTrackingAction)
 _TOOLS_OF_OTHER_RUNTIMES = {"enable_browsing": False, "enable_jupyter": False}
 
 
@@ -139,7 +137,6 @@ class RLAgent(CodeActAgent):
                 raise ConfigError(
                     "RLAgent needs one model for a whole episode; remove [model_routing] from config.toml"
                 )
-            self._workspace = llm_registry.config.workspace_base or ""
             self._seen: tuple[list[Event], set[int]] = ([], set())
             if self._described:
                 describe_tools(self.llm)
@@ -236,7 +233,7 @@ class RLAgent(CodeActAgent):
             base_model=self._settings.serving.model or split_provider(self.llm.config.model)[1],
             environment_mode=self._environment_mode,
             served_model=self._served_model,
-            workspace=self._workspace,
+            workspace=self.llm_registry.config.workspace_base or "",
         )
         self._standalone = StandaloneRun(session, state.session_id)
         return self._begin(session)
@@ -367,7 +364,7 @@ class SessionBranch:
                 self._record(ErrorObservation(str(error)), EventSource.AGENT)
                 continue
             done = self._record(action, EventSource.AGENT)
-            if isinstance(done, _ENDS):
+            if isinstance(done, AgentFinishAction | AgentRejectAction):
                 return
             if isinstance(done, MessageAction):
                 self._record(MessageAction(content=auto_continue_response(state)), EventSource.USER)
@@ -390,7 +387,8 @@ class SessionBranch:
 
     def _observe(self, action: Action) -> HostObservation:
         """The observation of an action, as when OpenHands' runtime gets it from the event stream."""
-        if isinstance(action, MCPAction) or not (action.runnable or isinstance(action, _NOT_RUN)):
+        known = action.runnable or isinstance(action, AgentThinkAction | TaskTrackingAction)
+        if isinstance(action, MCPAction) or not known:
             raise BadEnvironmentError(f"{type(action).__name__} cannot be executed in a fork of the workspace")
         if action.timeout is None:
             action.set_hard_timeout(self.runtime.config.sandbox.timeout, blocking=False)
