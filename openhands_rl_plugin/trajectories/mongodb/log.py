@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of
 from openhands_rl_plugin.trajectories.storages.log import WATCHED, Content, Episode, Judged, Kind, Log, Record
-from openhands_rl_plugin.trajectories.storages.packing import PackedNodes, pack_document, unpack_document
+from openhands_rl_plugin.trajectories.storages.packing import pack_document, unpack_document
 
 Query = dict[str, Any]
 
@@ -43,6 +43,7 @@ _COMPUTED: dict[TrajectoryOrder, Query] = {
 }
 _NUMBERS: dict[Kind, str] = {"scores": "_id", "labels": "order"}
 _SIGNS = {"=": "$eq", ">=": "$gte", "<=": "$lte"}
+_FIELDS = EpisodeHeader._fields[1:]
 _MARKS = TypeAdapter(tuple[NodeMark, ...])
 _DUPLICATE_KEY = 11000
 # An episode that is replaced while it is read is read again; that happens to it once.
@@ -80,14 +81,9 @@ class MongoLog(Log):
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         found = self._database["episodes"].find({"_id": {"$in": list(ids)}})
         return [
-            Episode(
-                [each["_id"], *(each.get(name) for name in EpisodeHeader._fields[1:])],
-                each["order"],
-                each["chunks"],
-                each["score"],
-                _Place(each["generation"], each["chunks"]),
-            )
+            Episode([each["_id"], *map(each.get, _FIELDS)], each["order"], place.length, each["score"], place)
             async for each in found
+            for place in [_Place(each["generation"], each["chunks"])]
         ]
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
@@ -274,11 +270,9 @@ def _records(content: Content | None) -> Iterator[Query]:
     if content.start is not None:
         yield {"kind": "start", "data": content.start}
     if content.packs or content.marks or (content.start is None and content.end is None):
-        *packs, last = [each.blob for each in content.packs] or [b""]
-        yield from ({"kind": "growth", "data": pack} for pack in packs)
         marks = pack_document(_MARKS.dump_json(tuple(content.marks))) if content.marks else b""
-        # The last one of a growth closes it.
-        yield {"kind": "growth", "data": last, "closes": True, "head": content.head, "marks": marks}
+        # Earlier releases wrote several packs of a growth, of which the last one closed it.
+        yield {"kind": "growth", "data": b"".join(content.packs), "closes": True, "head": content.head, "marks": marks}
     if content.end is not None:
         yield {"kind": "end", "data": content.end}
 
@@ -301,7 +295,7 @@ def _with_content(episode: Episode, documents: Sequence[Mapping[str, Any]]) -> E
     start: bytes | None = None
     end: bytes | None = None
     head: int | None = None
-    packs: list[PackedNodes] = []
+    packs: list[bytes] = []
     marks: list[NodeMark] = []
     parts: list[bytes] = []
     damage = missing if len(documents) < episode.revision else ""
@@ -319,7 +313,7 @@ def _with_content(episode: Episode, documents: Sequence[Mapping[str, Any]]) -> E
             elif document["kind"] == "end":
                 end = data
             else:
-                packs += [PackedNodes(0, 0, data)] if data else []
+                packs += [data] if data else []
                 marks += _MARKS.validate_json(unpack_document(document["marks"])) if document["marks"] else ()
                 head = document["head"] if document["closes"] else head
     except DamagedError as error:

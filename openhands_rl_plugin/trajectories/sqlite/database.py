@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import StorageError, describe
-from openhands_rl_plugin.core.files import locked_folder, sync
+from openhands_rl_plugin.core.files import PRIVATE, locked_folder, replacing, sync
 from openhands_rl_plugin.core.records import TrajectoryOrder
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, StopReason
 
@@ -40,7 +40,7 @@ KEYS = {
 # "OHRL": shown by file(1) and sqlite3, and distinguishes this from any other database.
 _APPLICATION_ID = 0x4F48524C
 _BUSY_SECONDS = 60.0
-_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE")
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE", "ENOSPC", "EDQUOT", "EFBIG")
 _OR = " (or its first bytes are damaged: restore it from a backup)"
 # Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
 _PAGE_BYTES = 2048
@@ -135,7 +135,7 @@ def make_database(folder: Path) -> None:
 
     Raises ``StorageError``, and leaves nothing behind when it fails.
     """
-    file, draft = folder / FILE_NAME, folder / f"{FILE_NAME}.new"
+    file = folder / FILE_NAME
     with explained(file):
         for each in reversed((folder, *folder.parents)):
             if not each.is_dir():
@@ -144,23 +144,13 @@ def make_database(folder: Path) -> None:
         with locked_folder(folder):
             if file.exists():
                 return
-            # What a killed process has left; no other is at it while the folder is locked.
-            draft.unlink(missing_ok=True)
-            os.close(os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-            try:
-                with closing(_open(draft)) as connection:
-                    connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
-                    # Until it has its name, a crash loses nothing: it is made again.
-                    connection.execute("PRAGMA journal_mode = OFF")
-                    connection.execute("PRAGMA synchronous = OFF")
-                    make_tables(connection)
-                    connection.execute("PRAGMA journal_mode = WAL")
-                sync(draft)
-                draft.rename(file)
-            except BaseException:
-                draft.unlink(missing_ok=True)
-                raise
-            sync(folder)
+            with replacing(file, PRIVATE) as draft, closing(_open(draft)) as connection:
+                connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+                # Until it has its name, a crash loses nothing: it is made again.
+                connection.execute("PRAGMA journal_mode = OFF")
+                connection.execute("PRAGMA synchronous = OFF")
+                make_tables(connection)
+                connection.execute("PRAGMA journal_mode = WAL")
 
 
 @contextmanager
@@ -181,16 +171,15 @@ def torn(file: Path, cause: str) -> str:
 
 
 def _cause(error: Exception, file: Path) -> str:
-    name, number = getattr(error, "sqlite_errorname", ""), getattr(error, "errno", None)
     if isinstance(error, UnicodeDecodeError) or "decode to UTF-8" in str(error):
         # Python cannot read the text of SQLite's error, which quotes what is damaged.
         return torn(file, "it has a text that is none")
+    name = getattr(error, "sqlite_errorname", "") or errno.errorcode.get(getattr(error, "errno", None) or 0, "")
     if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
         return torn(file, str(error))
-    if name in _FULL or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if name in _FULL:
         return f"no space left for {file}, or its disk fails ({error}); nothing was stored; free some space"
-    denied = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
-    if name.startswith(denied) or number in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "EACCES", "EPERM", "EROFS")):
         return f"{file} and its folder may not be written or read ({error}); change their permissions"
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return f"{file} is held by another process for more than {_BUSY_SECONDS:.0f} s ({error}); end that process"

@@ -15,7 +15,6 @@ from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.trajectories.sqlite.database import FINISHED, KEYS, UNFINISHED
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of
 from openhands_rl_plugin.trajectories.storages.log import WATCHED, Content, Episode, Judged, Kind, Log, Record
-from openhands_rl_plugin.trajectories.storages.packing import PackedNodes
 
 _FIELDS = EpisodeHeader._fields
 _COLUMNS = ", ".join(_FIELDS)
@@ -65,21 +64,16 @@ class SqliteLog(Log):
         )
         found = self._run(query, (_json(ids),)).fetchall()
         rows = json.dumps([row for row, *_ in found])
-        packs, marks = defaultdict[int, list[PackedNodes]](list), defaultdict[int, list[str]](list)
-        query = f"SELECT episode, first, count, nodes FROM chunks WHERE episode {_SOME} ORDER BY episode, first"
-        for row, *pack in self._run(query, (rows,)):
-            packs[row].append(PackedNodes(*pack))
+        packs, marks = defaultdict[int, list[bytes]](list), defaultdict[int, list[str]](list)
+        query = f"SELECT episode, nodes FROM chunks WHERE episode {_SOME} ORDER BY episode, first"
+        for row, pack in self._run(query, (rows,)):
+            packs[row].append(pack)
         for row, mark in self._run(f"SELECT episode, mark FROM marks WHERE episode {_SOME}", (rows,)):
             marks[row].append(mark)
         episodes = list[Episode]()
         for row, revision, head, start, end, *fields in found:
-            damage, known = "", list[NodeMark]()
-            try:
-                known = [NodeMark.model_validate_json(mark) for mark in marks[row]]
-            except ValueError as error:
-                damage = f"a mark is damaged ({error}); restore the file from a backup"
-            content = Content(start, packs[row], known, head, end)
-            episodes.append(Episode(fields, row, revision, content=content, damage=damage))
+            content = Content(start, packs[row], map(NodeMark.model_validate_json, marks[row]), head, end)
+            episodes.append(Episode(fields, row, revision, content=content))
         return episodes
 
     async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
@@ -106,7 +100,9 @@ class SqliteLog(Log):
             self._run("INSERT INTO documents VALUES (?, ?, ?)", (row, content.start, content.end))
         elif content.end is not None:
             self._run("UPDATE documents SET end = ? WHERE episode = ?", (content.end, row))
-        self._run_many("INSERT INTO chunks VALUES (?, ?, ?, ?)", [(row, *pack) for pack in content.packs])
+        first = 0 if before is None or content.start is not None else before.header.nodes
+        chunks = [(row, first, header.nodes - first, pack) for pack in content.packs]
+        self._run_many("INSERT INTO chunks VALUES (?, ?, ?, ?)", chunks)
         marks = [(row, mark.index, mark.model_dump_json(exclude_defaults=True)) for mark in content.marks]
         self._run_many("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", marks)
         return Episode(fields, row, revision)

@@ -254,7 +254,7 @@ def _go_on(call: _Call, log: SqliteLog) -> None:
         call.running.send(None)
     except StopIteration as ended:
         call.answer, call.done = ended.value, True
-    except (StorageError, OverflowError, UnicodeEncodeError, sqlite3.DataError, sqlite3.IntegrityError) as error:
+    except (StorageError, OverflowError, ValueError, sqlite3.DataError, sqlite3.IntegrityError) as error:
         call.error = error if isinstance(error, StorageError) else StorageError(f"not stored: {describe(error)}")
         call.done = True
 

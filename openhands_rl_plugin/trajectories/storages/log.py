@@ -34,7 +34,6 @@ from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_tr
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Node, Score, StopReason, Times, Trajectory
 from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, joined, newer_schema
 from openhands_rl_plugin.trajectories.storages.packing import (
-    PackedNodes,
     pack_nodes,
     packed_end,
     packed_json,
@@ -58,11 +57,12 @@ _ATTEMPTS = 20
 
 
 class Content(NamedTuple):
-    """What is stored of an episode, or added to it: packed documents and nodes, and the newest head."""
+    """What is stored of an episode, or added to it: packed documents and nodes, and the newest head. ``marks`` are read
+    once, and raise ``ValueError`` where they are damaged."""
 
     start: bytes | None = None
-    packs: Sequence[PackedNodes] = ()
-    marks: Sequence[NodeMark] = ()
+    packs: Sequence[bytes] = ()
+    marks: Iterable[NodeMark] = ()
     head: int | None = None
     end: bytes | None = None
 
@@ -334,7 +334,7 @@ class LogStorage(ABC):
         # A strategy may have noted what an environment said.
         noted = any(mark.search for mark in growth.marks)
         marks = redact_value(growth.model_copy(update={"nodes": ()})).marks if noted else growth.marks
-        for _ in range(_ATTEMPTS):
+        for _ in _attempts(identity):
             standing = await self._standing(log, identity, growth.first)
             known = len(standing.nodes)
             if not standing.episode.header.open:
@@ -353,16 +353,15 @@ class LogStorage(ABC):
             standing.nodes = joined(standing.nodes, nodes, marks)
             header = standing.episode.header.grown(standing.nodes, growth.head, time.time())
             same = not nodes and not marks and growth.head == standing.head
-            content = None if same else Content(None, _packs(nodes, known), marks, growth.head)
+            content = None if same else Content(None, _packs(nodes), marks, growth.head)
             if (episode := await log.write(standing.episode, header, content)) is not None:
                 standing.episode, standing.head = episode, growth.head
                 self._remember(standing)
                 return
-        raise _contested(identity)
 
     async def _end(self, log: Log, end: EpisodeEnd) -> None:
         end = redact_value(end)
-        for _ in range(_ATTEMPTS):
+        for _ in _attempts(end.trajectory_id):
             standing = await self._standing(log, end.trajectory_id, 0 if end.head is None else end.head + 1)
             if not standing.episode.header.open:
                 return
@@ -370,7 +369,6 @@ class LogStorage(ABC):
             content = Content(head=end.head, end=packed_end(standing.start, end))
             if await log.write(standing.episode, header, content) is not None:
                 return
-        raise _contested(end.trajectory_id)
 
     async def _drop(self, log: Log, identity: str) -> bool:
         self._open.pop(identity, None)
@@ -403,8 +401,8 @@ class LogStorage(ABC):
             self._open.popitem(last=False)
 
 
-def _packs(nodes: Sequence[Node], first: int = 0) -> tuple[PackedNodes, ...]:
-    return (PackedNodes(first, len(nodes), pack_nodes(nodes)),) if nodes else ()
+def _packs(nodes: Sequence[Node]) -> tuple[bytes, ...]:
+    return (pack_nodes(nodes),) if nodes else ()
 
 
 async def upgrade(log: Log) -> None:
@@ -423,14 +421,13 @@ async def upgrade(log: Log) -> None:
 
 async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | None:
     """Store an episode, unless it is known, and not as an unfinished one while this one has ended."""
-    for _ in range(_ATTEMPTS):
+    for _ in _attempts(header.id):
         before = next(iter(await log.headers([header.id])), None)
         if before is not None and (content.end is None or not before.header.open):
             return None
         if (episode := await log.write(before, header, content)) is not None:
             await _judge(log, [] if before else [header.id])
             return episode
-    raise _contested(header.id)
 
 
 async def _judge(log: Log, ids: Iterable[str]) -> None:
@@ -484,7 +481,7 @@ def _opened(episode: Episode) -> tuple[EpisodeStart, list[Node]]:
     start = parsed_json(EpisodeStart, identity, content.start)
     if start.id != identity:
         raise DamagedError(f"trajectory {start.id!r} stands under {identity!r}; restore a backup")
-    nodes = [node for pack in content.packs for node in unpack_nodes(pack.blob)]
+    nodes = [node for pack in content.packs for node in unpack_nodes(pack)]
     return start, joined(nodes, (), content.marks)
 
 
@@ -520,7 +517,9 @@ def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> tuple[frozenset[i
     return frozenset(tainted), False
 
 
-def _contested(identity: str) -> StorageError:
-    return StorageError(
+def _attempts(identity: str) -> Iterator[int]:
+    """For a writer that looks again when another one was faster. Raises ``StorageError`` at the end."""
+    yield from range(_ATTEMPTS)
+    raise StorageError(
         f"episode {identity!r} is written by several processes at once, again and again; let one of them write it"
     )

@@ -20,7 +20,6 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import batched
-from typing import NamedTuple
 
 from backports import zstd
 from pydantic import TypeAdapter, ValidationError
@@ -61,14 +60,6 @@ class _OfThread(threading.local):
 
 _thread = _OfThread()
 _NODE_LIST = TypeAdapter(tuple[Node, ...])
-
-
-class PackedNodes(NamedTuple):
-    """Consecutive nodes of an episode: ``length`` of them from index ``first`` on."""
-
-    first: int
-    length: int
-    blob: bytes
 
 
 def pack_nodes(nodes: Sequence[Node]) -> bytes:

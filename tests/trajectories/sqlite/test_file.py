@@ -385,11 +385,9 @@ async def test_a_failed_write_does_not_spoil_the_next_one(tmp_path: Path) -> Non
 
 async def test_two_that_make_a_store_at_once_make_it_once(tmp_path: Path) -> None:
     first, second = FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)
-    # What a process has left that was killed while it did the same.
-    (tmp_path / f"{FILE_NAME}.new").write_bytes(b"half")
     await asyncio.gather(first.add(trajectory("a")), second.add(trajectory("b")), first.count(), second.count())
     assert sorted(await ids(first)) == ["a", "b"]
-    assert {path.name for path in tmp_path.glob("*.new")} == set()
+    assert {path.name for path in tmp_path.iterdir()} == {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
 
 
 async def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
