@@ -62,15 +62,20 @@ async def run(args: argparse.Namespace) -> int:
     chosen = exportable(args.format)
     check = _template_check(args, chosen)
     arguments: ArgumentsForm = args.arguments or (check.arguments if check is not None else None) or "object"
-    rows = chosen.files(arguments)
-    if check is not None:
-        rows = check.watching(rows)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         where = _within(chosen.scope, filter_of(args)).model_copy(update={"limit": args.limit})
         total = await storage.count(where)
         with chosen.sink(args.out, arguments) as sink, progress_bar("exporting", total) as bar:
-            wanted = args.resolved
-            report = await export_store(storage, where, chosen, rows, sink, wanted=wanted, advanced=bar.update)
+            report = await export_store(
+                storage,
+                where,
+                chosen,
+                sink,
+                arguments=arguments,
+                watch=check.look_at if check is not None else lambda row: None,
+                wanted=args.resolved,
+                advanced=bar.update,
+            )
     print(f"{args.out}: {report.rows} rows of {report.trajectories} trajectories")
     for reason, times in report.left_out.most_common(10):
         print(f"  {times} left out: {sayable(reason)}")

@@ -188,5 +188,5 @@ NEBIUS = Format(
     recognises=recognises_nebius,
 )
 MINI_SWE_AGENT = Format(
-    _MINI, "trajectories of mini-swe-agent, versions 1 and 2", read_mini, recognises=recognises_mini, messages=True
+    _MINI, "trajectories of mini-swe-agent, versions 1 and 2", read_mini, recognises=recognises_mini
 )

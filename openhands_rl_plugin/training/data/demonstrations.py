@@ -42,7 +42,6 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     text_messages,
     wire_of,
 )
-from openhands_rl_plugin.trajectories.exchange.formats import Files
 
 WireMessages = Sequence[dict[str, Any]]
 
@@ -444,18 +443,6 @@ class TemplateCheck:
         """The form that suits the template; ``None`` when it prints no calls."""
         return self.printed[0] if self.printed else None
 
-    def watching(self, files: Files) -> Files:
-        """The same rows, each rendered."""
-
-        def watched(
-            trajectory: Trajectory, scores: Sequence[Score], beaten: Sequence[Trajectory]
-        ) -> Iterator[tuple[str, JsonObject]]:
-            for name, row in files(trajectory, scores, beaten):
-                self._look_at(row)
-                yield name, row
-
-        return watched
-
     def _render(self, messages: WireMessages, tools: Sequence[JsonObject], cue: bool) -> str:
         """As other programs render: in the form in which the messages come."""
         try:
@@ -466,7 +453,8 @@ class TemplateCheck:
         except CaughtFailure as caught:
             raise TrainingError(f"the chat template refuses the conversation: {caught.failure.message}") from caught
 
-    def _look_at(self, row: JsonObject) -> None:
+    def look_at(self, row: JsonObject) -> None:
+        """Render a row."""
         tools: Any = row.get("tools") or []
         try:
             # A preference is a conversation with two ends; the columns are in that order.

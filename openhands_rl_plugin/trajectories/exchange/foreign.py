@@ -381,24 +381,8 @@ def _object(value: JsonValue) -> JsonObject:
     return value
 
 
-JSON = "json"
-"""The Parquet type of values that have no common one."""
-
 ArgumentsForm = Literal["object", "string"]
 ARGUMENTS_FORMS: tuple[ArgumentsForm, ...] = ("object", "string")
-
-CONVERSATION: list[Any] = [
-    {
-        "role": "string",
-        "content": "string",
-        "reasoning_content": "string",
-        "tool_calls": [{"id": "string", "type": "string", "function": {"name": "string", "arguments": JSON}}],
-        "tool_call_id": "string",
-        "name": "string",
-    }
-]
-"""The Parquet type of a conversation; trainers take null for absent."""
-_ARGUMENTS = "arguments"
 
 
 def spoken_messages(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
@@ -432,16 +416,9 @@ def with_objects(row: JsonObject) -> JsonObject:
     listed: list[Any] = [each for column in row.values() if isinstance(column, list) for each in column]
     for message in listed:
         for call in (isinstance(message, dict) and message.get("tool_calls")) or ():
-            known = arguments_object(call["function"][_ARGUMENTS])
-            call["function"] |= {} if known is None else {_ARGUMENTS: known}
+            known = arguments_object(call["function"]["arguments"])
+            call["function"] |= {} if known is None else {"arguments": known}
     return row
-
-
-def as_text(kind: Any) -> Any:
-    """Columns for rows whose arguments are text."""
-    if isinstance(kind, Mapping):
-        return {name: "string" if name == _ARGUMENTS else as_text(inner) for name, inner in kind.items()}
-    return [as_text(each) for each in kind] if isinstance(kind, list) else kind
 
 
 def single_call_turns(messages: Sequence[Message]) -> list[Message]:

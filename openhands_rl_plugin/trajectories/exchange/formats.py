@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -30,21 +30,17 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     LeftOutError,
     Unit,
     Units,
-    as_text,
     files_below,
     refuse,
     rows_of,
     units_of,
     with_objects,
 )
-from openhands_rl_plugin.trajectories.exchange.writing import Columns, Sink, folder_of_files, json_file, parquet_file
+from openhands_rl_plugin.trajectories.exchange.writing import Sink, folder_of_files, json_file, parquet_file
 
 # Records of a file that are read to recognise its format.
 _LOOKED_AT = 1000
 _JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-
-Files = Callable[[Trajectory, Sequence[Score], Sequence[Trajectory]], Iterator[tuple[str, JsonObject]]]
-"""Rows and their files, of an episode, its scores, and the episodes that people found worse than it."""
 
 _VALID, _ALL, _EVERYTHING = TrajectoryFilter(failed=False), TrajectoryFilter(), TrajectoryFilter(finished=None)
 
@@ -53,13 +49,12 @@ _VALID, _ALL, _EVERYTHING = TrajectoryFilter(failed=False), TrajectoryFilter(), 
 class Format:
     """``read`` (of a row and the path of its file), ``read_folder`` or ``rows`` is ``None`` where there is none.
 
-    ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant. ``messages``:
-    rows of chat messages, of which it is a matter of taste whether calls stand in their text.
+    ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant, else the first.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
-    Parquet file, and ``None`` where rows have no fixed ones. Formats with ``read_folder`` write a folder with a file a
-    row, and their ``rows`` are pairs of its name and the row. ``conversations`` are the columns with messages whose
-    calls may have arguments in either form. ``rows`` is given trajectories and scores without secrets; ``exact`` ones
-    are written as they are. Those of a format that ``compares`` are also given the episodes that people found worse.
+    Parquet file, none where rows have no fixed ones. Formats with ``read_folder`` write a folder with a file a row, and
+    their ``rows`` are pairs of its name and the row. ``conversations`` are the columns with messages whose calls may
+    have arguments in either form. ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written
+    as they are. Those of a format that ``compares`` are also given the episodes that people found worse.
     """
 
     name: str
@@ -67,11 +62,10 @@ class Format:
     read: Callable[[JsonObject, Path], Imported | list[Imported]] | None = None
     rows: Callable[..., Iterator[Any]] | None = None
     scope: TrajectoryFilter = _VALID
-    columns: Columns | None = None
+    columns: tuple[str, ...] = ()
     conversations: tuple[str, ...] = ()
     exact: bool = False
     compares: bool = False
-    messages: bool = False
     recognises: Callable[[Mapping[str, JsonValue]], bool] = lambda row: False
     read_folder: Callable[[Path], Units] | None = None
 
@@ -85,23 +79,6 @@ class Format:
         """Whether it can be read."""
         return self.read is not None or self.read_folder is not None
 
-    def files(self, arguments: ArgumentsForm = "object") -> Files:
-        """How rows are written. Raises ``ConfigError`` for a format that is for import only."""
-        if (rows := self.rows) is None:
-            raise ConfigError(f"the format {self.name!r} is for import only")
-
-        def made(
-            trajectory: Trajectory, scores: Sequence[Score], beaten: Sequence[Trajectory]
-        ) -> Iterator[tuple[str, JsonObject]]:
-            for each in rows(trajectory, scores, *([beaten] if self.compares else [])):
-                name, row = each if self.folder else ("", each)
-                if self.conversations and arguments == "object":
-                    row = with_objects(row)
-                # Rendering may bring the parts of a secret together, so the written row is checked as well.
-                yield name, row if self.exact else redact_json(row)
-
-        return made
-
     def sink(self, target: Path, arguments: ArgumentsForm = "object") -> AbstractContextManager[Sink]:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
         if self.folder:
@@ -110,10 +87,10 @@ class Format:
             return json_file(target)
         if target.suffix != ".parquet":
             raise ExchangeError(f"{target}: must end with {', '.join(_JSON_ENDINGS)} or .parquet")
-        if self.columns is None:
-            able = ", ".join(each.name for each in formats().values() if each.columns is not None)
+        if not self.columns:
+            able = ", ".join(each.name for each in formats().values() if each.columns)
             raise ExchangeError(f"{target}: {self.name} has no fixed columns for Parquet; these have: {able}")
-        return parquet_file(target, self.columns if arguments == "object" else as_text(self.columns))
+        return parquet_file(target, self.columns, as_objects=arguments == "object")
 
 
 OWN = "store"
@@ -174,35 +151,33 @@ FORMATS: Mapping[str, Format] = {
             recognises=events.recognises_v0,
         ),
         Format(
-            "sft-text",
-            "SFT rows with calls as text, as SWE-Gym publishes them",
-            lambda row, file: rows.read_conversation("sft-text", row),
-            rows.text_rows,
-            columns=rows.TEXT_COLUMNS,
-            messages=True,
-            recognises=rows.recognises_text,
-        ),
-        Format(
             "sft-native",
             "SFT rows with native tool calls and a tools column",
             lambda row, file: rows.read_conversation("sft-native", row),
             rows.native_rows,
-            columns=rows.NATIVE_COLUMNS,
+            columns=("messages", "tools", *rows.IDENTITY, *rows.RECORD),
             conversations=("messages",),
-            messages=True,
+            recognises=rows.recognises,
+        ),
+        Format(
+            "sft-text",
+            "SFT rows with calls as text, as SWE-Gym publishes them",
+            lambda row, file: rows.read_conversation("sft-text", row),
+            rows.text_rows,
+            columns=("messages", *rows.IDENTITY, *rows.RECORD),
             recognises=rows.recognises,
         ),
         Format(
             "verifier",
             "rows that train SWE-Gym's outcome verifier (YES or NO)",
             rows=rows.verifier_rows,
-            columns=rows.VERIFIER_COLUMNS,
+            columns=("messages", *rows.IDENTITY),
         ),
         Format(
             "preferences",
             "chosen and rejected: actions of a state by search, attempts by `label --pairs`",
             rows=rows.preference_rows,
-            columns=rows.PREFERENCE_COLUMNS,
+            columns=(*rows.PREFERENCE, *rows.IDENTITY),
             compares=True,
             conversations=("prompt", "chosen", "rejected"),
         ),
@@ -210,7 +185,7 @@ FORMATS: Mapping[str, Format] = {
             "values",
             "states with the mean return that search saw from there on",
             rows=rows.value_rows,
-            columns=rows.VALUE_COLUMNS,
+            columns=("messages", "tools", "value", "visits", "on_path", *rows.IDENTITY),
             conversations=("messages",),
         ),
         Format(
@@ -219,7 +194,7 @@ FORMATS: Mapping[str, Format] = {
             lambda row, file: rows.read_prediction(row),
             rows.prediction_rows,
             _ALL,
-            rows.PREDICTION_COLUMNS,
+            ("instance_id", "model_patch", "model_name_or_path"),
             recognises=lambda row: {"instance_id", "model_patch"} <= row.keys(),
         ),
     )
@@ -255,7 +230,7 @@ def source_of(path: Path, name: str) -> Units:
 
     def checked(row: JsonObject, file: Path) -> Imported | list[Imported]:
         other = None if found.recognises(row) else recognised(row)
-        if other not in (None, name) and not (found.messages and _known(other or name).messages):
+        if other not in (None, name):
             raise ExchangeError(f"is a record of the format {other}, not {name}")
         return read(row, file)
 
@@ -306,7 +281,8 @@ def _format_of(file: Path) -> str | None:
 def exportable(name: str) -> Format:
     """The format ``name``. Raises ``ConfigError`` with the nearest name, or when it is for import only."""
     found = _known(name)
-    found.files()
+    if found.rows is None:
+        raise ConfigError(f"the format {name!r} is for import only")
     return found
 
 
@@ -357,50 +333,54 @@ async def export_store(
     storage: TrajectoryStorage,
     where: TrajectoryFilter,
     form: Format,
-    files: Files,
     sink: Sink,
     *,
+    arguments: ArgumentsForm = "object",
+    watch: Callable[[JsonObject], None] = lambda row: None,
     wanted: bool | None = None,
     advanced: Advanced = lambda done: None,
 ) -> ExportReport:
-    """Write the matches, without secrets, as ``form.files`` makes them. ``wanted`` keeps the resolved (or unresolved)
-    ones only. A form that ``compares`` is given the other matches that people found worse; ``exact`` rows get a column
-    with the episode's labels.
+    """Write the matches, without secrets, as ``form.rows`` makes them; ``watch`` sees each row. ``wanted`` keeps the
+    resolved (or unresolved) ones only. A form that ``compares`` is given the other matches that people found worse;
+    ``exact`` rows get a column with the episode's labels.
 
     ``where.limit`` counts what is written. ``advanced`` is called with how many trajectories were read.
     """
+    assert form.rows is not None, "an exportable() format"
     report, looked = ExportReport(), 0
     every = where.model_copy(update={"limit": None})
     worse = await _worse(storage, every) if form.compares else {}
-    async with aclosing(_found(storage, every)) as found:
-        async for trajectory, scores in found:
-            if report.trajectories == where.limit:
-                break
-            looked += 1
-            if wanted is None or resolved(trajectory, scores) is wanted:
-                losers = TrajectoryFilter(ids=worse.get(trajectory.id, ()))
-                beaten = [redact_trajectory(other) async for other, _ in storage.find(losers)] if losers.ids else []
+    async for trajectory, scores in storage.find(every):
+        if report.trajectories == where.limit:
+            break
+        looked += 1
+        if wanted is None or resolved(trajectory, scores) is wanted:
+            losers = TrajectoryFilter(ids=worse.get(trajectory.id, ()))
+            beaten = [redact_trajectory(other) async for other, _ in storage.find(losers)] if losers.ids else []
+            clean = (redact_trajectory(trajectory), [*map(redact_value, scores)], *([beaten] if form.compares else []))
+            try:
+                # All rows of an episode or none: one that is left out leaves nothing behind.
+                made = [*form.rows(*clean)]
+            except LeftOutError as reason:
+                report.left_out[str(reason)] += 1
+            else:
                 labels = await labels_of(storage, [trajectory.id]) if form.exact else ()
                 beside: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
-                try:
-                    # All rows of an episode or none: one that is left out leaves nothing behind.
-                    made = [*files(redact_trajectory(trajectory), [*map(redact_value, scores)], beaten)]
-                except LeftOutError as reason:
-                    report.left_out[str(reason)] += 1
-                else:
-                    for name, row in made:
-                        sink(name, {**row, "labels": beside} if beside else row)
-                    report.rows += len(made)
-                    report.trajectories += 1
-            advanced(looked)
+                for each in made:
+                    row: JsonObject
+                    name, row = each if form.folder else ("", each)
+                    if form.conversations and arguments == "object":
+                        row = with_objects(row)
+                    # Rendering may bring the parts of a secret together, so the written row is checked as well.
+                    row = row if form.exact else redact_json(row)
+                    if beside:
+                        row["labels"] = beside
+                    watch(row)
+                    sink(name, row)
+                report.rows += len(made)
+                report.trajectories += 1
+        advanced(looked)
     return report
-
-
-async def _found(
-    storage: TrajectoryStorage, where: TrajectoryFilter
-) -> AsyncGenerator[tuple[Trajectory, tuple[Score, ...]]]:
-    async for pair in storage.find(where):
-        yield pair
 
 
 async def _worse(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[str, tuple[str, ...]]:

@@ -9,7 +9,6 @@ from itertools import groupby, takewhile
 from typing import Any, Literal, NamedTuple
 
 from pydantic import JsonValue, ValidationError
-from pydantic_core import to_json
 
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.messages import transcript
@@ -42,8 +41,6 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     task_of,
 )
 from openhands_rl_plugin.trajectories.exchange.foreign import (
-    CONVERSATION,
-    JSON,
     ExchangeError,
     LeftOutError,
     Record,
@@ -59,33 +56,12 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     wire_of,
     without_nulls,
 )
-from openhands_rl_plugin.trajectories.exchange.writing import Columns
 
 IDENTITY = ("trajectory_id", "instance_id", "run_id", "model", "score", "resolved")
 RECORD = ("test_result", "patch", "traj_id")
 """What a record of others says beside the judgement."""
-COLUMNS: Columns = {
-    **dict.fromkeys(("messages", "prompt", "chosen", "rejected"), CONVERSATION),
-    "tools": [JSON],
-    "test_result": JSON,
-    **dict.fromkeys(("score", "margin", "value"), "float64"),
-    **dict.fromkeys(("chosen_visits", "rejected_visits", "visits"), "int64"),
-    **dict.fromkeys(("resolved", "on_path"), "bool"),
-}
-"""The Parquet types of the columns of rows, where they are not texts."""
-_PREFERENCE = ("prompt", "chosen", "rejected", "tools", "margin", "chosen_visits", "rejected_visits", "rejected_id")
-
-
-def _typed(*names: str) -> Columns:
-    return {name: COLUMNS.get(name, "string") for name in names}
-
-
-TEXT_COLUMNS = _typed("messages", *IDENTITY, *RECORD)
-NATIVE_COLUMNS = _typed("messages", "tools", *IDENTITY, *RECORD)
-PREFERENCE_COLUMNS = _typed(*_PREFERENCE, *IDENTITY)
-VALUE_COLUMNS = _typed("messages", "tools", "value", "visits", "on_path", *IDENTITY)
-VERIFIER_COLUMNS = _typed("messages", *IDENTITY)
-PREDICTION_COLUMNS = _typed("instance_id", "model_patch", "model_name_or_path")
+PREFERENCE = ("prompt", "chosen", "rejected", "tools", "margin", "chosen_visits", "rejected_visits", "rejected_id")
+"""What a preference has beside the judgement."""
 
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:
@@ -94,11 +70,6 @@ def recognises(row: Mapping[str, JsonValue]) -> bool:
     if isinstance(listed, str):
         return listed.lstrip().startswith("[")
     return isinstance(listed, list) and bool(listed) and isinstance(listed[0], dict) and "role" in listed[0]
-
-
-def recognises_text(row: Mapping[str, JsonValue]) -> bool:
-    """Chat messages with calls in their text."""
-    return recognises(row) and not row.get("tools") and "<function=" in to_json(row.get("messages")).decode()
 
 
 def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
@@ -180,7 +151,7 @@ def preference_rows(
         row: JsonObject = {"prompt": conversation_of(trajectory, prompt), "chosen": conversation_of(trajectory, chosen)}
         beside: JsonObject = {"rejected": rejected, "tools": [*trajectory.tools], "rejected_id": trajectory.id}
         known = identity_columns(trajectory, scores)
-        pairs.append({**dict.fromkeys(PREFERENCE_COLUMNS), **row, **beside, **more, **known})
+        pairs.append({**dict.fromkeys(PREFERENCE), **row, **beside, **more, **known})
 
     for other in beaten:
         shared = _shared_beginning(trajectory, other)

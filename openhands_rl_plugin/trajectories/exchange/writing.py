@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,7 @@ from pydantic_core import to_json
 
 from openhands_rl_plugin.core.files import PRIVATE, draft_folder, replacing
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.trajectories.exchange.foreign import JSON, ExchangeError, optional
-
-Columns = Mapping[str, Any]
-"""Column -> ``datasets`` type: a name such as ``"string"``, a list of one of these, or another mapping;
-``JSON`` for values that have no common type: ``datasets`` reads them back as they were, others as text."""
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, optional
 
 Sink = Callable[[str, JsonObject], None]
 """Writes a row; the text is the name of its file below a folder. Raises ``ExchangeError``."""
@@ -49,13 +45,14 @@ def json_file(target: Path) -> Iterator[Sink]:
 
 
 @contextmanager
-def parquet_file(target: Path, columns: Columns) -> Iterator[Sink]:
-    """Rows with fixed columns, as ``datasets`` writes them; values without a column are dropped.
+def parquet_file(target: Path, columns: Sequence[str], *, as_objects: bool = True) -> Iterator[Sink]:
+    """Rows with fixed columns, as ``datasets`` writes them; values without a column are dropped. ``as_objects``: the
+    arguments of calls are JSON objects, not texts.
 
     Raises ``MissingExtraError`` without that library, else as ``json_file``.
     """
     datasets, parquet = optional("datasets"), optional("pyarrow.parquet")
-    features = datasets.Features({name: _feature(datasets, kind) for name, kind in columns.items()})
+    features = _features(datasets, columns, as_objects)
     rows: list[JsonObject] = []
 
     def flush() -> None:
@@ -130,9 +127,19 @@ def safe_name(text: str) -> str:
     return re.sub(r"[^\w.@+=-]", "__", text).lstrip(".")[:200] or "_"
 
 
-def _feature(datasets: Any, kind: Any) -> Any:
-    if isinstance(kind, Mapping):
-        return {name: _feature(datasets, inner) for name, inner in kind.items()}
-    if isinstance(kind, list):
-        return datasets.List(_feature(datasets, kind[0]))
-    return datasets.Json() if kind == JSON else datasets.Value(kind)
+def _features(datasets: Any, columns: Sequence[str], as_objects: bool) -> Any:
+    """The types of the columns: text unless it says otherwise here. ``datasets`` reads values that have no common type
+    back as they were; trainers take null for absent."""
+    text, unlike = datasets.Value("string"), datasets.Json()
+    function = {"name": text, "arguments": unlike if as_objects else text}
+    calls = datasets.List({"id": text, "type": text, "function": function})
+    texts = dict.fromkeys(("role", "content", "reasoning_content", "tool_call_id", "name"), text)
+    kinds = {
+        **dict.fromkeys(("messages", "prompt", "chosen", "rejected"), datasets.List({**texts, "tool_calls": calls})),
+        "tools": datasets.List(unlike),
+        "test_result": unlike,
+        **dict.fromkeys(("score", "margin", "value"), datasets.Value("float64")),
+        **dict.fromkeys(("chosen_visits", "rejected_visits", "visits"), datasets.Value("int64")),
+        **dict.fromkeys(("resolved", "on_path"), datasets.Value("bool")),
+    }
+    return datasets.Features({name: kinds.get(name, text) for name in columns})

@@ -88,7 +88,7 @@ async def test_an_exported_episode_is_a_conversation_that_the_sdk_reads(
     target = tmp_path / "exported"
     form = FORMATS["v1-events"]
     with form.sink(target) as sink:
-        for name, row in form.files()(episode, (), ()):
+        for name, row in form.rows(episode, ()):  # pyright: ignore
             sink(name, row)
     files = sorted(target.rglob("event-*.json"))
     events = [Event.model_validate_json(file.read_text()) for file in files]
@@ -164,7 +164,7 @@ async def test_a_condensed_conversation_is_read_and_written_as_the_model_saw_it(
 
     exported = tmp_path / "exported"
     with FORMATS["v1-events"].sink(exported) as sink:
-        for name, row in FORMATS["v1-events"].files()(episode, (), ()):
+        for name, row in FORMATS["v1-events"].rows(episode, ()):  # pyright: ignore
             sink(name, row)
     again = imported(exported)
     prompts = [[plain(each.messages(at)) for at in each.acted()] for each in (again, episode)]
