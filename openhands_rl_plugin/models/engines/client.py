@@ -239,7 +239,8 @@ class HttpUpstream:
         except httpx.HTTPError as error:
             problem = f"the {server} broke off; ask again."
             if isinstance(error, httpx.ConnectError):
-                problem = f"no {server[:12]} answers{server[12:]}: start it, for example with `openhands-rl serve`."
+                problem = f"no model server answers at {self._base} ({error!s:.100}): start it, for example with "
+                problem += "`openhands-rl serve`."
             raise ServerError(500, f"Connection error ({type(error).__name__}): {problem}") from error
 
     def error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> ServerError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import ssl
 from difflib import get_close_matches
 from pathlib import Path
@@ -221,5 +220,5 @@ def _of_tls(error: BaseException) -> bool:
 
 
 def _away(error: ServerError, named_by: str) -> InfrastructureError:
-    told = re.sub(r"\AConnection error \(\w+\): ", "", str(error))  # words of OpenAI's client, which litellm reads
+    told = str(error).removeprefix("Connection error (ConnectError): ")  # words of OpenAI's client, for litellm
     return InfrastructureError(f"{told} Or correct {named_by}.")
