@@ -72,12 +72,14 @@ class SearchStrategy[O: SearchOptions](ABC):
             chosen = await self._choose(search) if not search.exhausted() else None
             if chosen is None:
                 chosen = await self._without_search(search)
-        cut = search.log.cut_by
+        cut = search.log["cut_by"]
         if cut in SearchBudget.model_fields and tree.nodes[chosen].value is None:
             self._warn(f"judged no action before the {cut} of its turn_budget were spent: raise it in [rl.strategy]")
         turn, episode = search.spent
         report: JsonObject = {"strategy": self.name, "turn": {**turn}, "episode": {**episode}}
-        note(tree.nodes[chosen])["report"] = {**report, **search.log.report()}
+        if search.last_failure is not None:
+            report["last_failure"] = search.last_failure.message
+        note(tree.nodes[chosen])["report"] = {**report, **search.log}
         return chosen
 
     @abstractmethod
@@ -121,7 +123,7 @@ class SearchStrategy[O: SearchOptions](ABC):
             reward, state = node.reward or 0.0, search.state(action)
         estimate = await value_after(self._value, search, action, state)
         if estimate is None:
-            search.log.unjudged += 1
+            search.log["unjudged"] += 1
         else:
             count_return(node, reward + search.total(estimate.path) + estimate.value)
 
@@ -153,7 +155,7 @@ class SearchStrategy[O: SearchOptions](ABC):
         if known is not None:
             return known
         # The model refused the prompt behind an action, but the environment is alive: the episode can continue.
-        if search.log.dropped and not search.log.refused:
+        if search.log["dropped"] and not search.refused:
             raise CaughtFailure(_all_dead(search))
         return await search.plain()
 
@@ -165,9 +167,9 @@ def count_return(node: DraftNode, value: float) -> None:
 
 
 def _all_dead(search: Search) -> Failure:
-    last = search.log.last_failure
+    last = search.last_failure
     assert last is not None
-    message = f"all {search.log.dropped} branches of the search died; the last: {last.message}"
+    message = f"all {search.log['dropped']} branches of the search died; the last: {last.message}"
     return Failure(kind=last.kind, message=message[:500], boundary="search")
 
 
@@ -266,7 +268,7 @@ class ToTStrategy(SearchStrategy[ToTOptions]):
             reached += 1
             finished = [path for path in beam if path and path not in live]
             beam = sorted([*finished, *grown], key=lambda path: -self._worth(search, path))[: self.options.beam]
-        search.log.extra["depth"] = reached
+        search.log["depth"] = reached
         best = next((path for path in beam if path and len(search.alive(path)) == len(path)), None)
         if best is None:
             return None

@@ -110,7 +110,7 @@ class MCTSStrategy(SearchStrategy[MCTSOptions]):
             done += at_once
             if not await walk.simulate(at_once):
                 break
-        search.log.extra["simulations"] = done
+        search.log["simulations"] = done
         return self.favourite(search)
 
     def favourite(self, search: Search) -> int | None:
@@ -190,7 +190,7 @@ class _Walk:
         # the nodes of the one before.
         async with self._judging[state]:
             estimate = await value_after(self._value, self._search, action, state)
-        self._search.log.unjudged += estimate is None
+        self._search.log["unjudged"] += estimate is None
         return estimate
 
     async def _select(self, state: int | None) -> int | None:

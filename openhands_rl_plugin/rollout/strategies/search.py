@@ -10,7 +10,6 @@ import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -110,31 +109,6 @@ def checked[M: BaseModel](kind: type[M], options: Mapping[str, object]) -> M:
     except ValidationError as error:
         lines = (f"{kind.__name__}: {'.'.join(at)}: {what}" for at, what in problems(error, kind))
         raise ConfigError("\n".join(lines)) from error
-
-
-@dataclass
-class SearchLog:
-    """What happened in one search, for the decided node's metadata.
-
-    ``dropped`` branches died or were refused by the model, ``unjudged`` states have no estimate, and of the
-    ``undecided`` ones the model said neither yes nor no. ``refused``: the model took no prompt in a
-    branch, which does not mean that it will take none in the episode.
-    """
-
-    merged: int = 0
-    dropped: int = 0
-    unjudged: int = 0
-    undecided: int = 0
-    refused: bool = False
-    last_failure: Failure | None = None
-    cut_by: str | None = None
-    extra: JsonObject = field(default_factory=dict)
-
-    def report(self) -> JsonObject:
-        """The counts as JSON."""
-        names = ("merged", "dropped", "cut_by", "unjudged", "undecided")
-        failure: JsonObject = {} if self.last_failure is None else {"last_failure": self.last_failure.message}
-        return {**{name: getattr(self, name) for name in names}, **failure, **self.extra}
 
 
 NOTES = "search"
@@ -337,7 +311,12 @@ class Search:
         self.engine = engine
         self.world = world
         self.options = options
-        self.log = SearchLog()
+        # For the decided node's metadata: branches that died or were refused by the model (``dropped``), states without
+        # an estimate, states of which the model said neither yes nor no, and the bound that was reached (``cut_by``).
+        self.log: dict[str, Any] = {"merged": 0, "dropped": 0, "cut_by": None, "unjudged": 0, "undecided": 0}
+        # Whether the model took no prompt in a branch, which does not mean that it will take none in the episode.
+        self.refused = False
+        self.last_failure: Failure | None = None
         # Of this turn, and of those before, whose last one has them in its report.
         self._counts, self._began = {"calls": 0, "tokens": 0, "steps": 0}, time.monotonic()
         reports = (notes(node).get("report") for node in reversed(tree.nodes))
@@ -380,7 +359,7 @@ class Search:
         reached = next((name for name, _, left in self._left(*SearchBudget.model_fields) if left <= 0), None)
         if reached is None and len(self.tree.nodes) >= self.options.max_nodes:
             reached = "max_nodes"
-        self.log.cut_by = reached or self.log.cut_by
+        self.log["cut_by"] = reached or self.log["cut_by"]
         return reached is not None
 
     def goes_on(self, state: int | None) -> bool:
@@ -412,7 +391,7 @@ class Search:
         except ModelError as error:
             if not (way := self._actions_to(parent)):
                 raise
-            self.log.refused = True
+            self.refused = True
             self.drop(way[-1], _refusal(error))
             return []
         finally:
@@ -441,7 +420,7 @@ class Search:
         except SpentError:
             return None
         except ModelError as error:
-            self.log.last_failure = _refusal(error)
+            self.last_failure = _refusal(error)
             return None
         self._charge(completion)
         self.tree.usage += completion.usage
@@ -492,7 +471,7 @@ class Search:
             if not isinstance(caught.__cause__, BadEnvironmentError):
                 return None
             self.world = None
-            self.log.extra["without_forks"] = caught.failure.message
+            self.log["without_forks"] = caught.failure.message
             return caught.failure.message
         self._worlds.keep(self.root, environment)
         return None
@@ -501,8 +480,8 @@ class Search:
         """Take a branch out of the search for good."""
         if not self.alive((action,)):
             return
-        self.log.dropped += 1
-        self.log.last_failure = failure
+        self.log["dropped"] += 1
+        self.last_failure = failure
         note(self.tree.nodes[action])["dropped"] = failure.message
 
     def alive(self, actions: Sequence[int]) -> list[int]:
@@ -618,7 +597,7 @@ class Search:
         if same is None:
             return self.tree.propose(completion, parent=parent)
         self.tree.usage += completion.usage
-        self.log.merged += 1
+        self.log["merged"] += 1
         seen = note(self.tree.nodes[same])
         seen["merged"] = times_merged(seen) + 1
         return same
@@ -644,7 +623,7 @@ class Search:
         self._counts["steps"] += count
 
     def _spent(self, bound: str) -> SpentError:
-        self.log.cut_by = bound
+        self.log["cut_by"] = bound
         return SpentError()
 
 

@@ -73,7 +73,7 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
         estimate = await value.estimate(search, state)
     if estimate is not None and not abs(estimate.value) <= LARGEST:
         what = f"value {value.name} is {estimate.value}, which is no number within 1e9"
-        search.log.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
+        search.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
         return None
     if over and estimate is not None and judge_end is not None:
         note(node)["worth_of_end"] = estimate.value
@@ -156,7 +156,7 @@ class ModelValue:
         if answer is None:
             return None
         probability = self._probability(answer)
-        search.log.undecided += probability is None
+        search.log["undecided"] += probability is None
         return ValueEstimate(self._options.scale * (0.5 if probability is None else probability))
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
@@ -234,7 +234,7 @@ async def judged_in_time(search: Search, reward: Reward, episode: Coroutine[Any,
     except SpentError:
         return None
     except CaughtFailure as caught:
-        search.log.last_failure = caught.failure
+        search.last_failure = caught.failure
         return None
 
 
