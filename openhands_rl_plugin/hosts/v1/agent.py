@@ -21,14 +21,14 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openhands.sdk.agent.agent as stock
 from openhands.sdk.agent import Agent, AgentBase
@@ -208,10 +208,9 @@ def conversation_end(state: ConversationState) -> tuple[StopReason, str]:
         return StopReason.TRUNCATED, "Agent got stuck in a loop"
     if status != Status.ERROR:
         return StopReason.ERROR, ""
-    error = next((event for event in reversed(events) if isinstance(event, ConversationErrorEvent)), None)
-    if error is None:
-        return StopReason.ERROR, "the conversation ended with an error"
-    return _LIMITS.get(error.code, StopReason.ERROR), f"{error.code}: {error.detail}"
+    errors = ((event.code, event.detail) for event in reversed(events) if isinstance(event, ConversationErrorEvent))
+    code, detail = next(errors, ("Error", "the conversation ended"))
+    return _LIMITS.get(code, StopReason.ERROR), f"{code}: {detail}"
 
 
 def said_finish(events: Sequence[Event]) -> bool:
@@ -320,14 +319,20 @@ class ConversationEpisode:
         session = self.session
         if self.over:
             raise EpisodeOver(session.stop or StopReason.ERROR)
+        if self._own is None and llm is not self._llm:
+            session.connect(model_server(llm))
+            self._llm = llm
+        sent = body if self._own is None else {**body, "model": session.base_model}
+        return self._with_ids(body, self._asked(lambda: session.answer(sent)))
+
+    def summarize(self, llm: LLM, body: JsonObject) -> Json:
+        """A completion for a condenser: a node of its own kind. Raises as ``answer``."""
+        return self._asked(lambda: background().wait_for(self.session.aside(body, CONDENSATION, model_server(llm))))
+
+    def _asked(self, ask: Callable[[], Json]) -> Json:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, "rl.agent"):
-                if self._own is not None:
-                    body = {**body, "model": session.base_model}
-                elif llm is not self._llm:
-                    session.connect(model_server(llm))
-                    self._llm = llm
-                return self._with_ids(body, session.answer(body))
+                return ask()
         except EpisodeOver:
             raise
         except RLError as error:
@@ -335,18 +340,6 @@ class ConversationEpisode:
                 raise
             self._fail(error)
             raise Unrecorded from error
-
-    def summarize(self, llm: LLM, body: JsonObject) -> Json:
-        """A completion for a condenser: a node of its own kind. Raises ``CaughtFailure`` for an error of the model
-        server, and ``Unrecorded`` when the plugin fails."""
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "rl.condenser"):
-                return background().wait_for(self.session.aside(body, CONDENSATION, model_server(llm)))
-        except CaughtFailure as caught:
-            if server_error(caught) is not None:
-                raise
-            log.warning("openhands_rl_plugin: a summary was not recorded: %s", caught)
-            raise Unrecorded from caught
 
     def cancel(self) -> None:
         """End a decision that is under way, a sub-agent's too. Blocks until its forks are closed."""
@@ -585,8 +578,7 @@ class ConversationBranch:
     @property
     def workspace(self) -> SandboxedWorkspace:
         """As ``Branch.workspace``."""
-        assert isinstance(self.tools.sandboxed, SandboxedWorkspace), "a container cannot be forked"
-        return self.tools.sandboxed
+        return cast(SandboxedWorkspace, self.tools.sandboxed)
 
     def fork(self) -> ConversationBranch:
         """As ``Branch.fork``."""

@@ -102,18 +102,17 @@ class ConversationSession(HostSession):
         self._opened.close()
 
     def _play(self, conversation: LocalConversation) -> None:
-        ended: Failure | RLError | None = None
         try:
             with boundary(FailureKind.INFRASTRUCTURE, BOUNDARY), bind_episode(self._episode):
                 self._run(conversation)
         except CaughtFailure as caught:
-            ended = caught.failure
+            self.finish(caught.failure)
         except RLError as error:
-            ended = error
+            self.finish(error)
         except asyncio.CancelledError:
             pass  # the episode was ended at its limit, or closed, while a request was under way
         finally:
-            self.finish(ended)
+            self.finish(None)
 
     def _run(self, conversation: LocalConversation) -> None:
         for said in itertools.count():
