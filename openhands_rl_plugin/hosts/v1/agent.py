@@ -73,7 +73,7 @@ from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, Conversatio
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS, Json
 from openhands_rl_plugin.session.branches import BranchWorld, Complete
-from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
+from openhands_rl_plugin.session.session import EpisodeOver, Session
 from openhands_rl_plugin.session.upstream import upstream_in
 
 log = logging.getLogger("openhands")
@@ -92,14 +92,15 @@ _LIMITS = {"MaxIterationsReached": StopReason.MAX_TURNS, "MaxBudgetReached": Sto
 class RLAgent(Agent):
     """The SDK's agent whose completions a strategy decides and a storage records.
 
-    ``rl`` is the ``[rl]`` section of a config.toml. Under a runner of the project (``bind_episode``) the runner's
-    settings count. A step is the stock agent's, on a copy whose ``llm`` is a ``SessionLLM``; what is serialised is this
-    agent with its plain LLM.
+    ``rl`` is the ``[rl]`` section of a config.toml. Under a runner of the project the runner's settings count. A step
+    is the stock agent's, on a copy whose ``llm`` is a ``SessionLLM``; what is serialised is this agent with its plain
+    LLM.
     """
 
     rl: dict[str, Any] = Field(default_factory=dict, description="The [rl] section of openhands_rl_plugin.")
 
-    # The episode in which it was made as a sub-agent, and its registered kind.
+    # That of a runner, whose settings count; the episode in which it was made as a sub-agent, and its registered kind.
+    _session: Session | None = PrivateAttr(default=None)
     _parent: tuple[ConversationEpisode, str] | None = PrivateAttr(default=None)
 
     @field_validator("rl")
@@ -149,7 +150,7 @@ class RLAgent(Agent):
     @property
     def made_for(self) -> Session | None:
         """The episode that this agent is made for: that in which it is a sub-agent, or a runner's."""
-        return self._parent[0].session if self._parent is not None else current_episode()
+        return self._parent[0].session if self._parent is not None else self._session
 
     def settings(self) -> RLSettings:
         """Those of the episode that it is made for, or else its own."""
@@ -288,8 +289,8 @@ class ConversationEpisode:
             session = _sub_agents_session(by.session, kind, self.id, instruction, other)
             above = by.standalone.parent if by.standalone else by.session
             return session, StandaloneRun(session, self.id, parent=above), session.exact and other is None
-        if (session := current_episode()) is not None:
-            return session, None, session.exact
+        if agent._session is not None:
+            return agent._session, None, agent._session.exact
         settings = agent.settings()
         serving, base_model = settings.serving, settings.serving.model or named
         url, key = (serving.base_url, serving.api_key()) if serving.base_url else (llm.base_url, key_of(llm))
@@ -498,7 +499,7 @@ def _begin_step(agent: RLAgent, conversation: LocalConversation) -> Conversation
             with boundary(FailureKind.INFRASTRUCTURE, "rl.begin"):
                 episode = _episodes[id] = ConversationEpisode(agent, conversation)
         except RLError as error:
-            if agent._parent is None and current_episode() is not None:
+            if agent._session is not None:
                 raise
             _go_on_without(conversation, error)
             return None

@@ -36,8 +36,8 @@ from openhands_rl_plugin.hosts.shared.session_runner import (
     llm_settings,
 )
 from openhands_rl_plugin.hosts.v1.agent import BOUNDARY, RLAgent, conversation_end, episode_of, said_finish
-from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, open_workspace
-from openhands_rl_plugin.session.session import Session, bind_episode
+from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL
+from openhands_rl_plugin.session.session import Session
 
 log = logging.getLogger("openhands")
 
@@ -59,7 +59,6 @@ class ConversationSession(HostSession):
 
     def __init__(self, episode: Session, options: HostOptions) -> None:
         super().__init__(episode, options, str(uuid.uuid4()))
-        self._settings = episode.settings
         self._conversation: LocalConversation | None = None
         self._opened = ExitStack()
 
@@ -68,10 +67,12 @@ class ConversationSession(HostSession):
         folder = temporary_folder("tools") if given is None else given.root / given.repository
         if given is None:
             opened.callback(remove_tree, folder)
-        if (workspace := open_workspace(self._sid, self._settings, folder, given)) is not None:
-            opened.callback(workspace.close)
+        agent = self._make_agent()
+        # The stock agent's prompts are recorded as it writes them.
+        self._episode.exact = self._options.agent == RL_AGENT
+        agent._session = self._episode
         conversation = self._conversation = LocalConversation(
-            agent=self._make_agent(),
+            agent=agent,
             conversation_id=uuid.UUID(self._sid),
             workspace=str(folder.resolve()),
             visualizer=None,
@@ -98,12 +99,12 @@ class ConversationSession(HostSession):
         return stop, None if stop is not None else end if isinstance(end, Failure) else missing, error
 
     def _release(self) -> None:
-        # Last opened, first closed: the conversation with its tools, its thread, the workspace, the folder.
+        # Last opened, first closed: the conversation with its tools, its thread, the folder.
         self._opened.close()
 
     def _play(self, conversation: LocalConversation) -> None:
         try:
-            with boundary(FailureKind.INFRASTRUCTURE, BOUNDARY), bind_episode(self._episode):
+            with boundary(FailureKind.INFRASTRUCTURE, BOUNDARY):
                 self._run(conversation)
         except CaughtFailure as caught:
             self.finish(caught.failure)
@@ -124,17 +125,14 @@ class ConversationSession(HostSession):
             conversation.send_message(self._reply(said, _CONTINUE))
 
     def _make_agent(self) -> RLAgent:
-        # The stock agent's prompts are recorded as it writes them.
-        self._episode.exact = self._options.agent == RL_AGENT
-        rl = {"workspace": self._settings.workspace.model_dump(include={"isolation", "prompt"})}
         limit = {"no_change_timeout_seconds": self._options.command_timeout}
         tools = [Tool(name=TERMINAL, params=limit), Tool(name=EDITOR)]
-        return RLAgent(llm=self._llm("agent"), tools=tools, condenser=self._condenser(), rl=rl)
+        return RLAgent(llm=self._llm("agent"), tools=tools, condenser=self._condenser())
 
     def _llm(self, usage: str) -> LLM:
         episode = self._episode
         served = episode.request.served_model or episode.base_model
-        given = llm_settings(self._settings, self._options, served, episode.limits)
+        given = llm_settings(episode.settings, self._options, served, episode.limits)
         return LLM(usage_id=usage, reasoning_effort=None, **given)
 
     def _condenser(self) -> CondenserBase | None:

@@ -31,7 +31,6 @@ from openhands.tools.terminal.constants import MAX_CMD_OUTPUT_SIZE, TIMEOUT_MESS
 from openhands.tools.terminal.definition import TerminalAction, TerminalObservation, TerminalTool
 from openhands.tools.terminal.metadata import CmdOutputMetadata
 
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.messages import whole_text
@@ -41,7 +40,7 @@ from openhands_rl_plugin.environments.container import ContainerFiles, Container
 from openhands_rl_plugin.environments.workspace.changes import is_rewritten
 from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, Place
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
-from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace, TaskWorkspace
+from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
 
@@ -296,8 +295,9 @@ _opening = threading.Lock()
 def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
     """The conversation's sandboxed workspace; ``None`` where its tools are the stock ones.
 
-    One that was registered under the conversation's id, or else, of an ``RLAgent``, one over its folder, as the agent's
-    settings ask for. Raises ``ConfigError``.
+    One that was registered under the conversation's id, weakly, or else, of an ``RLAgent``, one over its folder, which
+    is used as it is, or over its task's. Raises ``ConfigError``, and ``InfrastructureError`` where the task's is a
+    container that does not answer.
     """
     id, agent = str(state.id), cast(Any, state.agent)
     with _opening:
@@ -306,29 +306,18 @@ def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
             return found
         if not hasattr(agent, "made_for"):
             return None
-        session = agent.made_for
-        folder, task = Path(str(state.workspace.working_dir)), session.workspace if session is not None else None
-        return open_workspace(id, agent.settings(), folder, task)
-
-
-def open_workspace(
-    session: str, settings: RLSettings, folder: Path, task: TaskWorkspace | None
-) -> ConversationWorkspace | None:
-    """A workspace registered under a conversation's id, weakly; ``None`` where nothing isolates it.
-
-    It is over ``folder``, which is used as it is, or over the task's. Raises ``ConfigError``, and
-    ``InfrastructureError`` where the task's is a container that does not answer.
-    """
-    if task is not None and task.container is not None:
-        place = ContainerWorkspace(task.container)
-    elif settings.workspace.isolation == "none":
-        return None
-    else:
-        protected = protected_by(settings.reward)
-        place = SandboxedWorkspace(folder, settings.workspace, task=task, protected=protected, output=_OUTPUT)
-    opened = ConversationWorkspace(place)
-    register_runtime(session, opened)
-    return opened
+        task = agent.made_for.workspace if agent.made_for is not None else None
+        settings, folder = agent.settings(), Path(str(state.workspace.working_dir))
+        if task is not None and task.container is not None:
+            place = ContainerWorkspace(task.container)
+        elif settings.workspace.isolation == "none":
+            return None
+        else:
+            protected = protected_by(settings.reward)
+            place = SandboxedWorkspace(folder, settings.workspace, task=task, protected=protected, output=_OUTPUT)
+        opened = ConversationWorkspace(place)
+        register_runtime(id, opened)
+        return opened
 
 
 class RLTerminalTool(TerminalTool):
