@@ -103,12 +103,6 @@ def test_a_task_is_an_episode_that_names_its_parent(
     assert cli.main(["import", str(exported), "--into", str(tmp_path / "again")]) == 0
     assert parent_and_child(asyncio.run(stored(tmp_path / "again")))[1].task.data == child.task.data
 
-    events = str(tmp_path / "events")
-    assert cli.main(["export", store, "--format", "v1-events", "--out", events]) == 0
-    assert cli.main(["import", events, "--into", str(tmp_path / "of-events")]) == 0
-    above, below = parent_and_child(asyncio.run(stored(tmp_path / "of-events")))
-    assert below.task.data == {"sub_agent": {"parent": above.id, "kind": "researcher"}}
-
 
 class OtherAgent(AgentBase):
     """No ``Agent`` of the SDK, as those that another program plays."""
