@@ -9,7 +9,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,9 @@ class ConversationSession(HostSession):
     def __init__(self, episode: Session, options: HostOptions) -> None:
         super().__init__(episode, options, str(uuid.uuid4()))
         self._conversation: LocalConversation | None = None
-        self._opened = ExitStack()
 
     def _start(self, instruction: str) -> None:
+        # Last opened, first closed: the conversation with its tools, its thread, the folder.
         given, opened = self._episode.workspace, self._opened
         folder = temporary_folder("tools") if given is None else given.root / given.repository
         if given is None:
@@ -97,10 +97,6 @@ class ConversationSession(HostSession):
             return stop, None, error
         missing = Failure(kind=FailureKind.INFRASTRUCTURE, message="the conversation took no step", boundary=BOUNDARY)
         return stop, None if stop is not None else end if isinstance(end, Failure) else missing, error
-
-    def _release(self) -> None:
-        # Last opened, first closed: the conversation with its tools, its thread, the folder.
-        self._opened.close()
 
     def _play(self, conversation: LocalConversation) -> None:
         try:
