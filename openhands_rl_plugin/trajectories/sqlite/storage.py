@@ -155,6 +155,8 @@ class FileTrajectoryStorage(LogStorage):
         with self._settling:
             self._called = False
             group = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            if not group:
+                return
             try:
                 with explained(self._file), secrets_looked_up_once():
                     connection = self._opened()
@@ -164,9 +166,13 @@ class FileTrajectoryStorage(LogStorage):
                         _go_on(call, log)
                     connection.execute("BEGIN IMMEDIATE")
                     log.begun = True
-                    for call in group:
-                        if not call.done:
-                            _apply(connection, log, call)
+                    for call in (each for each in group if not each.done):
+                        # Its error leaves the others of the transaction alone.
+                        connection.execute("SAVEPOINT call")
+                        _go_on(call, log)
+                        if call.error is not None:
+                            connection.execute("ROLLBACK TO call")
+                        connection.execute("RELEASE call")
                     connection.execute("COMMIT")
             except BaseException as error:
                 # Closing the connection undoes what was written; the next call opens a new one.
@@ -236,15 +242,6 @@ def _upgrade(connection: sqlite3.Connection, *, again: bool) -> None:
     if again:
         _driven(upgrade, connection)
     connection.execute("COMMIT")
-
-
-def _apply(connection: sqlite3.Connection, log: SqliteLog, call: _Call) -> None:
-    """Run one call; its error leaves the others of the transaction alone."""
-    connection.execute("SAVEPOINT call")
-    _go_on(call, log)
-    if call.error is not None:
-        connection.execute("ROLLBACK TO call")
-    connection.execute("RELEASE call")
 
 
 def _go_on(call: _Call, log: SqliteLog) -> None:
