@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.arrays import Floats
 from openhands_rl_plugin.core.templates.function_text import calls_in_text
 from openhands_rl_plugin.core.types import (
     JsonObject,
@@ -255,12 +256,12 @@ def finish_in(choice: Mapping[str, object]) -> str | None:
     return whole_text(reason) if isinstance(reason, str) and reason not in ("", "null") else None
 
 
-def logprobs_in(choice: Mapping[str, Any], expected: int) -> tuple[float, ...]:
+def logprobs_in(choice: Mapping[str, Any], expected: int) -> Floats:
     """One logprob for each sampled id, or nothing."""
     try:
         return Tokens.known_logprobs([float(token["logprob"]) for token in choice["logprobs"]["content"]], expected)
     except (TypeError, LookupError, ValueError):
-        return ()
+        return Floats()
 
 
 def error_in(document: object) -> tuple[int, str] | None:

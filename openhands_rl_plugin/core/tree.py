@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
 
+from openhands_rl_plugin.core.arrays import Ids
 from openhands_rl_plugin.core.messages import WireMessage, says, to_message, whole_observation
 from openhands_rl_plugin.core.types import (
     AT,
@@ -83,7 +84,6 @@ class EpisodeTree:
         self.truncated = False
         self.usage = Usage()
         self._children: dict[int | None, list[int]] = {}
-        self._last_context: tuple[int | None, tuple[int, ...]] = (None, ())
 
     @classmethod
     def thaw(cls, trajectory: Trajectory, *, clock: Callable[[], float] | None = None) -> Self:
@@ -128,7 +128,7 @@ class EpisodeTree:
         """Add a sampled candidate below ``parent`` (default ``head``); only the new prompt tokens are kept."""
         at = self.head if parent is None else parent
         self.usage += completion.usage
-        index = self._add(
+        return self._add(
             DraftNode(
                 parent=at,
                 message=completion.message,
@@ -140,9 +140,6 @@ class EpisodeTree:
                 metadata=dict(completion.metadata),  # search writes into it, and an engine may give it twice
             )
         )
-        if completion.tokens is not None and not completion.tokens.extends:
-            self._last_context = (index, completion.tokens.prompt_ids + completion.tokens.sampled_ids)
-        return index
 
     def aside(self, prompt: Sequence[Message], completion: Completion, kind: str) -> int:
         """Add a completion that a host asked for beside the episode, such as a summary: a path of its own from a new
@@ -194,20 +191,16 @@ class EpisodeTree:
         """Number of sampled nodes on the acted path. Malformed answers count: a step is a step."""
         return sum(self.nodes[index].sampled for index in self.path())
 
-    def context_ids(self, node: int | None) -> tuple[int, ...]:
+    def context_ids(self, node: int | None) -> Ids:
         """All token ids from the start of the segment to the end of the last sampled node at or above ``node``."""
-        if node is not None and self._last_context[0] == node:
-            return self._last_context[1]
-        ids: tuple[int, ...] = ()
-        for index in self.path(node) if node is not None else ():
-            tokens = self.nodes[index].tokens
-            if tokens is not None:
-                ids = (ids if tokens.extends else ()) + tokens.prompt_ids + tokens.sampled_ids
-        return ids
-
-    def forget_context(self) -> None:
-        """Keep no token ids beside those of the nodes."""
-        self._last_context = (None, ())
+        parts: list[Ids] = []
+        while node is not None:
+            if (tokens := self.nodes[node].tokens) is not None:
+                parts += tokens.sampled_ids, tokens.prompt_ids
+                if not tokens.extends:
+                    break
+            node = self.nodes[node].parent
+        return Ids(b"".join(reversed(parts)))
 
     def prompt_length(self, leaf: int | None = None) -> int:
         """Tokens of the prompt for an answer at ``leaf`` (default: ``head``): the recorded ids where there are any,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated, Literal, Protocol, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, JsonValue
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, JsonValue
+
+from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 
 TURN, CONDENSATION, SIDE = "turn", "condensation", "side request"
 """Kinds of nodes: a message of the episode; a host's request to summarise its history, and the summary; another request
@@ -152,6 +154,16 @@ LARGEST = 1e9
 Bounded = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 
 
+def _bounded(values: Floats) -> Floats:
+    if not all(map(LARGEST.__ge__, map(abs, values))):
+        raise ValueError(f"a number is not finite, or above {LARGEST:g}")
+    return values
+
+
+BoundedFloats = Annotated[Floats, AfterValidator(_bounded)]
+"""As ``Bounded``, each with the precision of 32 bits."""
+
+
 class Limits(Frozen):
     """Bounds of one episode. ``None`` means unbounded.
 
@@ -211,19 +223,21 @@ class Tokens(Frozen):
     """
 
     extends: bool = False
-    prompt_ids: tuple[int, ...] = ()
-    sampled_ids: tuple[int, ...] = ()
-    logprobs: tuple[Bounded, ...] = ()
+    prompt_ids: Ids = Ids()
+    sampled_ids: Ids = Ids()
+    logprobs: BoundedFloats = Floats()
+
+    @classmethod
+    def of(cls, prompt: Iterable[int], sampled: Iterable[int], logprobs: Iterable[float] = (), **more: bool) -> Self:
+        """Of any numbers."""
+        return cls(**more, prompt_ids=Ids(prompt), sampled_ids=Ids(sampled), logprobs=Floats(logprobs))
 
     @staticmethod
-    def known_logprobs(values: Sequence[float], count: int) -> tuple[float, ...]:
+    def known_logprobs(values: Sequence[float], count: int) -> Floats:
         """A logprob for each of ``count`` ids, or nothing where one is missing, no number, out of range, or above 0 by
         more than rounding: such a server gives probabilities or logits."""
-        highest = max(values, default=0.0)
-        # The sum shows a NaN, which ``min`` and ``max`` may pass over.
-        if len(values) != count or sum(values) != sum(values) or min(values, default=0.0) < -LARGEST or highest > 1e-4:
-            return ()
-        return tuple(values) if highest <= 0 else tuple([min(value, 0.0) for value in values])
+        known = len(values) == count and all(-LARGEST <= value <= 1e-4 for value in values)
+        return Floats([min(value, 0.0) for value in values] if known else ())
 
 
 _TRL = "trl-policy"  # whose versions are counted without zeros
@@ -472,16 +486,16 @@ class Sample(Frozen):
 
     trajectory_id: str
     leaf: int
-    input_ids: tuple[int, ...]
-    mask: tuple[bool, ...]
-    logprobs: tuple[Bounded, ...]
+    input_ids: Ids
+    mask: Mask
+    logprobs: BoundedFloats
     advantage: FiniteFloat = 1.0
-    token_advantages: tuple[FiniteFloat, ...] = ()
+    token_advantages: BoundedFloats = Floats()
     policy: PolicyRef | None = None
     count: int = Field(default=1, ge=1)
     temperature: FiniteFloat = 1.0
-    token_temperatures: tuple[FiniteFloat, ...] = ()
-    teacher_logprobs: tuple[Bounded, ...] = ()
+    token_temperatures: BoundedFloats = Floats()
+    teacher_logprobs: BoundedFloats = Floats()
     spans: tuple[tuple[int, int, int], ...] = ()
 
     def advantage_at(self, position: int) -> float:

@@ -330,7 +330,6 @@ class ClientSession(Session):
             raise StorageError(f"the stored episode {stored.id} is none of a gateway")
         self.follow_tree()
         self.last_used = stored.times.finished
-        self.ids.forget(range(len(self.tree.nodes)))
         nodes = self.tree.nodes
         first = next((at for at, node in enumerate(nodes) if node.metadata.get(TOOLS)), None)
         if first is not None and not self.tree.tools:
@@ -355,7 +354,7 @@ class ClientSession(Session):
         latency, asked = round(time.perf_counter() - call.started, 4), recorded_parameters(call.settings)
         served = answer.model or call.model
         self._begin(call, served)
-        tree, first, tools = self.tree, len(self.tree.nodes), self.tree.tools
+        tree, tools = self.tree, self.tree.tools
         messages, unknown = self._messages(call)
         if aside := self._is_aside(call, messages):
             rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
@@ -375,7 +374,6 @@ class ClientSession(Session):
         for at, choice in enumerate(answer.choices):
             made = self.completion(
                 choice,
-                after=parent,
                 served=served,
                 usage=answer.usage if at == 0 else Usage(),
                 sampling=call.sampling,
@@ -390,10 +388,7 @@ class ClientSession(Session):
         for node in reversed(nodes if not aside else ()):
             # Until the next request shows which choice the client uses, it is the first.
             self.conversation.acted(node)
-        own = range(first, len(tree.nodes))  # another request may add nodes meanwhile, which are not stored yet
         await self.keep_up()
-        self.ids.forget(own)
-        tree.forget_context()
         return causes
 
     async def decided(self, call: ClientRequest, model: str, upstream: Upstream) -> Json:
@@ -411,8 +406,8 @@ class ClientSession(Session):
 
     async def close(self, stop: StopReason, evidence: JsonObject) -> str | None:
         """Close the episode and return its id, or ``None`` when nothing was recorded. Raises ``StorageError``."""
-        nodes, journal = self.tree.nodes, self._journal
-        if journal is None or not nodes:
+        nodes = self.tree.nodes
+        if self._journal is None or not nodes:
             return None
         await self.keep_up()
         if self.unrecorded:
@@ -427,15 +422,6 @@ class ClientSession(Session):
         times = Times(started=self.started, finished=self.last_used)
         frozen = self.freeze(stop=self.stop or stop, evidence=evidence)
         trajectory = frozen.model_copy(update={"policy": self._first_policy(), "times": times})
-        if not self.is_searched and not journal.is_continued_by(trajectory):
-            # It is stored anew, and the ids are in the store only.
-            stored = await stored_episode(self._storage, trajectory.id)
-            if stored is None or len(stored.nodes) != len(nodes):
-                self._journal = None  # reported once: nothing can end it any more
-                raise StorageError(f"the stored episode {trajectory.id} was removed or changed by another process")
-            pairs = zip(trajectory.nodes, stored.nodes, strict=True)
-            kept = tuple(node.model_copy(update={"tokens": own.tokens}) for node, own in pairs)
-            trajectory = trajectory.model_copy(update={"nodes": kept})
         await self.end(trajectory)
         return trajectory.id
 

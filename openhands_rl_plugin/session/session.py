@@ -12,14 +12,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import Job, background, bound, on_loop
-from openhands_rl_plugin.core.errors import EpisodeError, RLError, boundary
+from openhands_rl_plugin.core.errors import EpisodeError, ModelError, RLError, boundary
 from openhands_rl_plugin.core.messages import (
     NEUTRAL_PARAMETERS,
     WireMessage,
@@ -33,7 +33,7 @@ from openhands_rl_plugin.core.messages import (
 )
 from openhands_rl_plugin.core.protocols import Forkable, Strategy
 from openhands_rl_plugin.core.records import MISSING, PROMPT
-from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
+from openhands_rl_plugin.core.tree import HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -46,7 +46,6 @@ from openhands_rl_plugin.core.types import (
     Score,
     StopReason,
     StrategySpec,
-    Tokens,
     Trajectory,
     Usage,
 )
@@ -57,11 +56,11 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     ChatAnswer,
     ChatChoice,
     Json,
+    PromptIds,
     Unrecordable,
     chat_answer,
-    ids_in,
     parse_object,
-    text_of_ids,
+    tokens_in,
 )
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
@@ -75,50 +74,6 @@ _KEPT = frozenset({"model", "max_tokens", "max_completion_tokens"})
 _OF_TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 _OF_STREAMS = frozenset({"stream", "stream_options"})
 _TRIES = 3
-
-
-class NodeTokens:
-    """Token ids by node, as text: about seven bytes per token, each token once.
-
-    A gateway's tree drops the ids of a node once they are stored, and has them here only.
-    """
-
-    def __init__(self, tree: EpisodeTree) -> None:
-        self._tree = tree
-        # Of each node with tokens: whether they extend those before, and the text of its prompt delta and sampled ids.
-        self._kept: dict[int, tuple[bool, str]] = {}
-
-    def forget(self, nodes: Sequence[int]) -> None:
-        """Keep the ids of these nodes as text alone."""
-        for index in nodes:
-            self._segment(index)
-            self._tree.nodes[index].tokens = None
-
-    def read(self, parent: int | None, prompt: str, sampled: str, logprobs: tuple[float, ...]) -> Tokens | None:
-        """The tokens of an answer to ``prompt`` below ``parent``; both are canonical texts.
-
-        They extend those before when the prompt starts with them; ``None`` when a text contains anything but ids.
-        """
-        texts: list[str] = []
-        extends = True
-        while parent is not None and extends:
-            extends, text = self._segment(parent)
-            texts.append(text)
-            parent = self._tree.nodes[parent].parent
-        before = "".join(reversed(texts))
-        extends = bool(before) and prompt.startswith(before)
-        ids, own = ids_in(prompt[len(before) :] if extends else prompt), ids_in(sampled)
-        if ids is None or own is None:
-            return None
-        # No second validation: the arrays contain only numbers.
-        return Tokens.model_construct(extends=extends, prompt_ids=tuple(ids), sampled_ids=tuple(own), logprobs=logprobs)
-
-    def _segment(self, node: int) -> tuple[bool, str]:
-        tokens = self._tree.nodes[node].tokens
-        if node not in self._kept and tokens is not None:
-            ids = (text_of_ids(each) or "" for each in (tokens.prompt_ids, tokens.sampled_ids))
-            self._kept[node] = tokens.extends, "".join(ids)
-        return self._kept.get(node, (True, ""))
 
 
 class EpisodeOver(RLError):
@@ -195,6 +150,7 @@ class Session(Episode):
         self.exact = True
         self.turn = Turn({}, ())
         self.texts = SampledTexts()
+        self._prompts = PromptIds()
         self._strict = strict
         self.follow_tree()
         self._upstream: Upstream | None = None
@@ -214,7 +170,6 @@ class Session(Episode):
 
     def follow_tree(self) -> None:
         """Follow the host's prompts in ``tree``, which is a new one."""
-        self.ids = NodeTokens(self.tree)
         self.conversation = HostConversation(self.tree, strict=self._strict, unseen=self._sent)
 
     def _sent(self, form: WireMessage, answer: Message) -> WireMessage | None:
@@ -233,16 +188,16 @@ class Session(Episode):
         self,
         choice: ChatChoice,
         *,
-        after: int | None,
         served: str,
         usage: Usage,
         sampling: SamplingParams,
         metadata: JsonObject,
     ) -> Completion:
-        """A model server's answer to the prompt up to the node ``after``: every node of a session is made of one."""
+        """A model server's answer: every node of a session is made of one. It is without tokens where these are no ids
+        of any model."""
         tokens = None
-        if choice.prompt is not None and choice.sampled is not None:
-            tokens = self.ids.read(after, choice.prompt, choice.sampled, choice.logprobs)
+        with suppress(ModelError):
+            tokens = tokens_in(choice, self._prompts.read)
         return Completion.model_construct(
             message=choice.message,
             tokens=tokens,
@@ -348,9 +303,8 @@ class Session(Episode):
         wire = [*turn.wire, *(to_wire(message) for message in path[len(turn.path) :])]
         if self.exact:
             wire = self.texts.put_back(wire, path)
-        after = self.tree.head if path == self.tree.messages() else None
         asked = (self._sampled(body, self.sampling_for(sampling, self._seeds.next(messages))) for _ in range(n))
-        calls = [self.ask(each, wire, after=after, path=path, rewritten=turn.rewritten) for each in asked]
+        calls = [self.ask(each, wire, path=path, rewritten=turn.rewritten) for each in asked]
         kept, *answers = await asyncio.gather(self.keep_up(), *calls, return_exceptions=True)
         completions = [answer for answer in answers if isinstance(answer, Completion)]
         for error in (kept, *answers):
@@ -388,13 +342,11 @@ class Session(Episode):
         given: Json,
         wire: Sequence[WireMessage],
         *,
-        after: int | None = None,
         path: tuple[Message, ...] = (),
         rewritten: bool = False,
         upstream: Upstream | None = None,
     ) -> Completion:
-        """One completion of the request ``given`` with the messages ``wire``. Its tokens extend those of the path to
-        ``after``. Raises as ``complete``.
+        """One completion of the request ``given`` with the messages ``wire``. Raises as ``complete``.
 
         A request is sent three times while the server is overloaded or away, as OpenAI's client does; then the host may
         ask again.
@@ -431,7 +383,6 @@ class Session(Episode):
             metadata["malformed"] = why
         completion = self.completion(
             choice,
-            after=after,
             served=answer.model or str(sent["model"]),
             usage=answer.usage,
             sampling=sampling_in(sent),

@@ -88,7 +88,7 @@ class ScriptedEngine:
         sampled = encode(message)[1:]
         return Completion(
             message=message,
-            tokens=Tokens(prompt_ids=prompt, sampled_ids=sampled, logprobs=(_LOGPROB,) * len(sampled)),
+            tokens=Tokens.of(prompt, sampled, (_LOGPROB,) * len(sampled)),
             finish_reason="stop",
             usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(sampled), calls=1),
             policy=self._policy,
@@ -325,7 +325,7 @@ def example_trajectory(at: int = 0) -> Trajectory:
 def _scripted(tree: EpisodeTree, text: str) -> Completion:
     message = Message(role="assistant", content=text)
     ids = encode(message)[1:]
-    tokens = Tokens(prompt_ids=prompt_ids(tree.messages()), sampled_ids=ids, logprobs=(_LOGPROB,) * len(ids))
+    tokens = Tokens.of(prompt_ids(tree.messages()), ids, (_LOGPROB,) * len(ids))
     return Completion(message=message, tokens=tokens, policy=PolicyRef(base_model="scripted"))
 
 

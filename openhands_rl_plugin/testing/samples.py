@@ -58,8 +58,8 @@ def sample_episode(
 ) -> Trajectory:
     """Two turns, a sibling that was not acted, tokens with odd logprobs, and ``reward`` as the return."""
     call = ToolCall(id="call-1", name="search", arguments='{"query": "\\u2615",\n}')
-    first = Tokens(prompt_ids=(1, 2, 70_000), sampled_ids=(3, 4), logprobs=(-0.1, -0.0))
-    second = Tokens(extends=True, prompt_ids=(5,), sampled_ids=(6, 2**32 - 1), logprobs=(-1e-45, -0.5))
+    first = Tokens.of((1, 2, 70_000), (3, 4), (-0.1, -0.0))
+    second = Tokens.of((5,), (6, 2**32 - 1), (-1e-45, -0.5), extends=True)
     nodes = (
         Node(parent=None, message=Message(role="system", content=f"You walk. \N{HOT BEVERAGE} {text}")),
         _answer(0, call, first, policy, reward=-0.25),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.arrays import Floats, Mask
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, TrainingError
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Adapter, Sample, Trajectory
@@ -167,7 +168,7 @@ async def with_teacher(
     of, maker, limit = {each.id: each for each in trajectories}, TokenMaker(tokenizer), asyncio.Semaphore(_AT_ONCE)
 
     async def scored(sample: Sample) -> Sample | None:
-        ids = sample.input_ids
+        ids: Sequence[int] = sample.input_ids
         if prompts is not None:
             hint, first = prompts.get(sample.trajectory_id), sample.mask.index(True)
             if hint is None or not sample.spans:
@@ -177,8 +178,8 @@ async def with_teacher(
             found = await teacher.logprobs(ids)
         shift = len(ids) - len(sample.input_ids) - 1  # a teacher that cuts a sequence short gives none at its end
         values = [found[at + shift] if own and at + shift < len(found) else None for at, own in enumerate(sample.mask)]
-        mask = tuple(value is not None for value in values)
-        update = {"mask": mask, "teacher_logprobs": tuple(value or 0.0 for value in values)}
+        mask = Mask(value is not None for value in values)
+        update = {"mask": mask, "teacher_logprobs": Floats(value or 0.0 for value in values)}
         return sample.model_copy(update=update) if True in mask else None
 
     made = await asyncio.gather(*map(scored, samples))

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from openhands_rl_plugin.core.arrays import Ids
 from openhands_rl_plugin.core.tree import EpisodeTree, usage_of
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -51,13 +52,12 @@ def frozen(tree: EpisodeTree) -> Trajectory:
     )
 
 
-def rebuilt_prompt(trajectory: Trajectory, leaf: int) -> tuple[int, ...]:
+def rebuilt_prompt(trajectory: Trajectory, leaf: int) -> Ids:
     """The whole prompt of a sampled node, from what is stored alone."""
-    prompt: tuple[int, ...] = ()
-    context: tuple[int, ...] = ()
+    prompt = context = Ids()
     for index in trajectory.path(leaf):
         if (tokens := trajectory.nodes[index].tokens) is not None:
-            prompt = (context if tokens.extends else ()) + tokens.prompt_ids
+            prompt = (context if tokens.extends else Ids()) + tokens.prompt_ids
             context = prompt + tokens.sampled_ids
     return prompt
 

@@ -56,7 +56,8 @@ def test_a_number_that_others_give_is_finite_and_in_range(
     for odd in (math.nan, math.inf, -math.inf, 1e300):
         with pytest.raises(ValidationError) as caught:
             made(odd)
-        assert describe(caught.value).startswith(f"{kind.__name__}.{name}") and f"got {odd}" in describe(caught.value)
+        start, _, shown = describe(caught.value).partition("got ")
+        assert start.startswith(f"{kind.__name__}.{name}") and shown.strip("(,)") == str(odd)
         held = made(0.25).model_dump_json().replace("0.25", str(odd).replace("nan", "NaN").replace("inf", "Infinity"))
         with pytest.raises(ValidationError):
             kind.model_validate_json(held)

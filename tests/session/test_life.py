@@ -234,4 +234,4 @@ async def test_a_store_that_is_taken_away_is_said(tmp_path: Path):
         for file in tmp_path.iterdir():
             file.unlink()
         ended = await gateway.end()
-        assert ended.status_code == 503 and "removed" in ended.text
+        assert ended.status_code == 503 and "was deleted while it was in use" in ended.text

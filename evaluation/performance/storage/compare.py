@@ -108,7 +108,7 @@ def _answer(identity: str, at: int, turn: Turn) -> Node:
         parent=2 * at,
         message=Message(role="assistant", content=turn.said),
         sampled=True,
-        tokens=Tokens(extends=at > 0, prompt_ids=turn.read_ids, sampled_ids=turn.said_ids, logprobs=turn.logprobs),
+        tokens=Tokens.of(turn.read_ids, turn.said_ids, turn.logprobs, extends=at > 0),
         policy=_POLICY,
         sampling=SamplingParams(temperature=1.0, max_tokens=512),
         finish_reason="stop",

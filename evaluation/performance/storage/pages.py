@@ -27,7 +27,7 @@ def small(number: int) -> Trajectory:
     """One of many: an answer to one question."""
     random_ = random.Random(number)
     ids = tuple(random_.randrange(49_152) for _ in range(12))
-    tokens = Tokens(prompt_ids=ids[:8], sampled_ids=ids[8:], logprobs=(-0.5,) * 4)
+    tokens = Tokens.of(ids[:8], ids[8:], (-0.5,) * 4)
     return Trajectory(
         id=f"{number:08d}",
         run_id=f"run-{number % 20}",

@@ -84,8 +84,7 @@ class Play:
         written = text + "".join(f"\n<tool_call>{each.name} {each.arguments}</tool_call>" for each in calls)
         sampled = [*self.words.encode(written), 1]
         prompt = self.pending if not self.fresh else [*self.seen, *self.pending]
-        logprobs = tuple(self._logprob() for _ in sampled)
-        tokens = Tokens(extends=not self.fresh, prompt_ids=tuple(prompt), sampled_ids=tuple(sampled), logprobs=logprobs)
+        tokens = Tokens.of(prompt, sampled, (self._logprob() for _ in sampled), extends=not self.fresh)
         self.nodes.append(
             Node(
                 parent=len(self.nodes) - 1,
@@ -291,7 +290,7 @@ def _proposal(play: Play, parent: int, at: int, depth: int, drawn: random.Random
             parent=parent,
             message=Message(role="assistant", content=text),
             sampled=True,
-            tokens=Tokens(prompt_ids=(0,), sampled_ids=tuple(sampled), logprobs=tuple(-0.2 for _ in sampled)),
+            tokens=Tokens.of((0,), sampled, (-0.2 for _ in sampled)),
             policy=play.policy,
             reward=0.0 if drawn.random() < 0.4 else None,
             simulated=True,

@@ -20,6 +20,7 @@ from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 
+from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.layout import common_prefix, lay_out
@@ -34,8 +35,8 @@ def rollouts(group: int = GROUP, seed: int = 0) -> list[Sample]:
     """The same sequences in every run; ``group`` of them are of one task."""
     source = random.Random(seed)
 
-    def some(count: int) -> tuple[int, ...]:
-        return tuple(source.choices(range(VOCABULARY), k=count))
+    def some(count: int) -> Ids:
+        return Ids(source.choices(range(VOCABULARY), k=count))
 
     made = []
     turn = OBSERVATION + SAMPLED
@@ -44,11 +45,9 @@ def rollouts(group: int = GROUP, seed: int = 0) -> list[Sample]:
         for member in range(group):
             begin = prompt + shared if member % 2 else prompt
             ids = begin + some(PROMPT + TURNS * turn - len(begin))
-            mask = tuple(at >= PROMPT and (at - PROMPT) % turn < SAMPLED for at in range(len(ids)))
-            name = f"{number}-{member}"
-            made.append(
-                Sample(trajectory_id=name, leaf=0, input_ids=ids, mask=mask, logprobs=tuple(-0.5 * m for m in mask))
-            )
+            mask = Mask(at >= PROMPT and (at - PROMPT) % turn < SAMPLED for at in range(len(ids)))
+            logprobs = Floats(-0.5 * each for each in mask)
+            made.append(Sample(trajectory_id=f"{number}-{member}", leaf=0, input_ids=ids, mask=mask, logprobs=logprobs))
     return made
 
 
@@ -68,7 +67,7 @@ def unique_tokens(samples: list[Sample]) -> int:
 
 def fewest_rows(samples: list[Sample], size: int) -> int:
     """Rows of the best partition of one group into passes, by trying all; more than ten samples take too long."""
-    ids = sorted(sample.input_ids for sample in samples)
+    ids = sorted((sample.input_ids for sample in samples), key=bytes)
     shared = {pair: common_prefix(ids[pair[0]], ids[pair[1]]) for pair in combinations(range(len(ids)), 2)}
     rows = {
         chosen: sum(len(ids[at]) for at in chosen) - sum(shared[pair] for pair in pairwise(chosen))

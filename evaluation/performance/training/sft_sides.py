@@ -86,7 +86,9 @@ def ours(job: Job) -> Measured:
 
     found = episodes(job.data, AutoConfig.from_pretrained(job.model).vocab_size)
     samples = [
-        Sample(trajectory_id=str(at), leaf=0, input_ids=ids, mask=mask, logprobs=(0.0,) * len(ids))
+        Sample.model_validate(
+            {"trajectory_id": str(at), "leaf": 0, "input_ids": ids, "mask": mask, "logprobs": [0.0] * len(ids)}
+        )
         for at, (ids, mask) in enumerate(found)
     ]
     settings = TrainingSettings(

@@ -1,8 +1,8 @@
 """The OpenAI chat format: builds requests, and parses responses with token ids in any of their usual places.
 
-The response to a prompt of 35,000 tokens has a quarter of a megabyte, nearly all of it prompt ids, most of which a
-gateway already has. So arrays of ids stay text, which is compared with that of earlier prompts, and only the new part
-is parsed. The canonical text of ids is ``"17,4,256,"``: no spaces, a comma after each, so that the text of an extended
+The response to a prompt of 35,000 tokens has a quarter of a megabyte, nearly all of it prompt ids, most of which were
+in the prompt before. So arrays of ids stay text, which is compared with that of the earlier prompt, and only the new
+part is parsed. The text of ids is ``"17,4,256,"``: no spaces, a comma after each, so that the text of an extended
 prompt starts with the text of the earlier one, and a prefix never ends inside a number.
 """
 
@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import from_json, to_json
 
+from openhands_rl_plugin.core.arrays import Floats, Ids
 from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.messages import (
     NEUTRAL_PARAMETERS,
@@ -43,7 +44,6 @@ DEEPEST = 100
 # A quote inside of a JSON text has a backslash before it, so this is always the end of a field's name.
 _NAME = b'token_ids"'
 _OPENING = re.compile(rb"\s*:\s*\[")
-_NUMBERS = TypeAdapter(list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]])
 _ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
 _ASKED_FOR = frozenset({*IDS, LOGPROBS})
 _HOLDERS = frozenset({"choices", "message", "delta", _ELSEWHERE})
@@ -75,7 +75,7 @@ _ANSWER = TypeAdapter(_Answer)
 
 
 def arrays_as_texts(body: bytes) -> tuple[bytes, int]:
-    """JSON with the text ``"1,2"`` for every array ``[1,2]`` of ids, and how many arrays these are."""
+    """JSON with the text ``"1,2,"`` for every array ``[1,2]`` of ids, and how many arrays these are."""
     parts: list[bytes] = []
     done = at = 0
     while (at := body.find(_NAME, at) + len(_NAME)) >= len(_NAME):
@@ -87,23 +87,31 @@ def arrays_as_texts(body: bytes) -> tuple[bytes, int]:
             inside = body[start:end]
             if b" " in inside or b"\n" in inside:
                 inside = inside.translate(None, b" \t\r\n")
-            parts += body[done : start - 1], b'"%s"' % inside
+            parts += body[done : start - 1], b'"%s,"' % inside if inside else b'""'
             done = at = end + 1
     return (b"".join((*parts, body[done:])), len(parts) // 2) if parts else (body, 0)
 
 
-def text_of_ids(array: object) -> str | None:
-    """The canonical text of an array of ids, or of one that is a text; ``None`` for another value."""
-    inside = str(array)[1:-1].replace(" ", "") if isinstance(array, list | tuple) else array
-    return None if not isinstance(inside, str) else f"{inside}," if inside else ""
+def ids_in(given: str | list[int]) -> Ids:
+    """The ids in a text, or those of a list. Raises ``ValueError`` for anything but ids."""
+    if isinstance(given, str) and given[-1:] not in ("", ","):
+        raise ValueError("it is no text of ids")
+    return Ids(from_json(f"[{given[:-1]}]") if isinstance(given, str) else given)
 
 
-def ids_in(text: str) -> list[int] | None:
-    """The ids in canonical text, or ``None`` when it contains anything but ids of up to 31 bits."""
-    try:
-        return _NUMBERS.validate_json(f"[{text[:-1]}]")
-    except ValidationError:
-        return None
+class PromptIds:
+    """Reads the prompts of a conversation: of one that goes on from the prompt before, only what is new."""
+
+    def __init__(self) -> None:
+        self._last = "", Ids()
+
+    def read(self, given: str | list[int]) -> Ids:
+        """As ``ids_in``."""
+        if isinstance(given, list):
+            return ids_in(given)
+        text, ids = self._last if given.startswith(self._last[0]) else ("", Ids())
+        self._last = given, ids + ids_in(given[len(text) :])
+        return self._last[1]
 
 
 def request_body(
@@ -218,7 +226,7 @@ def _arrays(document: Any) -> Iterator[object]:
 
 @dataclass(frozen=True, slots=True)
 class ChatChoice:
-    """One choice. ``prompt`` and ``sampled`` are canonical texts of ids, ``None`` when the server returned none.
+    """One choice. ``prompt`` and ``sampled`` are for ``ids_in``, ``None`` when the server returned none.
 
     ``logprobs`` has one for each sampled id, or none. ``extra`` has the other fields of the message,
     such as ``reasoning_content``.
@@ -226,9 +234,9 @@ class ChatChoice:
 
     message: Message
     finish_reason: str | None
-    prompt: str | None
-    sampled: str | None
-    logprobs: tuple[float, ...]
+    prompt: str | list[int] | None
+    sampled: str | list[int] | None
+    logprobs: Floats
     extra: JsonObject
 
 
@@ -239,7 +247,7 @@ def choices_in(document: Json) -> list[ChatChoice]:
 
 def _choice(document: Json, choice: Json) -> ChatChoice:
     message = choice["message"]
-    prompt, sampled = (text_of_ids(array_in(name, choice, document)) for name in IDS)
+    prompt, sampled = (array_in(name, choice, document) for name in IDS)
     extra = {name: value for name, value in message.items() if name not in _IN_MESSAGE and value}
     if isinstance(message.get("content"), list) and (thought := reasoning_in(message)):
         extra["reasoning_content"] = thought
@@ -248,7 +256,7 @@ def _choice(document: Json, choice: Json) -> ChatChoice:
         finish_reason=finish_in(choice),
         prompt=prompt,
         sampled=sampled,
-        logprobs=logprobs_in(choice, (sampled or "").count(",")),
+        logprobs=logprobs_in(choice, sampled.count(",") if isinstance(sampled, str) else len(sampled or ())),
         extra=extra,
     )
 
@@ -314,7 +322,7 @@ def completions_in(
     return [
         Completion(
             message=_stripped(choice.message),
-            tokens=_tokens(choice),
+            tokens=tokens_in(choice, ids_in),
             finish_reason=choice.finish_reason,
             usage=answer.usage if at == 0 else Usage(),
             policy=policy,
@@ -332,10 +340,11 @@ def _stripped(message: Message) -> Message:
     return message.model_copy(update={"content": message.content.strip() or None})
 
 
-def _tokens(choice: ChatChoice) -> Tokens | None:
+def tokens_in(choice: ChatChoice, read_prompt: Callable[[str | list[int]], Ids]) -> Tokens | None:
+    """``None`` without ids. Raises ``ModelError`` for what are no ids."""
     if choice.prompt is None or choice.sampled is None:
         return None
-    prompt, sampled = ids_in(choice.prompt), ids_in(choice.sampled)
-    if prompt is None or sampled is None:
-        raise ModelError("a token id of the model server's answer is negative or over 31 bits; repair the server")
-    return Tokens(prompt_ids=tuple(prompt), sampled_ids=tuple(sampled), logprobs=choice.logprobs)
+    try:
+        return Tokens.of(read_prompt(choice.prompt), ids_in(choice.sampled), choice.logprobs)
+    except ValueError as error:
+        raise ModelError(f"a token id of the model server's answer is none ({error}); repair the server") from error

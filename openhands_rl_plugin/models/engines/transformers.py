@@ -129,7 +129,7 @@ class TransformersEngine:
         message = answer_message(answer.text, tools, turn=turn)
         return Completion(
             message=message,
-            tokens=Tokens(prompt_ids=answer.prompt_ids, sampled_ids=answer.token_ids, logprobs=answer.logprobs),
+            tokens=Tokens.of(answer.prompt_ids, answer.token_ids, answer.logprobs),
             finish_reason="tool_calls" if message.tool_calls else answer.finish_reason.value,
             usage=Usage(
                 prompt_tokens=len(answer.prompt_ids),

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from openhands_rl_plugin.config.training import TrainingSettings
+from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
@@ -242,7 +243,7 @@ def pack(samples: Sequence[Sample], max_tokens_per_micro_batch: int) -> list[lis
     is a group of its own. Every sample is in exactly one group; the result does not depend on the order of ``samples``,
     except for the order of equal ones.
     """
-    ordered = sorted(samples, key=lambda sample: sample.input_ids)
+    ordered = sorted(samples, key=lambda sample: bytes(sample.input_ids))
     # The length of the common prefix of each with its left neighbour. The layout may leave up to MIN_SHARED tokens of
     # it unshared, so rows are an upper bound.
     shared = [0] * len(ordered)
@@ -282,27 +283,28 @@ class _Segment:
     """A training sequence under construction."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.mask: list[bool] = []
-        self.logprobs: list[float] = []
+        self.length = 0
+        self.ids: list[Ids] = []
+        self.mask: list[bytes] = []
+        self.logprobs: list[Floats | bytes] = []
         self.trained: list[tuple[int, int, float, float]] = []
         """Start, end, advantage and temperature of every span of trained tokens."""
         self.nodes: list[int] = []
         """The node of each span."""
         self.policy: PolicyRef | None = None
 
-    def add_context(self, ids: Sequence[int]) -> None:
-        self.ids.extend(ids)
-        self.mask.extend([False] * len(ids))
-        self.logprobs.extend([0.0] * len(ids))
+    def add(self, ids: Ids, logprobs: Floats | None = None) -> None:
+        """Ids with the logprobs at which they were sampled, else as context."""
+        self.length += len(ids)
+        self.ids.append(ids)
+        self.mask.append(bytes([logprobs is not None]) * len(ids))
+        self.logprobs.append(logprobs or bytes(4 * len(ids)))
 
     def add_sampled(self, tokens: Tokens, advantage: float, node: Node, index: int) -> None:
         self.nodes.append(index)
-        count = len(tokens.sampled_ids)
-        self.trained.append((len(self.ids), len(self.ids) + count, advantage, temperature_of(node.sampling)))
-        self.ids.extend(tokens.sampled_ids)
-        self.mask.extend([True] * count)
-        self.logprobs.extend(tokens.logprobs or [0.0] * count)
+        start = self.length
+        self.add(tokens.sampled_ids, tokens.logprobs)
+        self.trained.append((start, self.length, advantage, temperature_of(node.sampling)))
         self.policy = self.policy or node.policy
 
     def sample(self, trajectory_id: str, leaf: int) -> Sample | None:
@@ -316,9 +318,9 @@ class _Segment:
         return Sample.model_construct(
             trajectory_id=trajectory_id,
             leaf=leaf,
-            input_ids=tuple(self.ids[:end]),
-            mask=tuple(self.mask[:end]),
-            logprobs=tuple(self.logprobs[:end]),
+            input_ids=Ids(b"".join(self.ids))[:end],
+            mask=Mask(b"".join(self.mask))[:end],
+            logprobs=Floats(b"".join(self.logprobs))[:end],
             advantage=advantage,
             token_advantages=token_advantages,
             policy=self.policy,
@@ -328,14 +330,14 @@ class _Segment:
         )
 
     @staticmethod
-    def _by_token(spans: list[tuple[int, int, float]], elsewhere: float) -> tuple[float, tuple[float, ...]]:
+    def _by_token(spans: list[tuple[int, int, float]], elsewhere: float) -> tuple[float, Floats]:
         """The value that all spans have, or 1.0 and one for each token."""
         if len({value for _, _, value in spans}) == 1:
-            return spans[0][2], ()
+            return spans[0][2], Floats()
         values = [elsewhere] * spans[-1][1]
         for start, stop, value in spans:
             values[start:stop] = [value] * (stop - start)
-        return 1.0, tuple(values)
+        return 1.0, Floats(values)
 
 
 def _segments(
@@ -353,9 +355,9 @@ def _segments(
             if (sample := segment.sample(trajectory.id, leaf)) is not None:
                 yield sample
             segment = _Segment()
-        segment.add_context(tokens.prompt_ids)
+        segment.add(tokens.prompt_ids)
         if index in trained:
-            segment.add_context(tokens.sampled_ids)
+            segment.add(tokens.sampled_ids)
         else:
             own = advantage[index] if isinstance(advantage, Mapping) else advantage
             segment.add_sampled(tokens, own, node, index)

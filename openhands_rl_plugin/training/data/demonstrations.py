@@ -356,7 +356,7 @@ class TokenMaker:
                 prompt, answer = self._prompt_and_answer([each.wire for each in turns[: at + 1]], tools)
                 extends = bool(held) and prompt.startswith(held)
                 new = prompt[len(held) :] if extends else prompt
-                tokens = Tokens(extends=extends, prompt_ids=self.ids(new), sampled_ids=self.ids(answer))
+                tokens = Tokens.of(self.ids(new), self.ids(answer), extends=extends)
                 held = prompt + answer
             yield Node(
                 parent=first + at - 1 if at else None,

@@ -7,8 +7,10 @@ result is the same as without sharing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from openhands_rl_plugin.core.arrays import Ids
 
 MIN_SHARED = 16
 """Shorter common prefixes are not shared: an additional attention call costs more than computing them twice."""
@@ -33,7 +35,7 @@ class Run:
 class Layout:
     """``ids`` and ``positions`` of N rows; ``rows[s][t]`` is the row of token t of sequence s."""
 
-    ids: tuple[int, ...]
+    ids: Ids
     positions: tuple[int, ...]
     runs: tuple[Run, ...]
     rows: tuple[tuple[int, ...], ...]
@@ -51,18 +53,18 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return low
 
 
-def lay_out(sequences: Sequence[tuple[int, ...]]) -> Layout:
+def lay_out(sequences: Iterable[Iterable[int]]) -> Layout:
     """The layout of one or more non-empty ``sequences``. A run is directly followed by all its descendants."""
-    return _Builder(sequences).build()
+    return _Builder([Ids(each) for each in sequences]).build()
 
 
 class _Builder:
-    def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
-        self._order = sorted(range(len(sequences)), key=lambda at: sequences[at])
+    def __init__(self, sequences: Sequence[Ids]) -> None:
+        self._order = sorted(range(len(sequences)), key=lambda at: bytes(sequences[at]))
         self._sorted = [sequences[at] for at in self._order]
         # _shared[i]: length of the common prefix of sequence i and its left neighbour
         self._shared = [0, *map(common_prefix, self._sorted, self._sorted[1:])]
-        self._ids: list[int] = []
+        self._ids: list[Ids] = []
         self._spans: list[tuple[int, int, int, int | None]] = []
         self._leaf_runs: list[int | None] = [None] * len(sequences)
 
@@ -79,7 +81,7 @@ class _Builder:
             pending.extend(list(self._groups(first, last, stop, run))[::-1])
         runs = self._with_ends()
         return Layout(
-            ids=tuple(self._ids),
+            ids=Ids(b"".join(self._ids)),
             positions=tuple(run.depth + at for run in runs for at in range(run.stop - run.start)),
             runs=runs,
             rows=tuple(_rows(runs, leaf) for leaf in self._leaf_runs),
@@ -95,9 +97,10 @@ class _Builder:
                 yield start, at, depth, parent
                 start = at
 
-    def _add(self, ids: Sequence[int], depth: int, parent: int | None) -> int:
-        self._spans.append((len(self._ids), len(self._ids) + len(ids), depth, parent))
-        self._ids.extend(ids)
+    def _add(self, ids: Ids, depth: int, parent: int | None) -> int:
+        start = self._spans[-1][1] if self._spans else 0
+        self._spans.append((start, start + len(ids), depth, parent))
+        self._ids.append(ids)
         return len(self._spans) - 1
 
     def _with_ends(self) -> tuple[Run, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.arrays import Floats, Ids
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.algorithms import (
     OldLogprobs,
@@ -42,7 +44,7 @@ class TrainingSample:
     sample: Sample
     unit: int
     chosen: bool = False
-    positions: tuple[int, ...] = ()
+    positions: Ids = field(init=False)
     recorded: Tensor = field(default_factory=lambda: torch.empty(0))
     advantages: Tensor = field(default_factory=lambda: torch.empty(0))
     old: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -52,12 +54,16 @@ class TrainingSample:
 
     def __post_init__(self) -> None:
         sample = self.sample
-        self.positions = tuple(at for at, sampled in enumerate(sample.mask) if sampled)
-        self.recorded = torch.tensor([sample.logprobs[at] for at in self.positions])
-        self.advantages = torch.tensor([sample.advantage_at(at) for at in self.positions])
+        self.positions = Ids(compress(range(len(sample.mask)), sample.mask))
+        self.recorded = self.of_trained(sample.logprobs, 0.0)
+        self.advantages = self.of_trained(sample.token_advantages, sample.advantage)
         self.old = self.recorded
         if sample.teacher_logprobs:
-            self.teacher = torch.tensor([sample.teacher_logprobs[at] for at in self.positions])
+            self.teacher = self.of_trained(sample.teacher_logprobs, 0.0)
+
+    def of_trained(self, by_token: Floats, each: float) -> Tensor:
+        """[K]: those of the trained tokens, or ``each`` for all."""
+        return torch.tensor([*compress(by_token, self.sample.mask)] if by_token else [each] * len(self.positions))
 
 
 def samples_from_rollouts(samples: Sequence[Sample], *, as_sampled: bool = False) -> list[TrainingSample]:
@@ -68,7 +74,7 @@ def samples_from_rollouts(samples: Sequence[Sample], *, as_sampled: bool = False
     units: dict[str, int] = {}
     items = [TrainingSample(sample, units.setdefault(sample.trajectory_id, len(units))) for sample in samples]
     for item in items if as_sampled else ():
-        temperatures = torch.tensor([item.sample.temperature_at(at) for at in item.positions])
+        temperatures = item.of_trained(item.sample.token_temperatures, item.sample.temperature)
         if bool((temperatures != 1.0).any()):
             item.temperatures = temperatures
     return items
@@ -119,7 +125,7 @@ def _shuffled(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source
 
 
 def _by_prefix(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source: random.Random) -> list[list[int]]:
-    order = sorted(by_unit, key=lambda unit: by_unit[unit][0].sample.input_ids)
+    order = sorted(by_unit, key=lambda unit: bytes(by_unit[unit][0].sample.input_ids))
     # The first unit differs in every epoch, or the same units would always be in one batch.
     begin = source.randrange(len(order)) if order else 0
     order = order[begin:] + order[:begin]

@@ -107,10 +107,8 @@ class OpenRLHFEngine:
         given = output.logprobs or ()
         return Completion(
             message=message,
-            tokens=Tokens(
-                prompt_ids=prompt,
-                sampled_ids=sampled,
-                logprobs=tuple(each[token].logprob for each, token in zip(given, sampled, strict=False)),
+            tokens=Tokens.of(
+                prompt, sampled, (each[token].logprob for each, token in zip(given, sampled, strict=False))
             ),
             finish_reason=output.finish_reason,
             usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(sampled), calls=1),

@@ -24,7 +24,7 @@ class PackedRows:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
-        self.ids = torch.tensor([layout.ids], device=device)
+        self.ids = torch.frombuffer(bytearray(layout.ids), dtype=torch.int32)[None].to(device, torch.int64)
         self.positions = torch.tensor([layout.positions], device=device)
         self._made: dict[Hashable, Any] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -427,14 +427,14 @@ class PackedModel(ABC):
             by_sequence.setdefault(s, []).append(at)
         parts = []
         for s, places in by_sequence.items():
-            alone = lay_out([tuple(layout.ids[row] for row in layout.rows[s])])
+            alone = lay_out([[layout.ids[row] for row in layout.rows[s]]])
             own = None if temperatures is None else temperatures[torch.tensor(places, device=temperatures.device)]
             parts.append(self._logprobs_of_rows(alone, [(0, wanted[at][1]) for at in places], own))
         back = torch.tensor([at for places in by_sequence.values() for at in places], device=self.device).argsort()
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs)[back], torch.cat(entropies)[back]
 
-    def last_logits(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
+    def last_logits(self, sequences: Sequence[Iterable[int]]) -> Tensor:
         """[S, vocabulary] float32 logits after the last token of each sequence."""
         groups = [sequences] if self.packing.packed else [[each] for each in sequences]
         parts = []

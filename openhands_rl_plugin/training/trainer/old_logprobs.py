@@ -36,7 +36,7 @@ def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -
             raise TrainingError(
                 f"{where}: {length} tokens, but the model is made for {longest}; lower max_prompt_length"
             )
-        if min(sample.input_ids) < 0 or max(sample.input_ids) >= vocabulary:
+        if max(sample.input_ids) >= vocabulary:
             raise TrainingError(f"{where}: a token id is not in the model's vocabulary; was it another model's?")
 
 

@@ -253,10 +253,8 @@ def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int]
     for sample in samples:
         about = (sample.trajectory_id, sample.advantage, sample.temperature, len(sample.input_ids))
         digest.update(("\n".join(map(str, about)) + "\n").encode())
-        digest.update(array("q", sample.input_ids).tobytes())
-        digest.update(bytes(sample.mask))
-        digest.update(array("d", sample.logprobs).tobytes())
-        digest.update(array("d", (*sample.token_advantages, *sample.token_temperatures)).tobytes())
+        parts = (sample.input_ids, sample.mask, sample.logprobs, sample.token_advantages, sample.token_temperatures)
+        digest.update(b"".join(parts))
         if sample.count != 1:
             digest.update(f"{sample.count}\n".encode())
     digest.update(array("q", weights).tobytes())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from openhands_rl_plugin.config.rl import VerifierSettings
+from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
 from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
@@ -47,9 +48,9 @@ class VerifierExample:
         return Sample(
             trajectory_id=self.label.trajectory_id,
             leaf=0,
-            input_ids=(*self.prompt, self.answer),
-            mask=(False,) * count + (True,),
-            logprobs=(0.0,) * (count + 1),
+            input_ids=Ids((*self.prompt, self.answer)),
+            mask=Mask((False,) * count + (True,)),
+            logprobs=Floats((0.0,) * (count + 1)),
         )
 
 

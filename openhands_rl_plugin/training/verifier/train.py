@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from openhands_rl_plugin.config.rl import TrainingSettings, VerifierSettings
+from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.machine import forget_unused
@@ -73,14 +74,14 @@ class VerifierModel(TrainablePolicy):
                 f"a prompt has {longest} tokens, but the model is made for {self.longest}; train the verifier with a "
                 "smaller max_length"
             )
-        verdicts: dict[tuple[int, ...], VerifierOutput] = {}
+        verdicts: dict[Ids, VerifierOutput] = {}
         with self._turn:
-            for group in pack([_sample(prompt) for prompt in set(prompts)], self._tokens_per_pass):
+            for group in pack([_sample(prompt) for prompt in {*map(Ids, prompts)}], self._tokens_per_pass):
                 sequences = [sample.input_ids for sample in group]
                 verdicts.update(zip(sequences, self._verdicts(sequences), strict=True))
-        return [verdicts[prompt] for prompt in prompts]
+        return [verdicts[Ids(prompt)] for prompt in prompts]
 
-    def _verdicts(self, sequences: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
+    def _verdicts(self, sequences: Sequence[Ids]) -> list[VerifierOutput]:
         # One row per prompt: few, because a prompt has at least a few hundred tokens.
         logits = self.last_logits(sequences)
         labels = logits[:, [self.card.yes, self.card.no]]
@@ -98,8 +99,8 @@ def weights_sha256(directory: Path) -> str:
         raise TrainingError(f"cannot read {path}: {describe(error)}") from error
 
 
-def _sample(prompt: tuple[int, ...]) -> Sample:
-    return Sample.model_construct(trajectory_id="", leaf=0, input_ids=prompt, mask=(), logprobs=())
+def _sample(prompt: Ids) -> Sample:
+    return Sample(trajectory_id="", leaf=0, input_ids=prompt, mask=Mask(), logprobs=Floats())
 
 
 def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
+from openhands_rl_plugin.core.arrays import Ids
 from openhands_rl_plugin.core.messages import reasoning_of, text_of
 from openhands_rl_plugin.core.types import (
     JsonObject,
@@ -160,7 +161,7 @@ def _tokens(metrics: Record) -> Tokens | None:
     logprobs = Tokens.known_logprobs(given, len(given))
     if logprobs and len(logprobs) != len(sampled):
         raise ExchangeError(f"metrics: {len(logprobs)} logprobs for {len(sampled)} completion_token_ids")
-    return Tokens(prompt_ids=prompt, sampled_ids=sampled, logprobs=logprobs)
+    return Tokens.of(prompt, sampled, logprobs)
 
 
 def _arguments(call: Record) -> str:
@@ -213,11 +214,11 @@ def _steps(trajectory: Trajectory, path: Sequence[int], seen: set[int]) -> list[
     """Results of calls are part of the step that called; the first and the last step have the episode's times."""
     steps: list[dict[str, Any]] = []
     called: set[str] = set()
-    context: tuple[int, ...] = ()
+    context = Ids()
     for at in path:
         node, message = trajectory.nodes[at], trajectory.nodes[at].message
         if node.tokens is not None:
-            context = (*context, *node.tokens.prompt_ids) if node.tokens.extends else node.tokens.prompt_ids
+            context = context + node.tokens.prompt_ids if node.tokens.extends else node.tokens.prompt_ids
         if message.role == "tool" and steps and message.tool_call_id in called:
             results = steps[-1].setdefault("observation", {"results": []})["results"]
             results.append({"source_call_id": message.tool_call_id, "content": message.content or ""})
@@ -228,7 +229,7 @@ def _steps(trajectory: Trajectory, path: Sequence[int], seen: set[int]) -> list[
         step |= _agent_fields(node, context) if source == "agent" else {}
         steps.append(step | ({"is_copied_context": True} if at in seen else {}))
         if node.tokens is not None:
-            context = (*context, *node.tokens.sampled_ids)
+            context += node.tokens.sampled_ids
     steps[0]["timestamp"] = date_of(trajectory.times.started).isoformat()
     steps[-1]["timestamp"] = date_of(trajectory.times.finished).isoformat()
     return steps

@@ -6,25 +6,24 @@ blocks of its own (text and token ids have different statistics):
 - a header: the number of nodes, the bytes of JSON, and the widths of the two arrays;
 - for each node whether it has tokens, whether they extend, and how many prompt ids, sampled ids and logprobs;
 - the nodes without tokens, as one JSON list without the fields that have their default;
-- all token ids in order, as numbers of 16, 32 or 64 bits;
-- all logprobs in order, the most significant bytes first: 32-bit floats when that loses nothing, else 64-bit ones.
+- all token ids in order, as numbers of 16 or 32 bits;
+- all logprobs in order, as 32-bit floats, the most significant bytes first; in packs of earlier releases also 64-bit
+  ones, which are read with the precision of 32.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-import sys
 import threading
-from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import batched
 
 from backports import zstd
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, from_json
 
+from openhands_rl_plugin.core.arrays import Floats, Ids
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, Node, Tokens
@@ -40,8 +39,7 @@ _AROUND = 200 - DEEPEST
 _NODES, _DOCUMENT = 1, 2  # version bytes; later formats take other numbers
 
 _HEADER = struct.Struct("<IIBB")
-_ID_CODES = {2: "H", 4: "I", 8: "q"}  # bytes an id -> what struct and array call them
-_FLOATS_32, _FLOATS_64 = 4, 8
+_FLOAT = 4
 _HAS_TOKENS, _EXTENDS = 1, 2
 
 _LEVEL = 3
@@ -109,22 +107,22 @@ def _readable(document: bytes, what: str) -> bytes:
 
 def _pack_nodes(nodes: Sequence[Node], documents: Sequence[bytes]) -> bytes:
     layout: list[int] = []
-    ids: list[int] = []
-    logprobs: list[float] = []
+    ids: list[Ids] = []
+    logprobs: list[Floats] = []
     for node in nodes:
         if (tokens := node.tokens) is None:
             layout.extend((0, 0, 0, 0))
             continue
         flags = _HAS_TOKENS | (_EXTENDS if tokens.extends else 0)
         layout.extend((flags, len(tokens.prompt_ids), len(tokens.sampled_ids), len(tokens.logprobs)))
-        ids += tokens.prompt_ids
-        ids += tokens.sampled_ids
-        logprobs += tokens.logprobs
-    width, packed_ids = _ids_out(ids)
-    precision, float_parts = _floats_out(logprobs)
+        ids += tokens.prompt_ids, tokens.sampled_ids
+        logprobs.append(tokens.logprobs)
+    whole, floats = b"".join(ids), b"".join(logprobs)
+    width = 4 if whole[2::4].strip(b"\0") or whole[3::4].strip(b"\0") else 2
+    planes = [floats[byte::_FLOAT] for byte in reversed(range(_FLOAT))]
     text = b"[%s]" % b",".join(documents)
-    header = _HEADER.pack(len(nodes), len(text), width, precision)
-    return _compress(_NODES, [header + struct.pack(f"<{len(layout)}I", *layout) + text, packed_ids, *float_parts])
+    header = _HEADER.pack(len(nodes), len(text), width, _FLOAT) + struct.pack(f"<{len(layout)}I", *layout)
+    return _compress(_NODES, [header + text, _widened(whole, 4, width), planes[0], b"".join(planes[1:])])
 
 
 def _read_nodes(data: memoryview) -> tuple[Node, ...]:
@@ -133,61 +131,41 @@ def _read_nodes(data: memoryview) -> tuple[Node, ...]:
     layout = struct.unpack_from(f"<{4 * count}I", data, at)
     at += 4 * len(layout)
     nodes = _NODE_LIST.validate_json(bytes(data[at : (at := at + text_bytes)]))
-    ids = data[at : (at := at + width * (sum(layout[1::4]) + sum(layout[2::4])))]
+    held = data[at : (at := at + width * (sum(layout[1::4]) + sum(layout[2::4])))]
     logprobs = _floats_in(data[at : (at := at + precision * sum(layout[3::4]))], precision)
-    if at != len(data) or len(nodes) != count:
+    if at != len(data) or len(nodes) != count or width not in (2, 4):
         raise ValueError("its parts do not have the lengths that its header says")
+    ids = Ids(_widened(bytes(held), width, 4))
     used = scored = 0
     for node, (flags, prompt, sampled, floats) in zip(nodes, batched(layout, 4), strict=True):
         if flags:
             # Nothing is validated, because the arrays hold nothing but numbers, and the node is not shared yet.
             vars(node)["tokens"] = Tokens.model_construct(
                 extends=bool(flags & _EXTENDS),
-                prompt_ids=_ids_in(ids[used : (used := used + width * prompt)], width),
-                sampled_ids=_ids_in(ids[used : (used := used + width * sampled)], width),
+                prompt_ids=ids[used : (used := used + prompt)],
+                sampled_ids=ids[used : (used := used + sampled)],
                 logprobs=logprobs[scored : (scored := scored + floats)],
             )
             node.__pydantic_fields_set__.add("tokens")
     return nodes
 
 
-def _ids_out(ids: list[int]) -> tuple[int, bytes]:
-    for width, code in _ID_CODES.items():
-        # Tried out, because that is faster than to look for the largest one.
-        with suppress(OverflowError):
-            packed = array(code, ids)
-            if sys.byteorder == "big":
-                packed.byteswap()
-            return width, packed.tobytes()
-    raise StorageError("token ids must be whole numbers of at most 64 bits; check the model server's output")
+def _widened(numbers: bytes, width: int, wanted: int) -> bytes:
+    """Numbers of ``width`` bytes as those of ``wanted``: what is cut off is 0."""
+    if width == wanted:
+        return numbers
+    made = bytearray(len(numbers) // width * wanted)
+    for byte in range(min(width, wanted)):
+        made[byte::wanted] = numbers[byte::width]
+    return bytes(made)
 
 
-def _ids_in(data: memoryview, width: int) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(data) // width}{_ID_CODES[width]}", data)
-
-
-def _floats_out(values: list[float]) -> tuple[int, list[bytes]]:
-    width, raw = _FLOATS_64, struct.pack(f"<{len(values)}d", *values)
-    try:
-        short = struct.pack(f"<{len(values)}f", *values)
-    except OverflowError:
-        pass
-    else:
-        # Compared as bits: a NaN is not equal to itself, and -0.0 is equal to 0.0.
-        if struct.pack(f"<{len(values)}d", *struct.unpack(f"<{len(values)}f", short)) == raw:
-            width, raw = _FLOATS_32, short
-    planes = [raw[byte::width] for byte in reversed(range(width))]
-    return width, [planes[0], b"".join(planes[1:])]
-
-
-def _floats_in(data: memoryview, width: int) -> tuple[float, ...]:
-    if width not in (_FLOATS_32, _FLOATS_64):
-        raise ValueError(f"logprobs of {width} bytes are unknown")
+def _floats_in(data: memoryview, width: int) -> Floats:
     count = len(data) // width
     raw = bytearray(len(data))
     for place, byte in enumerate(reversed(range(width))):
         raw[byte::width] = data[place * count : (place + 1) * count]
-    return struct.unpack(f"<{count}{'f' if width == _FLOATS_32 else 'd'}", raw)
+    return Floats(bytes(raw) if width == _FLOAT else struct.unpack(f"<{count}d", raw))
 
 
 def _compress(version: int, parts: Sequence[bytes]) -> bytes:

@@ -75,7 +75,7 @@ async def test_tokens_and_logprobs_are_the_model_s_own(engine: TransformersEngin
         logprobs = model(ids).logits[0].float().log_softmax(-1)
     at = len(tokens.prompt_ids)
     expected = [float(logprobs[at + step - 1, token]) for step, token in enumerate(tokens.sampled_ids)]
-    assert tokens.logprobs == pytest.approx(expected, abs=1e-4)
+    assert [*tokens.logprobs] == pytest.approx(expected, abs=1e-4)
     assert completion.usage.completion_tokens == len(tokens.sampled_ids)
 
 

@@ -207,7 +207,7 @@ class Sure(ScriptedEngine):
     def _surely(self, completion: Completion) -> Tokens:
         assert completion.tokens is not None
         sampled = len(completion.tokens.sampled_ids)
-        return completion.tokens.model_copy(update={"logprobs": (math.log(0.9),) * sampled})
+        return Tokens.of(completion.tokens.prompt_ids, completion.tokens.sampled_ids, (math.log(0.9),) * sampled)
 
 
 @pytest.mark.parametrize("strategy", [BestOfNStrategy(n=3), ToTStrategy(num_branches=3)], ids=["BestOfN", "ToT"])

@@ -125,7 +125,7 @@ def test_what_a_judge_adds_is_paid_at_the_end() -> None:
 def test_turn_advantages_are_whitened_over_tokens() -> None:
     chosen = settings(step_rewards="environment")
     values = [value for trajectory in PLAYED for value in advantages_of_turns(trajectory, chosen)]
-    assert sum(values) == pytest.approx(0.0, abs=1e-9)
+    assert sum(values) == pytest.approx(0.0, abs=1e-6)
     assert sum(value * value for value in values) / len(values) == pytest.approx(1.0)
     variants = [settings(kl="k1", kl_in=place, step_rewards="environment") for place in ("loss", "reward")]
     whitened, raw = (advantages_of_turns(PLAYED[2], variant)[0] for variant in variants)
@@ -170,9 +170,11 @@ def test_turns_are_compared_with_what_else_was_done_in_the_same_state() -> None:
     front = [0.9 * 0.9, 0.9 * 0.5, 0.9 * 0.9 * 0.5]
     item = [0.9, 0.5, 0.5]
     means = sum(front) / 3, sum(item) / 3
-    assert added[0] == pytest.approx([2 * (front[0] - means[0]), 2 * (item[0] - means[1]), 0.0])
-    assert added[1] == pytest.approx([2 * (front[1] - means[0]), 2 * (item[1] - means[1])])
-    assert added[2] == pytest.approx([2 * (front[2] - means[0]), 0.0, 2 * (item[2] - means[1])]), "whenever it was met"
+    assert added[0] == pytest.approx([2 * (front[0] - means[0]), 2 * (item[0] - means[1]), 0.0], abs=1e-7)
+    assert added[1] == pytest.approx([2 * (front[1] - means[0]), 2 * (item[1] - means[1])], abs=1e-7)
+    assert added[2] == pytest.approx(
+        [2 * (front[2] - means[0]), 0.0, 2 * (item[2] - means[1])], abs=1e-7
+    )  # whenever it was met
     assert both[1][1] < plain[1][1] < 0, "what was bought too early loses more than what led there"
 
 

@@ -14,6 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.arrays import Floats, Mask
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -64,7 +65,7 @@ def served(
         values = scaled.gather(1, torch.tensor(sample.input_ids)[1:, None])[:, 0] + noise * torch.randn(len(scaled))
         logprobs = [value if own else 0.0 for value, own in zip([0.0, *values.tolist()], sample.mask, strict=True)]
         policy = PolicyRef(base_model="m", adapter="a", version=version) if version else None
-        update = {"logprobs": tuple(logprobs), "temperature": temperature, "policy": policy}
+        update = {"logprobs": Floats(logprobs), "temperature": temperature, "policy": policy}
         made.append(sample.model_copy(update=update))
     return made
 
@@ -142,7 +143,7 @@ def test_what_an_older_version_sampled_keeps_the_recorded_ones(
         sample.model_copy(
             update={
                 "policy": PolicyRef(base_model="m", adapter="a", version=1),
-                "logprobs": tuple(value - sampled for value, sampled in zip(sample.logprobs, sample.mask, strict=True)),
+                "logprobs": Floats(map(float.__sub__, sample.logprobs, map(float, sample.mask))),
             }
         )
         for sample in own[4:]
@@ -242,12 +243,12 @@ def test_every_token_has_the_temperature_of_its_own_turn(model: Path, tmp_path: 
     trained = [at for at, own in enumerate(whole.mask) if own]
     half = trained[len(trained) // 2]
     mixed = whole.model_copy(
-        update={"token_temperatures": tuple(0.5 if at < half else 2.0 for at in range(len(whole.mask)))}
+        update={"token_temperatures": Floats(0.5 if at < half else 2.0 for at in range(len(whole.mask)))}
     )
     trainer.reinforce([mixed])
     expected: dict[str, torch.Tensor] = {}
     for temperature, first in ((0.5, True), (2.0, False)):
-        mask = tuple(own and (at < half) == first for at, own in enumerate(whole.mask))
+        mask = Mask(own and (at < half) == first for at, own in enumerate(whole.mask))
         one = whole.model_copy(update={"temperature": temperature, "mask": mask})
         alone = trainer_of(model, algorithm="grpo", old_logprobs="recomputed", aggregation="token")
         alone.reinforce([one])

@@ -16,6 +16,7 @@ from tiny_model import write_model
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.arrays import Floats
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -182,7 +183,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_weights_unchanged(model: Path,
     trainer = LoraTrainer(model, RECORDED)
     before = adapter_of(trainer, tmp_path / "before")
     sample = changed(advantage=-1.0)
-    bad = sample.model_copy(update={"logprobs": tuple(-1e4 if m else 0.0 for m in sample.mask)})
+    bad = sample.model_copy(update={"logprobs": Floats(-1e4 if m else 0.0 for m in sample.mask)})
     with pytest.raises(TrainingError, match="the loss is inf"):
         trainer.reinforce([bad])
     assert_same(adapter_of(trainer, tmp_path / "after"), before)

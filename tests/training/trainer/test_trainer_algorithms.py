@@ -55,7 +55,7 @@ def spoken(trainer: LoraTrainer, samples: list[Sample]) -> list[Sample]:
         values = torch.tensor((0.0, *trainer.probe(sample.input_ids).logprobs))
         noisy = (values + 0.3 * torch.randn(len(values))).tolist()
         logprobs = tuple(value if sampled else 0.0 for value, sampled in zip(noisy, sample.mask, strict=True))
-        made.append(sample.model_copy(update={"logprobs": logprobs}))
+        made.append(Sample.model_validate({**dict(sample), "logprobs": logprobs}))
     return made
 
 
