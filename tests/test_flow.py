@@ -32,7 +32,6 @@ from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
 from openhands_rl_plugin.training.loop.stages import ClosedLoop, LoopListener, LoopParts
-from openhands_rl_plugin.training.teacher import LocalTeacher
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -140,7 +139,6 @@ def parts(settings: RLSettings, model: Path, directory: Path) -> LoopParts:
         publisher=AdapterPublisher(settings.serving.base_url, adapters),
         tokenizer=AutoTokenizer.from_pretrained(model),
         make_trainer=lambda chosen, adapter: LoraTrainer(model, chosen, adapter=adapter),
-        make_teacher=lambda adapter, served: LocalTeacher(Path(model)),
         state_file=directory / "state.json",
     )
 

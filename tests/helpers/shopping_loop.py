@@ -26,7 +26,6 @@ from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.plan import LoopPlan
 from openhands_rl_plugin.training.loop.stages import LoopParts
-from openhands_rl_plugin.training.teacher import ServedTeacher
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -117,7 +116,6 @@ class ShopWorld:
             publisher=AdapterPublisher(self.server, adapters, keep=keep),
             tokenizer=AutoTokenizer.from_pretrained(self.model),
             make_trainer=lambda settings, adapter: LoraTrainer(self.model, settings, adapter=adapter),
-            make_teacher=lambda adapter, served: ServedTeacher(self.server, served),
             state_file=directory / "state.json",
         )
 

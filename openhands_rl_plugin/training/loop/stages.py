@@ -105,10 +105,10 @@ class LoopParts:
     publisher: AdapterPublisher
     tokenizer: ChatTokenizer
     make_trainer: Callable[[TrainingSettings, Adapter | None], PolicyTrainer]
-    make_teacher: Callable[[Adapter | None, str], Teacher]
     state_file: Path
     lessons: Lessons = _as_they_are
     evaluator: EpisodeRunner | None = None
+    make_teacher: Callable[[Adapter | None, str], Teacher] | None = None
 
 
 class LoopStages:
@@ -191,7 +191,7 @@ class LoopStages:
         credited = imitated if self._imitates else credited_samples
         settings = self._plan.reinforcement
         credit = credited(played, rewards, settings)
-        if not settings.taught or not credit.samples:
+        if self._parts.make_teacher is None or not settings.taught or not credit.samples:
             return credit
         teacher = self._parts.make_teacher(self._adapter(), await self._served_model())
         try:
