@@ -136,9 +136,9 @@ async def test_every_turn_s_prompt_can_be_rebuilt_from_deltas():
         if node.tokens is None:
             continue
         assert node.tokens.extends == bool(ids)
-        whole = ids + node.tokens.prompt_ids
+        whole = (*ids, *node.tokens.prompt_ids)
         assert whole == prompt_ids(trajectory.messages(index)[:-1])
-        ids = whole + node.tokens.sampled_ids
+        ids = (*whole, *node.tokens.sampled_ids)
 
 
 @pytest.mark.parametrize("turns", [1, 2, 5])
