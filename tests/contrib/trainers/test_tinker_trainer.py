@@ -143,21 +143,6 @@ def test_a_trainer_that_nobody_uses_is_gone_at_once(model: Path) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"kl": "k3"}, 'no kl = "k3"'),
-        ({"entropy_coefficient": 0.1}, "no entropy_coefficient = 0.1"),
-        ({"lora_alpha": 16}, "lora_alpha = 32 only"),
-        ({"target_modules": ("q_proj",)}, "set target_modules to that"),
-        ({"method": "full"}, 'no method = "full"'),
-    ],
-)
-def test_what_the_service_cannot_do_is_refused_with_the_settings(given: dict[str, object], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        TrainingSettings(engine="tinker", **given)
-
-
 def test_a_key_is_not_sent_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(ValueError, match="in the clear"):
