@@ -85,6 +85,7 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
         raise ConfigError("STORE: training needs a store of episodes; only --dry-run works without")
     _refuse_without_episodes(args)
     settings = settings_from(args, config.training)
+    settings.check_engine()
     if args.verifier and settings.method != "lora":
         raise ConfigError(f"--method {settings.method} trains no verifier; use lora")
     longest = settings_from(args, config.verifier).max_length if args.verifier else 0
@@ -152,6 +153,7 @@ class TrainingRun:
         self._ranks = ranks
         self._leads = ranks is None or ranks.rank == 0
         self._training = settings_from(args, config.training)
+        self._training.check_engine()
         if "target_modules" in given_fields(args, TrainingSettings):
             _check_targets(args.model, self._training)
         self._name = check_name(args.adapter)

@@ -296,6 +296,11 @@ class TrainingSettings(Settings):
             )
         return self
 
+    def check_engine(self) -> None:
+        """Raise ``ConfigError`` for what another engine than ours has no counterpart for."""
+        if self.engine != LOCAL:
+            registry.find("training_engines", self.engine).check_settings(self)
+
     @property
     def taught(self) -> bool:
         """Whether a teacher scores what is trained."""

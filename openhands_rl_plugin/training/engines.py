@@ -20,9 +20,11 @@ def make_trainer(
 
     ``model``: the folder of its weights, for an engine of this machine; ``base_model``: its name at the server of the
     policy. ``settings`` say where another engine is. Other packages add engines by the entry points
-    ``openhands_rl_plugin.training_engines``: modules with ``make_trainer(training, settings, base_model, adapter)``.
+    ``openhands_rl_plugin.training_engines``: modules with ``make_trainer(training, settings, base_model, adapter)`` and
+    ``check_settings(training)``.
     Raises ``ConfigError`` and ``TrainingError``.
     """
+    training.check_engine()
     if training.engine != LOCAL:
         return registry.find("training_engines", training.engine).make_trainer(training, settings, base_model, adapter)
     if training.nproc_per_node > 1:

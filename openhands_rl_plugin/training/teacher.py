@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -133,12 +134,9 @@ async def taught_dataset(
         return dataset
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
-    tokenizer, teacher = load_tokenizer(str(model)), teacher_of(settings, model, parent)
-    try:
-        pairs = episodes.trajectories, episodes.returns
-        samples, untaught = await with_teacher(dataset.samples, *pairs, settings, teacher, tokenizer)
-    finally:
-        await teacher.aclose()
+    tokenizer, played = load_tokenizer(str(model)), (episodes.trajectories, episodes.returns)
+    async with aclosing(teacher_of(settings, model, parent)) as teacher:
+        samples, untaught = await with_teacher(dataset.samples, *played, settings, teacher, tokenizer)
     used = len({sample.trajectory_id for sample in samples})
     return replace(dataset, samples=tuple(samples), used=used, untaught=untaught)
 

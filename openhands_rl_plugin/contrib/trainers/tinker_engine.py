@@ -34,5 +34,4 @@ def make_trainer(
     """A trainer on the server of ``[rl.tinker]``. Raises ``ConfigError`` and ``TrainingError``."""
     from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
 
-    check_settings(training)
     return TinkerTrainer(training, settings.section("tinker", TinkerSettings), base_model, adapter=adapter)

@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -193,12 +194,9 @@ class LoopStages:
         credit = credited(played, rewards, settings)
         if self._parts.make_teacher is None or not settings.taught or not credit.samples:
             return credit
-        teacher = self._parts.make_teacher(self._adapter(), await self._served_model())
-        try:
+        async with aclosing(self._parts.make_teacher(self._adapter(), await self._served_model())) as teacher:
             tokenizer = self._parts.tokenizer
             samples, untaught = await with_teacher(credit.samples, played, rewards, settings, teacher, tokenizer)
-        finally:
-            await teacher.aclose()
         if untaught:
             self._listener.noted(f"{untaught:,} sampled tokens are left out: the teacher gave them no logprob")
         return replace(credit, samples=samples)

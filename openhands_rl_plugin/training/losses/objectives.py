@@ -55,9 +55,9 @@ def gspo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
     """GSPO (Zheng et al. 2025, arXiv 2507.18071): the ratio is the geometric mean of the sequence's token ratios.
 
     This is the paper's GSPO-token, which equals GSPO where all tokens of a sequence have one advantage. Aggregate with
-    ``sequence_mean``, or with ``rollout_mean`` where a rewritten history cut a rollout into several sequences: each of
-    these answers its own prompt and has its own ratio, and all of them together have the weight of one rollout. The
-    default clip range is DAPO's; the authors of GSPO use 3e-4 and 4e-4. Returns [K] losses.
+    ``rollout_mean``. Where a rewritten history cut a rollout into several sequences, each of these answers its own
+    prompt and has its own ratio, and all of them together have the weight of one rollout. The default clip range is
+    DAPO's; the authors of GSPO use 3e-4 and 4e-4. Returns [K] losses.
     """
     of_sequence = batch.mean_of_sequence(batch.logprobs - batch.old).detach()
     ratio = torch.exp(batch.logprobs - batch.logprobs.detach() + of_sequence)
@@ -150,14 +150,6 @@ def token_mean(lengths: Tensor) -> Tensor:
     return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
 
 
-def sequence_mean(lengths: Tensor) -> Tensor:
-    """Every sequence has the same weight, divided among its tokens: GRPO (arXiv 2402.03300), GSPO (arXiv 2507.18071).
-
-    verl's ``seq-mean-token-mean``, TRL's ``loss_type="grpo"``. [S] -> [S].
-    """
-    return 1.0 / (lengths.clamp(min=1) * len(lengths))
-
-
 def fixed_length(lengths: Tensor, longest: int, rollouts: int | None = None) -> Tensor:
     """Every token has the weight ``1 / (R longest)``, whatever its sequence's length: Dr. GRPO (arXiv 2503.20783).
 
@@ -168,9 +160,10 @@ def fixed_length(lengths: Tensor, longest: int, rollouts: int | None = None) -> 
 
 
 def rollout_mean(lengths: Tensor, rollout: Tensor) -> Tensor:
-    """``sequence_mean`` per rollout: each has the same weight, however many sequences it was split into.
+    """Every rollout has the same weight, however many sequences it was split into: GRPO (arXiv 2402.03300), GSPO.
 
-    GRPO and GSPO average over whole outputs, which a rollout with a rewritten history has in several sequences.
+    verl's ``seq-mean-token-mean``, TRL's ``loss_type="grpo"``. GRPO and GSPO average over whole outputs, which a
+    rollout with a rewritten history has in several sequences.
     ``rollout[s]`` is the index (from 0) of the rollout that sequence s belongs to. lengths, rollout: [S] -> [S].
     """
     tokens = tokens_per_rollout(lengths, rollout)

@@ -214,8 +214,8 @@ time.sleep(600)
 def test_what_cannot_be_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="nproc_per_node = 2 trains adapters: leave 1"):
         TrainingSettings(method="full", nproc_per_node=2)
-    with pytest.raises(ValueError, match='engine = "tinker" has no nproc_per_node = 2'):
-        TrainingSettings(engine="tinker", nproc_per_node=2)
+    with pytest.raises(ConfigError, match='engine = "tinker" has no nproc_per_node'):
+        TrainingSettings(engine="tinker", nproc_per_node=2).check_engine()
     with pytest.raises(ConfigError, match="nproc_per_node = 2: only `train` of a policy and `loop` start processes"):
         LoraTrainer(model, GRPO.model_copy(update={"nproc_per_node": 2}))
     monkeypatch.setenv("WORLD_SIZE", "4")

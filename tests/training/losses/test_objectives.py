@@ -20,7 +20,6 @@ from openhands_rl_plugin.training.losses.objectives import (
     ppo,
     preference,
     rollout_mean,
-    sequence_mean,
     token_mean,
 )
 
@@ -49,6 +48,7 @@ def golden_batch() -> TokenBatch:
 
 
 LENGTHS_OF = torch.tensor(LENGTHS, dtype=torch.float32)
+sequence_mean = partial(rollout_mean, rollout=torch.arange(ROWS))
 CLIP = {"low": 0.2, "high": 0.28}
 
 
@@ -148,7 +148,7 @@ def test_the_product_over_many_tokens_stays_finite(away: float):
 
 def test_weights_of_a_batch_sum_to_one_and_do_not_depend_on_how_it_is_cut():
     lengths = LENGTHS_OF
-    for weights in (token_mean, sequence_mean, partial(rollout_mean, rollout=torch.tensor([0, 0, 1, 1, 1, 2]))):
+    for weights in (token_mean, partial(rollout_mean, rollout=torch.tensor([0, 0, 1, 1, 1, 2]))):
         assert (weights(lengths) * lengths).sum().item() == pytest.approx(1.0)
     of_rollout = rollout_mean(lengths, torch.tensor([0, 0, 1, 1, 1, 2])) * lengths
     assert [of_rollout[:2].sum().item(), of_rollout[2:5].sum().item(), of_rollout[5].item()] == pytest.approx(
