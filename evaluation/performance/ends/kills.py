@@ -109,7 +109,7 @@ def jobs(name: str, folder: Path, url: str, size: int, *, whole: bool) -> Iterat
     if whole:
         yield lambda at: Looping(at, model, size, None)
         return
-    serve = ["serve", "--model", str(model), "--dtype", "float32", "--max-adapters", "64", "--threads", "1"]
+    serve = ["serve", "--model", str(model), "--dtype", "float32", "--max-adapters=64", "--threads=1", "--adapters=/"]
     with (
         running_command(["env", "webshop"], free_port(), folder / "shop.log") as shop,
         running_command([*serve, "--served-model-name", "tiny"], free_port(), folder / "serve.log") as server,
