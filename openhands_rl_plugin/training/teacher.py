@@ -21,6 +21,7 @@ from openhands_rl_plugin.core.errors import ConfigError, PublishError, TrainingE
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Adapter, Sample, Trajectory
 from openhands_rl_plugin.models.adapters.servers import Connection, prompt_logprobs
+from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, TokenMaker, turns_for
 
@@ -58,7 +59,7 @@ class ServedTeacher:
         try:
             return await prompt_logprobs(self._http, self._model, token_ids)
         except PublishError as error:
-            if error.__cause__ is not None:  # it is away, or answered something else
+            if "HTTP 400 " not in str(error):  # it is away, or has no such model
                 raise
             return [None] * (len(token_ids) - 1)
 
@@ -129,8 +130,9 @@ def teacher_of(settings: TrainingSettings, model: Path, parent: Adapter | None) 
 async def taught_dataset(
     dataset: TrainingDataset, episodes: Episodes, settings: TrainingSettings, model: Path, parent: Adapter | None
 ) -> TrainingDataset:
-    """The dataset with the teacher's logprobs, where the settings name one. Raises as ``with_teacher``."""
-    if not settings.taught or not dataset.samples:
+    """The dataset with the teacher's logprobs, where the settings name one; what is imitated or preferred has no use
+    for them. Raises as ``with_teacher``."""
+    if not settings.taught or not dataset.samples or ALGORITHMS[dataset.algorithm].kind != "reinforcement":
         return dataset
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
@@ -160,9 +162,7 @@ async def with_teacher(
         )
     if any({sample.temperature, *sample.token_temperatures} != {1.0} for sample in samples):
         raise TrainingError("a teacher scores at temperature 1: roll out at [rl.sampling] temperature = 1.0")
-    prompts: dict[str, str] | None = None
-    if settings.algorithm == "opsd":
-        prompts = hints(trajectories, rewards, settings.hint)
+    prompts = hints(trajectories, rewards, settings.hint) if settings.algorithm == "opsd" else None
     of, maker, limit = {each.id: each for each in trajectories}, TokenMaker(tokenizer), asyncio.Semaphore(_AT_ONCE)
 
     async def scored(sample: Sample) -> Sample | None:

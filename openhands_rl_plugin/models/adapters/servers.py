@@ -6,6 +6,7 @@ A kind is a class; ``open_server`` chooses it by name, or by ``owned_by`` in the
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Protocol
@@ -184,7 +185,7 @@ async def prompt_logprobs(http: Connection, model: str, token_ids: Sequence[int]
     answer = http.read(await http.post("/v1/completions", body), _Completion, what)
     entries = answer.choices[0].prompt_logprobs[1:]
     found = [(entry or {}).get(token) for entry, token in zip(entries, token_ids[1:], strict=False)]
-    return [each and each.logprob for each in found]
+    return [each.logprob if each is not None and math.isfinite(each.logprob) else None for each in found]
 
 
 class VLLMServer(_HTTPServer):

@@ -192,7 +192,7 @@ class LoopStages:
         credited = imitated if self._imitates else credited_samples
         settings = self._plan.reinforcement
         credit = credited(played, rewards, settings)
-        if self._parts.make_teacher is None or not settings.taught or not credit.samples:
+        if self._imitates or self._parts.make_teacher is None or not settings.taught or not credit.samples:
             return credit
         async with aclosing(self._parts.make_teacher(self._adapter(), await self._served_model())) as teacher:
             tokenizer = self._parts.tokenizer

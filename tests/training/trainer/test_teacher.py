@@ -99,6 +99,10 @@ def test_a_server_scores_as_a_folder_does_and_the_policy_itself_teaches_nothing(
     serving = ServerConfig(model=str(other), served_model_name="t", port=0, dtype="float32")
     with running_server(serving) as url:
         (served,) = trained(tmp_path / "served", model, "--teacher", f"{url}/v1", "--teacher-model", "t")
+        (imitated,) = trained(tmp_path / "sft", model, "--algorithm", "sft", "--teacher", "http://127.0.0.1:1/v1")
+        with pytest.raises(AssertionError):  # a model that is not there is an error, not a teacher without scores
+            trained(tmp_path / "wrong", model, "--teacher", f"{url}/v1", "--teacher-model", "none")
+    assert imitated["kl"] == 0.0
     assert served["kl"] == pytest.approx(step["kl"], rel=1e-3) and abs(step["kl"]) > 0.1
     (same,) = trained(tmp_path / "same", model, "--teacher", str(model), "--old-logprobs", "recomputed")
     assert abs(same["kl"]) < 1e-5 and abs(same["loss"]) < 1e-5
@@ -172,15 +176,3 @@ def test_no_teacher_and_another_tokenizer_are_one_line(
     where = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters")]
     assert cli.main([*where, *TINY, "--algorithm", "opd", *(str(foreign) if w == "OTHER" else w for w in words)]) != 0
     assert told in capsys.readouterr().err
-
-
-def test_a_local_teacher_loads_an_adapter(model: Path, tmp_path: Path) -> None:
-    async def scored(adapter: Path | None) -> list[float | None]:
-        teacher = LocalTeacher(model, adapter)
-        try:
-            return await teacher.logprobs(range(2, 30))
-        finally:
-            await teacher.aclose()
-
-    plain, adapted = (asyncio.run(scored(each)) for each in (None, write_adapter(tmp_path / "a", model, seed=1)))
-    assert len(plain) == len(adapted) == 27 and plain != adapted
