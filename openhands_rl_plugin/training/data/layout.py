@@ -7,7 +7,8 @@ result is the same as without sharing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from openhands_rl_plugin.core.arrays import Ids
@@ -55,68 +56,37 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 def lay_out(sequences: Iterable[Iterable[int]]) -> Layout:
     """The layout of one or more non-empty ``sequences``. A run is directly followed by all its descendants."""
-    return _Builder([Ids(each) for each in sequences]).build()
-
-
-class _Builder:
-    def __init__(self, sequences: Sequence[Ids]) -> None:
-        self._order = sorted(range(len(sequences)), key=lambda at: bytes(sequences[at]))
-        self._sorted = [sequences[at] for at in self._order]
-        # _shared[i]: length of the common prefix of sequence i and its left neighbour
-        self._shared = [0, *map(common_prefix, self._sorted, self._sorted[1:])]
-        self._ids: list[Ids] = []
-        self._spans: list[tuple[int, int, int, int | None]] = []
-        self._leaf_runs: list[int | None] = [None] * len(sequences)
-
-    def build(self) -> Layout:
-        # Sequences ``first:last`` whose tokens up to ``depth`` are in ``parent`` and the runs above it
-        pending: list[tuple[int, int, int, int | None]] = list(self._groups(0, len(self._sorted), 0, None))[::-1]
-        while pending:
-            first, last, depth, parent = pending.pop()
-            stop = min(self._shared[first + 1 : last], default=len(self._sorted[first]))
-            run = self._add(self._sorted[first][depth:stop], depth, parent)
-            while first < last and len(self._sorted[first]) == stop:
-                self._leaf_runs[self._order[first]] = run
-                first += 1
-            pending.extend(list(self._groups(first, last, stop, run))[::-1])
-        runs = self._with_ends()
-        return Layout(
-            ids=Ids(b"".join(self._ids)),
-            positions=tuple(run.depth + at for run in runs for at in range(run.stop - run.start)),
-            runs=runs,
-            rows=tuple(_rows(runs, leaf) for leaf in self._leaf_runs),
-        )
-
-    def _groups(
-        self, first: int, last: int, depth: int, parent: int | None
-    ) -> Iterator[tuple[int, int, int, int | None]]:
-        """Cut ``first:last`` where neighbours share fewer than ``MIN_SHARED`` tokens after ``depth``."""
-        start = first
-        for at in range(first + 1, last + 1):
-            if at == last or self._shared[at] - depth < MIN_SHARED:
-                yield start, at, depth, parent
-                start = at
-
-    def _add(self, ids: Ids, depth: int, parent: int | None) -> int:
-        start = self._spans[-1][1] if self._spans else 0
-        self._spans.append((start, start + len(ids), depth, parent))
-        self._ids.append(ids)
-        return len(self._spans) - 1
-
-    def _with_ends(self) -> tuple[Run, ...]:
-        ends = [stop for _, stop, _, _ in self._spans]
-        for index in range(len(self._spans) - 1, -1, -1):
-            if (parent := self._spans[index][3]) is not None:
-                ends[parent] = max(ends[parent], ends[index])
-        return tuple(
-            Run(start=start, stop=stop, end=end, depth=depth, parent=parent)
-            for (start, stop, depth, parent), end in zip(self._spans, ends, strict=True)
-        )
-
-
-def _rows(runs: Sequence[Run], leaf: int | None) -> tuple[int, ...]:
-    chain: list[Run] = []
-    while leaf is not None:
-        chain.append(runs[leaf])
-        leaf = runs[leaf].parent
-    return tuple(row for run in reversed(chain) for row in range(run.start, run.stop))
+    known = [Ids(each) for each in sequences]
+    rows: list[tuple[int, ...]] = [()] * len(known)
+    ids: list[Ids] = []
+    positions: list[int] = []
+    above: dict[int, int | None] = {}  # the first row of each run -> the row before it in its sequences
+    # Of the sequence before, in the order of their ids: its tokens, their rows, and where its runs begin.
+    before, path, cuts = Ids(), (), [0]
+    for at in sorted(range(len(known)), key=lambda at: bytes(known[at])):
+        shared, before = common_prefix(before, known[at]), known[at]
+        while cuts[-1] > shared:
+            cuts.pop()
+        if shared - cuts[-1] < MIN_SHARED:
+            shared = cuts[-1]
+        elif shared < len(before):
+            cuts.append(shared)
+        if shared < len(before):
+            first, branch = len(positions), path[shared - 1] if shared else None
+            above[first] = branch
+            if branch is not None:
+                above.setdefault(branch + 1, branch)
+            path = (*path[:shared], *range(first, first + len(before) - shared))
+            positions.extend(range(shared, len(before)))
+            ids.append(before[shared:])
+        rows[at] = path
+    starts = sorted(above)
+    stops = [*starts[1:], len(positions)]
+    parents = [None if (up := above[start]) is None else bisect_right(starts, up) - 1 for start in starts]
+    ends = list(stops)
+    for index in range(len(starts) - 1, -1, -1):
+        if (parent := parents[index]) is not None:
+            ends[parent] = max(ends[parent], ends[index])
+    spans = zip(starts, stops, ends, parents, strict=True)
+    runs = tuple(Run(start, stop, end, positions[start], parent) for start, stop, end, parent in spans)
+    return Layout(Ids(b"".join(ids)), tuple(positions), runs, tuple(rows))
