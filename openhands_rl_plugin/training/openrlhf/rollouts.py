@@ -1,6 +1,6 @@
 """Rollouts for OpenRLHF: episodes of the ``[rl]`` section, run by ``AgentSession``, in OpenRLHF's format.
 
-They are configured by four environment variables (see ``RolloutConfig``), because OpenRLHF constructs its agents
+Two environment variables configure them (see ``Rollouts.from_environment``), because OpenRLHF constructs its agents
 without arguments. A row of the dataset is a task as JSON (``id``, ``instruction``, ``data``), or just the instruction.
 """
 
@@ -11,27 +11,24 @@ import hashlib
 import itertools
 import json
 import os
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypedDict
+from typing import Any, Protocol, Self, TypedDict
 
-import torch
-from pydantic import Field, ValidationError
-from torch import Tensor
+from pydantic import ValidationError
 
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, ModelError, TrainingError, describe
-from openhands_rl_plugin.core.protocols import LLMEngine, Reward
-from openhands_rl_plugin.core.templates.rendering import ChatTemplate, template_for, without_stop
+from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.protocols import Reward
+from openhands_rl_plugin.core.templates.chat import chat_text
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
     Failure,
-    Frozen,
     JsonObject,
     Message,
     PolicyRef,
@@ -39,22 +36,19 @@ from openhands_rl_plugin.core.types import (
     Score,
     StopReason,
     Task,
+    Tokens,
     Trajectory,
+    Usage,
 )
 from openhands_rl_plugin.models.server.responses import answer_message
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.training.data.batch import is_cut_short, samples_of
-from openhands_rl_plugin.training.openrlhf.engine import OpenRLHFEngine, TokenGenerator, text_behind
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.segments import observed_tokens
 
-CONFIG, REWARD, TEMPLATE, RETRIES = (
-    "OPENHANDS_RL_CONFIG",
-    "OPENHANDS_RL_REWARD",
-    "OPENHANDS_RL_TEMPLATE",
-    "OPENHANDS_RL_RETRIES",
-)
+CONFIG, REWARD = "OPENHANDS_RL_CONFIG", "OPENHANDS_RL_REWARD"
+_RETRIES = 2  # a third failure in a row is seldom chance
 
 
 class Rollout(TypedDict):
@@ -78,43 +72,25 @@ class Rollout(TypedDict):
     extra_logs: dict[str, float]
 
 
-class _TaskRow(Frozen):
-    id: str = ""
-    instruction: str = ""
-    data: JsonObject = Field(default_factory=dict)
-    split: str = ""
+class Rollouts:
+    """Runs episodes; one object may run many at the same time."""
 
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """The configuration of the rollouts, from environment variables.
-
-    ``OPENHANDS_RL_CONFIG``: a config.toml; ``OPENHANDS_RL_REWARD``: a reward instead of that of ``[rl.reward]``, with
-    its default options; ``OPENHANDS_RL_TEMPLATE``: the model's family, for an ``AgentInstance``, which has no tokenizer
-    (default: qwen3); ``OPENHANDS_RL_RETRIES``: how often a failed episode is retried (default: 2).
-    """
-
-    settings: RLSettings
-    reward: Reward
-    template: ChatTemplate
-    retries: int
+    def __init__(self, settings: RLSettings, reward: Reward) -> None:
+        self._settings = settings
+        self._reward = reward
+        self._samples = itertools.count()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """Read the variables. Raises ``ConfigError`` when one of them, or the file that it names, is invalid."""
+        """``OPENHANDS_RL_CONFIG``: a config.toml; ``OPENHANDS_RL_REWARD``: a reward instead of that of ``[rl.reward]``.
+
+        Raises ``ConfigError`` when one of them, or the file that it names, is invalid.
+        """
         environ = os.environ if environ is None else environ
         if not (path := environ.get(CONFIG)):
             raise ConfigError(f"{CONFIG} is not set: export {CONFIG}=/path/to/config.toml with an [rl] section")
-        retries = environ.get(RETRIES, "2")
-        if not retries.isdecimal():
-            raise ConfigError(f"{RETRIES} must be a whole number, not {retries!r}")
         settings = load_settings(Path(path), environ)
-        return cls(
-            settings=settings,
-            reward=make_reward(settings.reward.overridden(environ.get(REWARD) or None)),
-            template=template_for(environ.get(TEMPLATE, "qwen3")),
-            retries=int(retries),
-        )
+        return cls(settings, make_reward(settings.reward.overridden(environ.get(REWARD) or None)))
 
     def task(self, prompt: str, label: object, markers: Sequence[str] = ()) -> Task:
         """The task of a row. ``markers``: special tokens, by which a prompt that is already rendered is recognised.
@@ -122,50 +98,19 @@ class RolloutConfig:
         Raises ``ConfigError`` for a row that is not a task.
         """
         row = _row(prompt)
-        if any(marker in row.instruction for marker in markers):
+        if any(marker in str(row.get("instruction", "")) for marker in markers):
             raise ConfigError(
                 "the prompts are rendered already: drop --data.apply_chat_template, the environment opens the "
                 "conversation"
             )
-        data = row.data if label in ("", None) else {"label": label, **row.data}  # the row's own label takes precedence
-        identity = row.id or hashlib.sha256(prompt.encode()).hexdigest()[:16]
+        data = row.get("data", {})
+        if label not in ("", None) and isinstance(data, dict):
+            data = {"label": label, **data}  # the row's own label takes precedence
+        named = {"id": hashlib.sha256(prompt.encode()).hexdigest()[:16], **row}
         try:
-            return Task(
-                id=identity,
-                environment=self.settings.env_name,
-                instruction=row.instruction,
-                data=data,  # pyright: ignore[reportArgumentType]  (checked here)
-                split=row.split,
-            )
+            return Task.model_validate({**named, "data": data, "environment": self._settings.env_name})
         except ValidationError as error:
-            raise ConfigError(f"task {identity}: its label is not JSON: {describe(error)}") from error
-
-    def session(self, engine: LLMEngine, policy: PolicyRef, longest: int | None = None) -> AgentSession:
-        """A session with a new environment and strategy. ``longest``: maximal number of tokens of a conversation."""
-        limits = self.settings.limits()
-        if longest is not None:
-            bound = min(longest, limits.max_prompt_length or longest)
-            limits = limits.model_copy(update={"max_prompt_length": bound})
-        return AgentSession(
-            environment=make_environment(self.settings),
-            strategy=make_strategy(self.settings),
-            strategy_spec=strategy_spec(self.settings),
-            engine=engine,
-            policy=policy,
-            limits=limits,
-        )
-
-
-class RolloutSource:
-    """Runs episodes; one object may run many at the same time."""
-
-    def __init__(self, config: RolloutConfig) -> None:
-        self.config = config
-        self._samples = itertools.count()
-
-    def request(self, task: Task) -> EpisodeRequest:
-        """A new request for every episode."""
-        return EpisodeRequest(task=task, run_id="openrlhf", group_id=task.id, sample=next(self._samples))
+            raise ConfigError(f"a row of the dataset is not a task: {describe(error)}") from error
 
     async def play(
         self,
@@ -183,24 +128,35 @@ class RolloutSource:
         """
         if images:
             raise ConfigError("images are not supported: set --data.max_images_per_prompt 0")
-        task = self.config.task(prompt, label, tuple(getattr(tokenizer, "all_special_tokens", ())))
-        longest_answer = self.config.settings.limits().max_response_length
-        failures: list[Failure] = []
-        while len(failures) <= self.config.retries:
-            engine = OpenRLHFEngine(generator, tokenizer, sampling, longest=max_length, answer=longest_answer)
-            trajectory = await self._played(task, engine, max_length)
-            score = await judge(self.config.reward, trajectory)
+        task = self.task(prompt, label, tuple(getattr(tokenizer, "all_special_tokens", ())))
+        score: Score | Failure | None = None
+        for _ in range(_RETRIES + 1):
+            trajectory = await self._episode(task, sampling, max_length, tokenizer, generator)
+            score = await judge(self._reward, trajectory)
             if isinstance(score, Score):
                 return _rollout(trajectory, score, prompt, label, with_logprobs=sampling.logprobs is not None)
-            failures.append(score)
+        assert score is not None
         raise TrainingError(
-            f"task {task.id} failed {len(failures)} times, at last with: {failures[-1].message} "
-            f"({failures[-1].boundary}); fix the cause or remove the task"
+            f"task {task.id} failed {_RETRIES + 1} times, at last with: {score.message} ({score.boundary}); fix the "
+            "cause or remove the task"
         )
 
-    async def _played(self, task: Task, engine: OpenRLHFEngine, max_length: int) -> Trajectory:
-        session = self.config.session(engine, engine.policy, max_length - 1)
-        trajectory = await session.run(self.request(task))
+    async def _episode(
+        self, task: Task, sampling: Any, max_length: int, tokenizer: Any, generator: TokenGenerator
+    ) -> Trajectory:
+        limits = self._settings.limits()
+        engine = OpenRLHFEngine(generator, tokenizer, sampling, longest=max_length, answer=limits.max_response_length)
+        bound = min(max_length - 1, limits.max_prompt_length or max_length)
+        session = AgentSession(
+            environment=make_environment(self._settings),
+            strategy=make_strategy(self._settings),
+            strategy_spec=strategy_spec(self._settings),
+            engine=engine,
+            policy=engine.policy,
+            limits=limits.model_copy(update={"max_prompt_length": bound}),
+        )
+        request = EpisodeRequest(task=task, run_id="openrlhf", group_id=task.id, sample=next(self._samples))
+        trajectory = await session.run(request)
         if engine.full:
             # A conversation without room for an answer has reached a limit; the model has not failed.
             trajectory = trajectory.model_copy(update={"failure": None, "stop": StopReason.MAX_TOKENS})
@@ -212,147 +168,67 @@ class RolloutSource:
         return trajectory
 
 
-def total_of(score: Score, task: str) -> float:
-    """The reward as a number. Raises ``TrainingError`` when the grader gave none."""
+def _rollout(trajectory: Trajectory, score: Score, prompt: str, label: object, *, with_logprobs: bool) -> Rollout:
+    task, cut_short = trajectory.task.id, is_cut_short(trajectory)
     if score.reward is None:
         raise TrainingError(f"task {task}: {score.reward_version} gave no reward; OpenRLHF needs one for every episode")
-    return score.reward
-
-
-def logs_of(trajectory: Trajectory) -> dict[str, float]:
-    """OpenRLHF's ``extra_logs`` of an episode."""
-    turns = sum(1 for _ in trajectory.sampled())
-    return {"agent_turns": float(turns), "agent_cut_short": float(is_cut_short(trajectory))}
-
-
-def _rollout(trajectory: Trajectory, score: Score, prompt: str, label: object, *, with_logprobs: bool) -> Rollout:
     try:
         # A server that was not asked for logprobs gave none.
         tokens = observed_tokens(samples_of(trajectory, need_logprobs=with_logprobs))
     except ExchangeError as error:
-        raise TrainingError(f"task {trajectory.task.id}: {error}") from error
-    reward = total_of(score, trajectory.task.id)
+        raise TrainingError(f"task {task}: {error}") from error
     return Rollout(
         prompt=prompt,
         label=label,
         images=None,
         mm_train_inputs=None,
-        reward=reward,
-        scores=reward,
+        reward=score.reward,
+        scores=score.reward,
         observation_tokens=tokens["observation_tokens"],
         action_ranges=tokens["action_ranges"],
         rollout_log_probs=tokens["rollout_log_probs"] if with_logprobs else None,
-        truncated=is_cut_short(trajectory),
-        extra_logs=logs_of(trajectory),
+        truncated=cut_short,
+        extra_logs={"agent_turns": float(len([*trajectory.sampled()])), "agent_cut_short": float(cut_short)},
     )
 
 
-def _row(prompt: str) -> _TaskRow:
-    if not prompt.lstrip().startswith("{"):
-        return _TaskRow(instruction=prompt)
+def _row(prompt: str) -> JsonObject:
     try:
         row = json.loads(prompt)
     except ValueError:
-        return _TaskRow(instruction=prompt)
-    try:
-        return _TaskRow.model_validate(row)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"a row of the dataset is not a task: {where}: {first['msg']}") from error
+        row = None
+    return row if isinstance(row, dict) else {"instruction": prompt}
 
 
-class Step(TypedDict):
-    """A step's result as OpenRLHF 0.11 reads it; ``rewards`` is a tensor, because it calls ``.item()``."""
+class TokenGenerator(Protocol):
+    """The method of OpenRLHF's ``RolloutRayActor`` that is used; it returns vLLM's ``RequestOutput``."""
 
-    rewards: Tensor
-    scores: Tensor
-    environment_feedback: str
-    done: bool
-    extra_logs: dict[str, Tensor]
+    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """Sample one answer."""
+        ...
 
 
-class SteppedEpisode:
-    """One episode, started by ``reset`` and ended by the last ``step``; an abandoned one closes its environment.
+class OpenRLHFEngine:
+    """OpenRLHF's engine for one episode: ids in, ids out; sampled text is never tokenised again.
 
-    It runs in an ordinary session, whose engine waits for the next ``step``.
+    Args:
+        generator: samples the answers.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        sampling: OpenRLHF's ``SamplingParams`` of vLLM; copied for every answer, never changed.
+        longest: maximal number of tokens of prompt and answers together.
+        answer: maximal number of tokens of one answer.
     """
 
-    def __init__(self, rollouts: RolloutSource) -> None:
-        self._rollouts = rollouts
-        self._template = rollouts.config.template
-        self._engine = _WaitingEngine()
-        self._session = rollouts.config.session(self._engine, _WaitingEngine.policy)
-        self._playing: asyncio.Task[Trajectory] | None = None
-        self._messages: tuple[Message, ...] = ()
-        self._paid = 0.0
-
-    async def reset(self, prompt: str, label: object) -> str:
-        """The text of the first prompt. Raises ``ConfigError`` or ``TrainingError``."""
-        task = self._rollouts.config.task(prompt, label, self._template.stop)
-        self._playing = asyncio.create_task(self._session.run(self._rollouts.request(task)))
-        self._playing.add_done_callback(self._engine.end)
-        # The stock executor abandons an episode without a call when its token budget is exhausted.
-        weakref.finalize(self, self._playing.cancel)
-        messages = await self._engine.asked.get()
-        if messages is None:
-            self._refuse(self._playing.result())
-        self._messages = messages
-        return self._template.render(self._messages, self._session.tree.tools)
-
-    async def step(self, text: str) -> Step:
-        """Execute one answer. Raises ``TrainingError`` when the episode failed or is not open."""
-        if self._playing is None or self._playing.done():
-            raise TrainingError("the episode is not open: reset it first, and do not step after its end")
-        tools, turn = self._session.tree.tools, len(self._messages)
-        spoken = without_stop(text, self._template.stop)
-        self._engine.said.put_nowait(answer_message(spoken, tools, turn=turn))
-        messages = await self._engine.asked.get()
-        if messages is None:
-            return await self._last(self._playing.result())
-        self._messages = messages
-        behind = text_behind(self._template, messages, turn, tools)
-        # The answer's end-of-turn token was sampled.
-        behind = behind.removeprefix(text[len(spoken) :])
-        nodes = self._session.tree.nodes
-        earned = sum(nodes[at].reward or 0.0 for at in self._session.tree.path())
-        return self._step(earned, behind, None)
-
-    async def _last(self, trajectory: Trajectory) -> Step:
-        score = await judge(self._rollouts.config.reward, trajectory)
-        if isinstance(score, Failure):
-            self._refuse(trajectory, score)
-        return self._step(total_of(score, trajectory.task.id), "", trajectory)
-
-    def _step(self, total: float, behind: str, ended: Trajectory | None) -> Step:
-        """``total``: the sum of the episode's rewards so far."""
-        paid, self._paid = total - self._paid, total
-        logs = logs_of(ended) if ended is not None else {}
-        return Step(
-            rewards=torch.tensor(paid),
-            scores=torch.tensor(total),
-            environment_feedback=behind,
-            done=ended is not None,
-            extra_logs={name: torch.tensor(value) for name, value in logs.items()},
-        )
-
-    def _refuse(self, trajectory: Trajectory, failure: Failure | None = None) -> NoReturn:
-        failure = failure or trajectory.failure
-        why = f"{failure.message} ({failure.boundary})" if failure is not None else f"it stopped: {trajectory.stop}"
-        raise TrainingError(f"task {trajectory.task.id} failed: {why}")
-
-
-class _WaitingEngine:
-    """An engine whose answers come from ``step``. ``asked`` receives every conversation, and ``None`` at the end."""
-
-    policy = PolicyRef(base_model="openrlhf")
-
-    def __init__(self) -> None:
-        self.asked: asyncio.Queue[tuple[Message, ...] | None] = asyncio.Queue()
-        self.said: asyncio.Queue[Message] = asyncio.Queue()
-
-    def end(self, _: object) -> None:
-        self.asked.put_nowait(None)
+    def __init__(self, generator: TokenGenerator, tokenizer: Any, sampling: Any, *, longest: int, answer: int) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._longest = longest
+        self._answer = min(answer, sampling.max_tokens or answer)
+        self._contexts: dict[tuple[Message, ...], tuple[int, ...]] = {}
+        self.policy = PolicyRef(base_model=str(getattr(tokenizer, "name_or_path", "") or "openrlhf"))
+        self.full = False
+        """Whether a conversation has left no room for another answer."""
 
     async def complete(
         self,
@@ -362,8 +238,66 @@ class _WaitingEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """One answer."""
-        if n != 1:
-            raise ModelError("OpenRLHF's stock executor samples one answer a turn; use AgentExecutor, or StandardReAct")
-        self.asked.put_nowait(tuple(messages))
-        return [Completion(message=await self.said.get(), policy=self.policy)]
+        """Sample ``n`` answers. Raises ``ModelError`` when there is no room for one."""
+        prompt = self._prompt(tuple(messages), tools)
+        room = self._longest - len(prompt)
+        if room < 1:
+            self.full = True
+            raise ModelError(f"the conversation has {len(prompt)} tokens of {self._longest}: raise --data.max_len")
+        wanted = self._wanted(sampling or SamplingParams(), room)
+        answers = await asyncio.gather(*(self._generator.generate(list(prompt), deepcopy(wanted)) for _ in range(n)))
+        return [self._completion(tuple(messages), prompt, answer.outputs[0], tools) for answer in answers]
+
+    def _prompt(self, messages: tuple[Message, ...], tools: Sequence[JsonObject]) -> tuple[int, ...]:
+        """The ids of the longest known prefix that ends with an answer, and those of the text after it."""
+        for end in range(len(messages), 0, -1):
+            if (known := self._contexts.get(messages[:end])) is not None:
+                behind = self._ids(self._text_behind(messages, end - 1, tools))
+                # A complete answer ends with its sampled end-of-turn token; a truncated one has none.
+                return known + (behind[1:] if known[-1:] == behind[:1] else behind)
+        return self._ids(self._text(messages, tools))
+
+    def _text_behind(self, messages: Sequence[Message], answer: int, tools: Sequence[JsonObject]) -> str:
+        """The text after the answer at index ``answer``: the end of its turn and later turns."""
+        shown = [*messages[:answer], Message(role="assistant", content=_STAND_IN), *messages[answer + 1 :]]
+        before, found, behind = self._text(shown, tools).rpartition(_STAND_IN)
+        if not found or _STAND_IN in before:
+            raise ModelError("the chat template omits the assistant's answers; use a model with another template")
+        return behind
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[JsonObject]) -> str:
+        return chat_text(self._tokenizer, [to_wire(each) for each in messages], tools, cue=True)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _wanted(self, sampling: SamplingParams, room: int) -> Any:
+        """OpenRLHF's parameters, with those that the strategy chooses."""
+        wanted = deepcopy(self._sampling)
+        wanted.max_tokens = min(sampling.max_tokens or self._answer, self._answer, room)
+        for name in ("temperature", "top_p", "seed"):
+            if (value := getattr(sampling, name)) is not None:
+                setattr(wanted, name, value)
+        if sampling.stop:
+            wanted.stop = list(sampling.stop)
+        return wanted
+
+    def _completion(
+        self, messages: tuple[Message, ...], prompt: tuple[int, ...], output: Any, tools: Sequence[JsonObject]
+    ) -> Completion:
+        sampled = tuple(output.token_ids)
+        # Not the engine's own text: OpenRLHF requests it with its special tokens.
+        text = str(self._tokenizer.decode(list(sampled), skip_special_tokens=True))
+        message = answer_message(text, tools, turn=len(messages))
+        self._contexts[(*messages, message)] = prompt + sampled
+        logprobs = (each[token].logprob for each, token in zip(output.logprobs or (), sampled, strict=False))
+        return Completion(
+            message=message,
+            tokens=Tokens.of(prompt, sampled, logprobs),
+            finish_reason=output.finish_reason,
+            usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(sampled), calls=1),
+            policy=self.policy,
+        )
+
+
+_STAND_IN = "STAND-IN-FOR-WHAT-WAS-SAMPLED"

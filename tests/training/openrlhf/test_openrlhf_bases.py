@@ -54,7 +54,6 @@ def tokenizer(tmp_path: Path) -> Any:
 @pytest.fixture
 def executor(bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OPENHANDS_RL_CONFIG", str(write_config(tmp_path / "config.toml", "max_turns = 6")))
-    monkeypatch.setenv("OPENHANDS_RL_TEMPLATE", "qwen3-instruct")
     load = function_of("_load_agent_executor", "trainer/ray/vllm_engine.py", AgentExecutorBase=bases.AgentExecutorBase)
     return load(str(FILE))
 
@@ -73,23 +72,12 @@ async def execute(executor: Any, tokenizer: Any, vllm: ScriptedVllm, params: Vll
 
 
 async def test_openrlhf_loads_the_file_and_gets_a_rollout(executor: Any, bases: Any, tokenizer: Any) -> None:
-    assert isinstance(executor, bases.MultiTurnAgentExecutor)
+    assert isinstance(executor, bases.AgentExecutorBase)
     params = VllmParams()
     found = await execute(executor, tokenizer, ScriptedVllm(tokenizer, WALK), params)
     assert params == VllmParams() and found["reward"] == 1.0 and found["truncated"] is False
     limited = await execute(executor, tokenizer, ScriptedVllm(tokenizer, ["up"]), VllmParams())
     assert limited["truncated"] is True and len(limited["action_ranges"]) == 6
-
-
-async def test_its_stock_executor_steps_the_same_episode(executor: Any, bases: Any, tokenizer: Any) -> None:
-    stock = bases.MultiTurnAgentExecutor(executor.agent_instance_cls)
-    ours = await execute(executor, tokenizer, ScriptedVllm(tokenizer, WALK), VllmParams())
-    theirs = await execute(stock, tokenizer, ScriptedVllm(tokenizer, WALK), VllmParams())
-    assert theirs["observation_tokens"] == ours["observation_tokens"]
-    assert theirs["action_ranges"] == ours["action_ranges"]
-    assert theirs["rollout_log_probs"] == ours["rollout_log_probs"]
-    assert theirs["reward"] == ours["reward"] == 1.0
-    assert set(ours) == set(theirs)
 
 
 async def test_its_sampler_makes_an_experience_of_it(executor: Any, tokenizer: Any) -> None:

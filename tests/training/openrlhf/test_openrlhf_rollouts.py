@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openrlhf_world import GRID, BrokenGrid, ScriptedVllm, VllmParams, write_config
 from tiny_model import write_tokenizer
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError
-from openhands_rl_plugin.training.openrlhf.rollouts import RolloutConfig, RolloutSource, SteppedEpisode
+from openhands_rl_plugin.training.openrlhf.rollouts import Rollouts
 
 pytestmark = pytest.mark.contract
 
@@ -28,13 +25,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def rollouts(folder: Path, *lines: str, environment: str = GRID, **environ: str) -> RolloutSource:
+def rollouts(folder: Path, *lines: str, environment: str = GRID, **environ: str) -> Rollouts:
     config = write_config(folder / "config.toml", *lines, environment=environment)
-    named = {"OPENHANDS_RL_CONFIG": str(config), "OPENHANDS_RL_TEMPLATE": "qwen3-instruct", **environ}
-    return RolloutSource(RolloutConfig.from_environment(named))
+    return Rollouts.from_environment({"OPENHANDS_RL_CONFIG": str(config), **environ})
 
 
-async def play(source: RolloutSource, vllm: ScriptedVllm, tokenizer: Any, **options: Any) -> Any:
+async def play(source: Rollouts, vllm: ScriptedVllm, tokenizer: Any, **options: Any) -> Any:
     given = {"prompt": TASK, "label": "", "sampling": VllmParams(), "max_length": 2000, **options}
     return await source.play(tokenizer=tokenizer, generator=vllm, **given)
 
@@ -99,9 +95,9 @@ async def test_failed_episodes_are_replaced_and_never_worth_nothing(tmp_path: Pa
     found = await play(source, ScriptedVllm(tokenizer, ["down"]), tokenizer)
     assert found["extra_logs"]["agent_turns"] == 1.0 and BrokenGrid.broken == 2
     BrokenGrid.broken = 0
-    without = rollouts(tmp_path, environment=broken, OPENHANDS_RL_RETRIES="0")
-    with pytest.raises(TrainingError, match=r"task grid-1 failed 1 times, .*the world went away"):
-        await play(without, ScriptedVllm(tokenizer, ["down"]), tokenizer)
+    # Every other step fails, and each of these episodes needs two.
+    with pytest.raises(TrainingError, match=r"task grid-1 failed 3 times, .*the world went away"):
+        await play(rollouts(tmp_path, environment=broken), ScriptedVllm(tokenizer, ["up"]), tokenizer)
 
 
 async def test_the_reward_of_the_configuration_counts(tmp_path: Path, tokenizer: Any) -> None:
@@ -116,13 +112,13 @@ async def test_the_reward_of_the_configuration_counts(tmp_path: Path, tokenizer:
 
 
 async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:
-    config = rollouts(tmp_path).config
+    config = rollouts(tmp_path)
     plain = config.task("walk", "42")
     assert plain.instruction == "walk" and plain.data == {"label": "42"} and plain.environment == GRID
     assert config.task("walk", "").id == plain.id != config.task("run", "").id
     assert config.task(TASK, None).data == {"goal": [2, 2]}
     assert config.task("{not json", "").instruction == "{not json"
-    with pytest.raises(ConfigError, match="a row of the dataset is not a task: goal"):
+    with pytest.raises(ConfigError, match=r"is not a task: Task\.goal"):
         config.task('{"goal": [2, 2]}', "")
 
 
@@ -148,62 +144,10 @@ async def test_what_cannot_be_played_is_one_line(
         ({}, "OPENHANDS_RL_CONFIG is not set: export"),
         ({"OPENHANDS_RL_CONFIG": "no-such.toml"}, "no-such.toml: there is no such file"),
         ({"OPENHANDS_RL_REWARD": "retrun"}, "did you mean 'return'"),
-        ({"OPENHANDS_RL_TEMPLATE": "qwen4"}, "unknown chat template 'qwen4'"),
-        ({"OPENHANDS_RL_RETRIES": "-1"}, "OPENHANDS_RL_RETRIES must be a whole number"),
     ],
     ids=lambda value: next(iter(value), "nothing") if isinstance(value, dict) else "",
 )
 def test_wrong_variables_are_one_line(environ: dict[str, str], says: str, tmp_path: Path) -> None:
     given = {"OPENHANDS_RL_CONFIG": str(write_config(tmp_path / "config.toml")), **environ} if environ else {}
     with pytest.raises(RLError, match=says):
-        RolloutConfig.from_environment(given)
-
-
-async def test_an_episode_can_be_stepped_with_texts(tmp_path: Path, tokenizer: Any) -> None:
-    vllm = ScriptedVllm(tokenizer, WALK)
-    source = rollouts(tmp_path)
-    whole = await play(source, vllm, tokenizer)
-    episode = SteppedEpisode(source)
-    text = await episode.reset(TASK, "")
-    total = 0.0
-    for at, word in enumerate(WALK):
-        step = await episode.step(f"{word}<|im_end|>")
-        assert isinstance(step["rewards"], torch.Tensor)
-        total += step["rewards"].item()
-        text += f"{word}<|im_end|>" + step["environment_feedback"]
-        assert step["done"] is (at == 3)
-    assert text == tokenizer.decode(whole["observation_tokens"])
-    assert total == 1.0 and step["scores"].item() == 1.0
-    assert {name: value.item() for name, value in step["extra_logs"].items()} == whole["extra_logs"]
-    with pytest.raises(TrainingError, match="is not open"):
-        await episode.step("up")
-
-
-async def test_a_stepped_episode_ends_at_the_limit_and_tells_failures(tmp_path: Path) -> None:
-    episode = SteppedEpisode(rollouts(tmp_path, "max_turns = 2"))
-    await episode.reset(TASK, "")
-    assert (await episode.step("hm"))["done"] is False
-    last = await episode.step("hm")
-    assert last["done"] is True and last["extra_logs"]["agent_cut_short"].item() == 1.0
-    BrokenGrid.broken = 0
-    broken = SteppedEpisode(rollouts(tmp_path, environment="openrlhf_world:BrokenGrid"))
-    await broken.reset(TASK, "")
-    with pytest.raises(TrainingError, match="the world went away"):
-        await broken.step("down")
-
-
-async def test_a_stepped_episode_that_is_dropped_closes_its_world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed = asyncio.Event()
-
-    async def close(self: object) -> None:
-        closed.set()
-
-    monkeypatch.setattr(BrokenGrid, "close", close)
-    episode = SteppedEpisode(rollouts(tmp_path, environment="openrlhf_world:BrokenGrid"))
-    await episode.reset(TASK, "")
-    assert not closed.is_set()
-    del episode
-    gc.collect()
-    await asyncio.wait_for(closed.wait(), 5)
+        Rollouts.from_environment(given)
