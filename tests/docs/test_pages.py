@@ -117,7 +117,7 @@ STORIES = {
     "worlds": Story(tuple(f"tutorials/{name}.md" for name in ("search", "evaluate", "loop")), check=searched),
     "http": Story(("reference/http.md",), fixer),
     "tools": Story(("howto/tools.md",), seller),
-    "trainers": Story(("howto/trainers.md",), fixer),
+    "trainers": Story(("howto/trainers.md", "howto/trainer-recipes.md"), fixer),
     "studio": Story(("howto/studio.md",), store),
     "repository tasks": Story(("howto/repository-tasks.md",), repository),
 }

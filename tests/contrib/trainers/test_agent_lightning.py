@@ -61,7 +61,7 @@ def test_what_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, given: dic
 
 
 def test_the_configurations_name_what_is_there() -> None:
-    page = (ROOT / "docs/howto/trainers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/howto/trainer-recipes.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml title=[^\n]*\n(agentlightning:.*?)```", page, re.DOTALL)
     file = (ROOT / "evaluation/configs/agent-lightning/swe-local.yaml").read_text(encoding="utf-8")
     for text in (block, file):
