@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, the format, the target and the filters."""
     parser.add_argument("store", metavar="STORE", help=STORE_HELP)
     parser.add_argument("--format", required=True, metavar="FORMAT", help="one of the formats below")
-    kinds = ".jsonl, .json (one array), either with .gz, or .parquet; a new folder for llm-completions and v1-events"
+    kinds = ".jsonl, .json (one array), either with .gz, or .parquet"
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=kinds)
     forms = "the arguments of calls as JSON objects or as texts (default: what --model's template prints, else object)"
     parser.add_argument("--arguments", choices=ARGUMENTS_FORMS, help=forms)

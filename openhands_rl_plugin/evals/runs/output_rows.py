@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pydantic import JsonValue
 
@@ -22,7 +22,6 @@ from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
 from openhands_rl_plugin.trajectories.exchange import events
 from openhands_rl_plugin.trajectories.exchange.episodes import date_of
-from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 
 
 def metadata_of(
@@ -94,11 +93,7 @@ def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, met
 
 def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]:
     """The files of ``llm_completions/<instance>``: one ``<model>-<number>.json`` for every model call."""
-    try:
-        for name, row in events.completion_files(trajectory, ()):
-            yield PurePosixPath(name).name, redact_json(row)
-    except LeftOutError:
-        return
+    return ((name, redact_json(row)) for name, row in events.completion_files(trajectory))
 
 
 def prediction_of(row: JsonObject, model: str) -> JsonObject | None:

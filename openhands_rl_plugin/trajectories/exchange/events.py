@@ -10,10 +10,7 @@ any other function, because that one carries arbitrary arguments.
 Conversations of the V1 SDK are folders with an event a file, or files of events. Read, answers and calls are exact.
 Events of newer SDKs name the one before them, so a conversation that was taken up again elsewhere becomes a branch; so
 does one that goes on from a condenser's summary. Not in the events: the parameters of the tools, and the prompts of
-summaries. Written, every call is an action event with the call as it was sampled, every result the observation of an
-MCP tool, because that one carries any text. Tools are MCP tools with their parameters. Where a history was rewritten a
-``Condensation`` forgets what the next prompt has no more, and what follows in that prompt is logged again: every answer
-that was executed is an event, and the events of each prompt are those that the model saw.
+summaries.
 
 ``llm_completions`` has a folder an instance, in it a file a call of the model. All calls of an instance become one
 tree: a prompt that extends the one before continues its path, and where the host rewrote the history (a condenser, a
@@ -60,7 +57,6 @@ from openhands_rl_plugin.trajectories.exchange.episodes import (
     conversation,
     date_of,
     finished,
-    named_identity,
     patch_of,
     policy_of,
     resolved,
@@ -90,7 +86,6 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     within,
     without_nulls,
 )
-from openhands_rl_plugin.trajectories.exchange.writing import safe_name
 
 # --- Events of V0
 
@@ -342,14 +337,10 @@ def recognises_completion(row: Mapping[str, JsonValue]) -> bool:
     return isinstance(row.get("messages"), list) and isinstance(row.get("response"), dict)
 
 
-def completion_files(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
-    """A file of ``llm_completions`` for each sampled node, in the native form: its whole prompt, and the response.
-
-    Raises ``LeftOutError`` when nothing was sampled.
-    """
+def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]:
+    """The name and the content of a file of ``llm_completions`` for each sampled node: its whole prompt, and the
+    response, in the native form."""
     sampled = [index for index, node in enumerate(trajectory.nodes) if node.sampled]
-    if not sampled:
-        raise LeftOutError("nothing was sampled in it")
     span = trajectory.times.finished - trajectory.times.started
     for number, index in enumerate(sampled):
         node = trajectory.nodes[index]
@@ -365,7 +356,7 @@ def completion_files(trajectory: Trajectory, scores: Sequence[Score]) -> Iterato
             "timestamp": at,
             "cost": None,
         }
-        yield f"{safe_name(trajectory.task.id)}/{trajectory.id}/{safe_name(model)}-{number:05d}.json", row
+        yield f"{re.sub(r'[^\w.@+=-]', '__', model).lstrip('.')[:200]}-{number:05d}.json", row
 
 
 def read_completions(path: Path) -> Units:
@@ -437,9 +428,6 @@ def _alike(known: Message, message: Message) -> bool:
 
 V1_EVENTS = "v1-events"
 _STATE, _EVENTS, _SUB_AGENTS = "base_state.json", "events", "subagents"
-_NOT_SAMPLED = "not-sampled-"
-"""Begins the ``llm_response_id`` of an answer that is no completion of its own: one that is logged again."""
-_STATUS = {StopReason.TERMINATED: "finished", StopReason.ERROR: "error"}
 _RESULTS = {"ObservationEvent", "UserRejectObservation", "AgentErrorEvent"}
 _SPOKEN = _RESULTS | {"SystemPromptEvent", "MessageEvent", "ActionEvent"}
 
@@ -559,11 +547,8 @@ class _Conversation:
             self._events.setdefault(head, []).append(identity)
 
     def _say(self, event: Record, message: Message) -> None:
-        """Append a message; an answer that was forgotten and is logged again was sampled once."""
-        response = event.text("llm_response_id")
-        again = response in self._answers or response.startswith(_NOT_SAMPLED)
-        at = say(self.tree, message, self._policy if message.role == "assistant" and not again else None)
-        if response:
+        at = say(self.tree, message, self._policy if message.role == "assistant" else None)
+        if response := event.text("llm_response_id"):
             self._answers[response] = at
 
     def _act(self, event: Record) -> None:
@@ -651,88 +636,3 @@ def _part_texts(event: Record, name: str) -> list[str]:
 
 def _join(parts: Iterable[str]) -> str | None:
     return "\n".join(filter(None, parts)) or None
-
-
-def v1_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[tuple[str, JsonObject]]:
-    """A file for each event, and the state's, in the folders that the SDK stores a conversation in.
-
-    Raises ``LeftOutError`` without a message.
-    """
-    if not trajectory.path():
-        raise LeftOutError("there is no message in it")
-    name = f"{safe_name(trajectory.task.id)}/{trajectory.id}"
-    state: JsonObject = {
-        "id": named_identity(trajectory.id),
-        "agent": {"kind": "Agent", "llm": {"model": trajectory.policy.served_name}},
-        "execution_status": _STATUS.get(trajectory.stop, "paused"),
-    }
-    yield f"{name}/{_STATE}", state
-    # No event names the one before: SDK 1.15 has no field for it.
-    for number, event in enumerate(_stamped(trajectory, _events_of_v1(trajectory))):
-        yield f"{name}/{_EVENTS}/event-{number:05d}-{event['id']}.json", event
-
-
-def _events_of_v1(trajectory: Trajectory) -> list[JsonObject]:
-    """The events of every answer that was executed, each below the prompt that it answered."""
-    events: list[JsonObject] = []
-    actions: dict[str, tuple[str, str]] = {}
-    # The nodes that the SDK would show the model after the events so far, each with its events.
-    view: list[tuple[int, list[JsonObject]]] = []
-    answered = [trajectory.path(at) for at in trajectory.acted()]
-    for path in (*answered, trajectory.path()):
-        same = sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], zip(view, path, strict=False)))
-        if gone := [event["id"] for _, logged in view[same:] for event in logged]:
-            identity = named_identity(trajectory.id, "condensation", str(len(events)))
-            about: JsonObject = {"kind": "Condensation", "source": "environment", "llm_response_id": identity}
-            events.append({"id": identity, **about, "forgotten_event_ids": gone, "summary": None})
-        del view[same:]
-        for at in path[same:]:
-            logged = list(_logged(trajectory, at, actions))
-            events += logged
-            view.append((at, logged))
-    return events
-
-
-def _logged(trajectory: Trajectory, at: int, actions: dict[str, tuple[str, str]]) -> Iterator[JsonObject]:
-    """The events of a node's message; ``actions``: call -> the event that made it, and its function."""
-    node, identity = trajectory.nodes[at], named_identity(trajectory.id, str(at))
-    message = node.message
-    content: list[JsonValue] = [{"type": "text", "text": message.content}] if message.content else []
-    reasoned = {name: text for name, text in node.metadata.items() if name == "reasoning_content"}
-    response = identity if node.sampled else f"{_NOT_SAMPLED}{identity}"
-    about: JsonObject = {"id": identity, "source": "user" if message.role == "user" else "agent"}
-    if message.role == "system":
-        prompt: JsonObject = {"type": "text", "text": message.content or ""}
-        yield {**about, "kind": "SystemPromptEvent", "tools": [*map(_tool, trajectory.tools)], "system_prompt": prompt}
-    elif message.role == "tool":
-        action, name = actions.get(message.tool_call_id or "", (UNKNOWN, UNKNOWN))
-        name = message.name or name
-        result: JsonObject = {"kind": "MCPToolObservation", "content": content, "is_error": False, "tool_name": name}
-        called: JsonObject = {"action_id": action, "tool_call_id": message.tool_call_id or "", "tool_name": name}
-        about |= {"source": "environment"}
-        yield {**about, "kind": "ObservationEvent", **called, "observation": result}
-    elif not message.tool_calls:
-        wire: JsonObject = {"role": message.role, "content": content, **reasoned}
-        answered = {} if message.role == "user" else {"llm_response_id": response}
-        yield {**about, "kind": "MessageEvent", "llm_message": wire, **answered}
-    for number, call in enumerate(message.tool_calls):
-        own = named_identity(trajectory.id, str(at), str(number))
-        actions[call.id] = (own, call.name)
-        # The text before the calls stands in the first event.
-        first: JsonObject = {"thought": content, **reasoned} if number == 0 else {"thought": []}
-        made: JsonObject = {**call.model_dump(), "origin": "completion"}
-        named: JsonObject = {"tool_name": call.name, "tool_call_id": call.id, "tool_call": made, "action": None}
-        yield {**about, "id": own, "kind": "ActionEvent", **first, **named, "llm_response_id": response}
-
-
-def _tool(tool: JsonObject) -> JsonObject:
-    function = object_at(tool, "function")
-    described = str(function.get("description") or "")
-    schema = function.get("parameters") or {"type": "object", "properties": {}}
-    return {
-        "kind": "MCPToolDefinition",
-        "description": described,
-        "action_type": "MCPToolAction",
-        "observation_type": "MCPToolObservation",
-        "mcp_tool": {"name": function.get("name"), "description": described, "inputSchema": schema},
-    }

@@ -36,7 +36,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     units_of,
     with_objects,
 )
-from openhands_rl_plugin.trajectories.exchange.writing import Sink, folder_of_files, json_file, parquet_file
+from openhands_rl_plugin.trajectories.exchange.writing import Sink, json_file, parquet_file
 
 # Records of a file that are read to recognise its format.
 _LOOKED_AT = 1000
@@ -51,8 +51,7 @@ class Format:
 
     ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant, else the first.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
-    Parquet file, none where rows have no fixed ones. Formats with ``read_folder`` write a folder with a file a row, and
-    their ``rows`` are pairs of its name and the row. ``conversations`` are the columns with messages whose calls may
+    Parquet file, none where rows have no fixed ones. ``conversations`` are the columns with messages whose calls may
     have arguments in either form. ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written
     as they are. Those of a format that ``compares`` are also given the episodes that people found worse.
     """
@@ -70,19 +69,12 @@ class Format:
     read_folder: Callable[[Path], Units] | None = None
 
     @property
-    def folder(self) -> bool:
-        """Whether it is a folder of files, one a row."""
-        return self.read_folder is not None
-
-    @property
     def importable(self) -> bool:
         """Whether it can be read."""
         return self.read is not None or self.read_folder is not None
 
     def sink(self, target: Path, arguments: ArgumentsForm = "object") -> AbstractContextManager[Sink]:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
-        if self.folder:
-            return folder_of_files(target)
         if target.name.endswith(_JSON_ENDINGS):
             return json_file(target)
         if target.suffix != ".parquet":
@@ -126,19 +118,13 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             "llm-completions",
-            "folder of OpenHands' llm_completions/<instance>/*.json (V0; V1's completion logs in)",
-            None,
-            events.completion_files,
-            _ALL,
+            "folder of OpenHands' llm_completions/<instance>/*.json (V0), or of V1's completion logs",
             recognises=events.recognises_completion,
             read_folder=events.read_completions,
         ),
         Format(
             events.V1_EVENTS,
             "stored conversations of the OpenHands V1 SDK: a folder of events each",
-            None,
-            events.v1_rows,
-            _ALL,
             recognises=events.recognises_v1,
             read_folder=events.read_conversations,
         ),
@@ -360,15 +346,13 @@ async def export_store(
             clean = (redact_trajectory(trajectory), [*map(redact_value, scores)], *([beaten] if form.compares else []))
             try:
                 # All rows of an episode or none: one that is left out leaves nothing behind.
-                made = [*form.rows(*clean)]
+                made: list[JsonObject] = [*form.rows(*clean)]
             except LeftOutError as reason:
                 report.left_out[str(reason)] += 1
             else:
                 labels = await labels_of(storage, [trajectory.id]) if form.exact else ()
                 beside: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
-                for each in made:
-                    row: JsonObject
-                    name, row = each if form.folder else ("", each)
+                for row in made:
                     if form.conversations and arguments == "object":
                         row = with_objects(row)
                     # Rendering may bring the parts of a secret together, so the written row is checked as well.
@@ -376,7 +360,7 @@ async def export_store(
                     if beside:
                         row["labels"] = beside
                     watch(row)
-                    sink(name, row)
+                    sink(row)
                 report.rows += len(made)
                 report.trajectories += 1
         advanced(looked)

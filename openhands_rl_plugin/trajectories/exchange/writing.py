@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +10,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from openhands_rl_plugin.core.files import PRIVATE, draft_folder, replacing
+from openhands_rl_plugin.core.files import PRIVATE, replacing
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, optional
 
-Sink = Callable[[str, JsonObject], None]
-"""Writes a row; the text is the name of its file below a folder. Raises ``ExchangeError``."""
+Sink = Callable[[JsonObject], None]
+"""Writes a row. Raises ``ExchangeError``."""
 
 _ROW_GROUP = 256
 
@@ -34,7 +32,7 @@ def json_file(target: Path) -> Iterator[Sink]:
         stream: Any = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if target.suffix == ".gz" else raw
         rows = 0
 
-        def write(name: str, row: JsonObject) -> None:
+        def write(row: JsonObject) -> None:
             nonlocal rows
             stream.write((between if rows else start) + _encoded(row))
             rows += 1
@@ -60,7 +58,7 @@ def parquet_file(target: Path, columns: Sequence[str], *, as_objects: bool = Tru
         writer.write_table(table.cast(writer.schema))
         rows.clear()
 
-    def write(name: str, row: JsonObject) -> None:
+    def write(row: JsonObject) -> None:
         rows.append({column: row.get(column) for column in features})
         if len(rows) >= _ROW_GROUP:
             flush()
@@ -73,36 +71,6 @@ def parquet_file(target: Path, columns: Sequence[str], *, as_objects: bool = Tru
         yield write
         if rows:
             flush()
-
-
-@contextmanager
-def folder_of_files(target: Path) -> Iterator[Sink]:
-    """One file a row, in a folder for its group; the target must not exist, or be an empty folder.
-
-    A name is "group/owner/file", or "group/owner/folder/file". The first owner of a group has the folder ``group``, the
-    second one ``attempt_2/group``, and so on. Raises as ``json_file``.
-    """
-    owners: dict[str, list[str]] = {}
-    with _writing(target):
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ExchangeError(f"{target}: is there already; name a new folder")
-        with draft_folder(target.parent, f".{target.name}.") as staged:
-
-            def write(name: str, row: JsonObject) -> None:
-                group, owner, *inner, file_name = (safe_name(part) for part in name.split("/"))
-                known = owners.setdefault(group, [])
-                if owner not in known:
-                    known.append(owner)
-                attempt = known.index(owner) + 1
-                folder = (staged if attempt == 1 else staged / f"attempt_{attempt}").joinpath(group, *inner)
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                with open(os.open(folder / file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as stream:
-                    stream.write(_encoded(row))
-
-            yield write
-            if target.exists():
-                target.rmdir()
-            os.replace(staged, target)
 
 
 @contextmanager
@@ -120,11 +88,6 @@ def _writing(target: Path) -> Iterator[None]:
 def _encoded(row: JsonObject) -> bytes:
     """JSON has no NaN and no infinity; as texts they are read back as the same numbers."""
     return to_json(row, inf_nan_mode="strings")
-
-
-def safe_name(text: str) -> str:
-    """``text`` as the name of a file: no separators, no leading dots, at most 200 characters."""
-    return re.sub(r"[^\w.@+=-]", "__", text).lstrip(".")[:200] or "_"
 
 
 def _features(datasets: Any, columns: Sequence[str], as_objects: bool) -> Any:

@@ -196,11 +196,11 @@ def test_any_field_may_be_wrong(name: str) -> None:
                         continue
 
 
-@pytest.mark.parametrize("name", ["sft-native", "sft-text", "llm-completions", "output-jsonl", "atif", "trajectories"])
+@pytest.mark.parametrize("name", ["sft-native", "sft-text", "output-jsonl", "atif", "trajectories"])
 def test_reasoning_goes_out_and_in_again(name: str, tmp_path: Path) -> None:
     """By every format that has a place for it; V0's events have one beside calls."""
     imported(RECORDS["sft-native"][0], tmp_path, "rows.jsonl")
-    out = tmp_path / ("folder" if formats()[name].folder else "out.jsonl")
+    out = tmp_path / "out.jsonl"
     assert run("export", tmp_path / "store", "--format", name, "--out", out) == 0
     assert run("import", out, "--format", name, "--into", tmp_path / "again") == 0
     ((trajectory, _),) = stored(tmp_path / "again")

@@ -128,7 +128,7 @@ def test_filters(store: Path, tmp_path: Path, words: Sequence[str], expected: Se
 def test_every_format_goes_out_and_in_and_in_again(
     store: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / ("folder" if FORMATS[name].folder else "rows.jsonl")
+    out = tmp_path / "rows.jsonl"
     assert run("export", store, "--format", name, "--out", out) == 0
     for _ in range(2):
         assert run("import", out, "--format", name, "--into", tmp_path / "other") == 0
@@ -202,12 +202,11 @@ def test_shapes_of_files(tmp_path: Path, shape: str) -> None:
         (("export", "nowhere", "--format", "atif", "--out", "x"), "nowhere: this folder does not exist"),
         (("export", "STORE", "--format", "atif", "--out", "no/x.jsonl"), "there is no folder no; make it first"),
         (("export", "STORE", "--format", "atif", "--out", "x.csv"), "x.csv: must end with .jsonl"),
-        (("export", "STORE", "--format", "llm-completions", "--out", ".."), "is a folder; name what is to be written"),
+        (("export", "STORE", "--format", "v1-events", "--out", "x.json"), "'v1-events' is for import only"),
         (("export", "STORE/trajectories.sqlite", "--format", "atif", "--out", "x.json"), "store, here STORE"),
         (("import", "STORE", "--format", "atif", "--into", "STORE/row.json"), "this is a file; give the folder"),
         (("import", "STORE", "--format", "atif", "--into", "env:HOME"), "HOME does not begin with mongodb://"),
         (("export", "STORE", "--format", "atif", "--out", "x.parquet"), "has no fixed columns for Parquet"),
-        (("export", "STORE", "--format", "llm-completions", "--out", "STORE"), "is there already"),
         (("import", "STORE", "--format", "atif", "--into", "mongodb://u:secret@h/db"), "a password on the command"),
         (("import", "STORE", "--format", "atif", "--into", "env:NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE is not set"),
     ],

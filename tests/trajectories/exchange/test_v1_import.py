@@ -119,3 +119,16 @@ def test_calls_of_the_first_sdks_keep_their_arguments() -> None:
     event: JsonObject = {"id": "1", "kind": "ActionEvent", "tool_name": "terminal", "tool_call_id": "c1"}
     (node,) = read_events([{**event, "tool_call": call}], PolicyRef(base_model="m")).nodes
     assert node.message.tool_calls == (ToolCall(id="c1", name="terminal", arguments=arguments),)
+
+
+def test_images_are_named_as_in_a_recorded_prompt(tmp_path: Path) -> None:
+    """The SDK keeps several in a part; the model is sent a part for each."""
+    text, urls = {"type": "text", "text": "What is it?"}, {"type": "image", "image_urls": ["data:a", "data:b"]}
+    said = {"kind": "MessageEvent", "source": "user", "llm_message": {"role": "user", "content": [text, urls]}}
+    seen = {"kind": "ObservationEvent", "source": "environment", "tool_call_id": "c", "tool_name": "look"}
+    shown: dict[str, object] = {"kind": "BrowserObservation", "content": [text, urls], "is_error": False}
+    file = tmp_path / "conversation.jsonl"
+    file.write_text("\n".join(map(json.dumps, [{"id": "1", **said}, {"id": "2", **seen, "observation": shown}])))
+    [unit] = read_conversations(file)
+    found = unit.read().trajectory
+    assert [each.content for each in found.messages()] == ["What is it?\n[image_url]\n[image_url]"] * 2
