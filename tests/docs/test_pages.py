@@ -124,7 +124,7 @@ STORIES = {
 # Seconds each: no model is made.
 FAST = {
     "install": Story(("start/install.md",)),
-    "plugins": Story(("howto/plugins.md",)),
+    "plugins": Story(("howto/plugins.md", "howto/plugin-packages.md")),
     "sandboxes": Story(("howto/secrets-sandboxes.md",)),
     "store": Story(("reference/store.md",), store),
     "import and export": Story(("howto/import-export.md",), foreign),

@@ -55,7 +55,8 @@ def guesses(body: dict) -> dict:
 
 @pytest.mark.slow
 def test_five_plugins_of_one_package_play_an_episode(tmp_path: Path) -> None:
-    files = {title_of(each): str(each.parsed) for each in blocks(DOCS / "howto/plugins.md") if title_of(each)}
+    pages = (DOCS / "howto/plugins.md", DOCS / "howto/plugin-packages.md")
+    files = {title_of(each): str(each.parsed) for page in pages for each in blocks(page) if title_of(each)}
     source, site, home = tmp_path / "source", tmp_path / "site", tmp_path / "home"
     source.mkdir(), home.mkdir()
     for name, text in files.items():
@@ -65,7 +66,7 @@ def test_five_plugins_of_one_package_play_an_episode(tmp_path: Path) -> None:
 
     groups = tomllib.loads(files["pyproject.toml"])["project"]["entry-points"]
     kinds = {group.rpartition(".")[2] for group in groups}
-    assert kinds == set(re.findall(r"^\| (\w+) \| `\[", (DOCS / "howto/plugins.md").read_text(), re.MULTILINE))
+    assert kinds == set(re.findall(r"^\| (\w+) \| `\[", pages[0].read_text(), re.MULTILINE))
     names = {target: name for points in groups.values() for name, target in points.items()}
 
     with serve() as model:
