@@ -28,6 +28,6 @@ def test_the_line_that_waits_for_v0_is_silent_and_loads_nothing() -> None:
 def test_doctor_names_the_host_and_finds_the_agent() -> None:
     assert installed_hosts() == ("v1",)
     findings = {finding.what: finding for finding in check_installation()}
-    assert findings["host"].level is Level.OK and "OpenHands V1: openhands-sdk" in findings["host"].said
-    assert findings["registration"].level is Level.OK, findings["registration"].said
-    assert findings["registration"].said == "RLAgent registered as openhands_rl_plugin.hosts.v1.agent"
+    assert findings["host"].level is Level.OK and "OpenHands V1: openhands-sdk" in findings["host"].found
+    assert findings["registration"].level is Level.OK, findings["registration"].found
+    assert findings["registration"].found == "RLAgent registered as openhands_rl_plugin.hosts.v1.agent"
