@@ -30,8 +30,8 @@ from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.facts import RunFacts
+from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
-from openhands_rl_plugin.training.loop.stages import ClosedLoop, LoopListener, LoopParts
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -71,7 +71,7 @@ class Collector(LoopListener):
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         self.begun.setdefault(stage, (activity, done, total))
 
-    async def stage_saved(self, state: LoopState) -> None:
+    async def save(self, state: LoopState) -> None:
         self.saved.append(state.records[-1].name)
 
 
@@ -154,11 +154,11 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
     """Stopped after the warm start and begun again, the loop ends with the adapter that it trained in service."""
     first = parts(settings, model, tmp_path)
     with pytest.raises(Killed):
-        await ClosedLoop(plan(model), first, KillAfter("warm-start")).run()
+        await TrainingLoop(plan(model), first, listener=KillAfter("warm-start")).run()
     await finish(first)
 
     again, seen = parts(settings, model, tmp_path), Collector()
-    state = await ClosedLoop(plan(model), again, seen).run()
+    state = await TrainingLoop(plan(model), again, listener=seen, on_saved=seen.save).run()
     assert seen.played == STAGES[3:]
     assert [record.name for record in state.records] == STAGES
     assert seen.saved == STAGES[3:]
@@ -170,7 +170,6 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
     await check_service(settings, again, state)
     facts = RunFacts.begin(tmp_path, plan(model), title="flow", stages=len(STAGES))
     report = RunReport(
-        LoopListener(),
         facts,
         plan(model),
         directory=tmp_path,
@@ -178,6 +177,7 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
         adapters=again.adapters.root,
         model=model,
         reward_version=ReturnReward.version,
+        noted=lambda line: None,
     )
     await report.write(state)
     shown = ("flow-v000002", "click[Buy Now]", "After RL against SFT")  # by the studio, which is in contrib
@@ -186,7 +186,7 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
 
 
 async def check_trajectories(loop_parts: LoopParts, state: LoopState) -> None:
-    where = TrajectoryFilter(run_id="flow/iteration-000")
+    where = TrajectoryFilter(run_id="flow/rollouts")
     played = [found async for found in loop_parts.storage.find(where)]
     assert len(played) == 8
     for trajectory, scores in played:

@@ -98,10 +98,16 @@ class LoopSettings(Settings):
         description="async: after a publication, running episodes finish on their version, or continue on the newest",
     )
     patience: float = Field(
-        default=600.0, ge=0, description="async: seconds that the model server may be unreachable before the run ends"
+        default=600.0, ge=0, description="seconds that the model server may be unreachable before the run ends"
     )
     iterations: int = Field(default=5, ge=0, description="how often tasks are rolled out, trained on and published")
     tasks_per_iteration: int = Field(default=8, ge=1, description="training tasks rolled out per iteration")
+    min_success: float = Field(
+        default=0.1, ge=0, le=1, description="tasks of a lower success rate in their newest attempts are passed over"
+    )
+    max_success: float = Field(
+        default=0.9, ge=0, le=1, description="tasks of a higher one are passed over; from 0 to 1: none is"
+    )
     samples_per_task: int = Field(
         default=8, ge=1, description="episodes per task: the group size; 1 where none are compared"
     )
@@ -152,6 +158,11 @@ class LoopSettings(Settings):
     save_total_limit: int = Field(
         default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'
     )
+
+    @property
+    def staleness(self) -> int:
+        """Policy versions that an episode may be behind: none where rollouts and training take turns."""
+        return 0 if self.kind == "sync" else self.max_staleness
 
     @property
     def kept_versions(self) -> int:

@@ -217,7 +217,7 @@ def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[st
     found = {stage: {(t.strategy.name, len([*t.sampled()]), t.stop) for t in each} for stage, each in played.items()}
     assert found == {
         "evaluate-base": {("StandardReAct", 2, StopReason.TRUNCATED)},
-        "iteration-000": {("BestOfN", 3, StopReason.TRUNCATED)},
+        "rollouts": {("BestOfN", 3, StopReason.TRUNCATED)},
         "evaluate-final": {("StandardReAct", 2, StopReason.TRUNCATED)},
     }
 

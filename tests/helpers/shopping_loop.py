@@ -24,8 +24,8 @@ from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.training.loop.loop import LoopParts
 from openhands_rl_plugin.training.loop.plan import LoopPlan
-from openhands_rl_plugin.training.loop.stages import LoopParts
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -16,8 +16,8 @@ from openhands_rl_plugin.apps.demo_model import NAME
 from openhands_rl_plugin.contrib.demo.options import ADAPTER, DemoOptions
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
+from openhands_rl_plugin.training.loop.loop import LoopListener
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
-from openhands_rl_plugin.training.loop.stages import LoopListener
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 WARM_START = "evaluate-warm-start"

@@ -47,9 +47,8 @@ from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.training.loop.asynchronous import make_loop
+from openhands_rl_plugin.training.loop.loop import LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
-from openhands_rl_plugin.training.loop.stages import LoopParts
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -59,7 +58,6 @@ _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:\n{{ m.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
-_SHARES = ("rollouts_waiting_share", "training_waiting_share")
 
 
 class VowelReward:
@@ -155,7 +153,7 @@ async def measure(world: World, settings: LoopSettings, name: str, directory: Pa
     """One run; its figures are those of the iterations."""
     plan, parts = world.plan(name), world.parts(directory, settings.kept_versions)
     try:
-        state = await make_loop(plan, parts, settings).run()
+        state = await TrainingLoop(plan, parts, settings).run()
     finally:
         await parts.runner.close()
         await parts.storage.close()
@@ -167,19 +165,16 @@ def figures_of(state: LoopState) -> dict[str, float]:
     """Episodes an hour over all iterations, and what they waited for."""
     records = [record for record in state.records if record.name.startswith("iteration-")]
     seconds = records[-1].finished - records[0].started
-    figures = {
+    return {
         "rollouts_an_hour": 3600 * sum(record.metrics["episodes"] for record in records) / seconds,
         "training_seconds": sum(record.metrics.get("training_seconds", 0.0) for record in records),
+        "training_waiting_share": sum(record.metrics["rollout_seconds"] for record in records) / seconds,
         "seconds": seconds,
         "failed": sum(record.metrics["failed"] for record in records),
         "episodes_stale": sum(record.metrics.get("episodes_stale", 0.0) for record in records),
         "staleness": statistics.mean(record.metrics.get("staleness", 0.0) for record in records),
         "staleness_max": max(record.metrics.get("staleness_max", 0.0) for record in records),
     }
-    for share in _SHARES:
-        if share in records[0].metrics:
-            figures[share] = statistics.mean(record.metrics[share] for record in records)
-    return figures
 
 
 def talking_model(path: Path) -> Path:

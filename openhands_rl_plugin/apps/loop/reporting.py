@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,12 +15,13 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
 from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.statistics import NOTHING, Estimate
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.statistics import NOTHING, Estimate, paired_difference
 from openhands_rl_plugin.core.types import FailureKind, Frozen, Trajectory
-from openhands_rl_plugin.training.loop.facts import FACTS, HeldOut, RunFacts, success_of
+from openhands_rl_plugin.training.loop.facts import EVALUATIONS, FACTS, RunFacts, SamplePair, StageChange, success_of
 from openhands_rl_plugin.training.loop.facts import evaluations as measured
+from openhands_rl_plugin.training.loop.loop import LoopListener
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
-from openhands_rl_plugin.training.loop.stages import LoopListener
 from openhands_rl_plugin.trajectories.view.episode import message_text
 
 SUCCESS = 0.999
@@ -47,24 +49,6 @@ def evaluations(state: LoopState) -> tuple[StageEvaluation, ...]:
         )
         for record in measured(state)
     )
-
-
-COLUMNS = ("stage", "success", "95% interval", "mean reward", "turns")
-
-
-def evaluation_rows(state: LoopState) -> list[tuple[str, ...]]:
-    """The evaluations as text: a cell for each of ``COLUMNS``, and the number of tasks."""
-    return [
-        (
-            one.stage,
-            f"{one.success.mean:.3f}" if one.success.n else "-",
-            f"{one.success.low:.3f} to {one.success.high:.3f}" if one.success.n else "-",
-            "-" if one.reward is None or not one.success.n else f"{one.reward:.3f}",
-            f"{one.turns:.1f}",
-            str(one.success.n),
-        )
-        for one in evaluations(state)
-    ]
 
 
 class ProgressListener(LoopListener):
@@ -183,10 +167,18 @@ _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx
 def final_table(state: LoopState) -> Table:
     """The evaluations as a table."""
     table = Table(title="Held-out tasks")
-    for heading in (*COLUMNS, "tasks"):
+    for heading in ("stage", "success", "95% interval", "mean reward", "turns", "tasks"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
-    for row in evaluation_rows(state):
-        table.add_row(*row)
+    for one in evaluations(state):
+        known = one.success if one.success.n else None
+        table.add_row(
+            one.stage,
+            f"{known.mean:.3f}" if known else "-",
+            f"{known.low:.3f} to {known.high:.3f}" if known else "-",
+            f"{one.reward:.3f}" if known and one.reward is not None else "-",
+            f"{one.turns:.1f}",
+            str(one.success.n),
+        )
     return table
 
 
@@ -205,16 +197,23 @@ def report_writer() -> Any | None:
         return None
 
 
-class RunReport(LoopListener):
-    """Passes everything on to ``listener``, and writes facts and report after each stage.
+class HeldOutEpisode(NamedTuple):
+    """A valid episode of an evaluation."""
 
-    ``model``: the folder of the base model, whose tokenizer tokens are shown with. A report that cannot be written is
-    noted, and the run goes on.
+    id: str
+    reward: float
+    success: bool
+
+
+class RunReport:
+    """Writes a run's facts and its report, after each stage.
+
+    ``model``: the folder of the base model, whose tokenizer tokens are shown with. ``noted`` gets a line where a report
+    cannot be written; the run goes on.
     """
 
     def __init__(
         self,
-        listener: LoopListener,
         facts: RunFacts,
         plan: LoopPlan,
         *,
@@ -223,39 +222,73 @@ class RunReport(LoopListener):
         adapters: Path,
         model: Path,
         reward_version: str,
+        noted: Callable[[str], None],
     ) -> None:
-        self.stage_started = listener.stage_started
-        self.noted = listener.noted
-        self.advanced = listener.advanced
-        self.episode_finished = listener.episode_finished
-        self.stage_finished = listener.stage_finished
         self.facts = facts
         self.path = directory / REPORT
-        self._held_out = HeldOut(plan, storage, reward_version)
+        self._plan = plan
         self._storage = storage
         self._adapters = adapters
         self._model = model
+        self._version = reward_version
+        self._noted = noted
+        self._known: dict[str, dict[str, HeldOutEpisode]] = {}
 
     @property
     def written(self) -> Path:
         """The run's page, or its facts as JSON where nothing installed writes the page."""
         return self.path if self.path.is_file() else self.path.with_name(FACTS)
 
-    async def stage_saved(self, state: LoopState) -> None:
-        """Write both."""
-        await self.write(state)
-
     async def write(self, state: LoopState) -> None:
         """The facts and the report of what is finished."""
         try:
             with boundary(FailureKind.INFRASTRUCTURE, REPORT):
-                changes, samples = await self._held_out.changes(state), await self._held_out.samples(state)
+                changes, samples = await self._measured(state)
                 self.facts = self.facts.model_copy(update={"changes": changes, "samples": samples})
                 self.facts.save(self.path.parent)
                 if (writer := report_writer()) is not None:
                     where = self.path.parent, self._storage, self._adapters
                     await writer.write_run_report(*where, tokenizer=str(self._model))
         except CaughtFailure as error:
-            self.noted(f"{self.path} was not written: {error.failure.message}")
+            self._noted(f"{self.path} was not written: {error.failure.message}")
         except StorageError as error:
-            self.noted(f"{self.path} was not written: {error}")
+            self._noted(f"{self.path} was not written: {error}")
+
+    async def _measured(self, state: LoopState) -> tuple[tuple[StageChange, ...], tuple[SamplePair, ...]]:
+        """What each training stage changed, over the tasks with a valid episode before and after; and the tasks with
+        the largest gain in reward between the first and the last evaluation, the largest first."""
+        stages = [name for name in EVALUATIONS if state.record(name) is not None]
+        names = {"evaluate-warm-start": "After SFT", "evaluate-final": "After RL"}
+        against = {"evaluate-base": state.start or "the base model", "evaluate-warm-start": "SFT"}
+        found: list[StageChange] = []
+        for before, after in itertools.pairwise(stages):
+            if both := await self._in_both(before, after):
+                rates = [float(first.success) for _, first, _ in both], [float(last.success) for *_, last in both]
+                difference = paired_difference(*rates)
+                name = f"{names[after]} against {against[before]}"
+                found.append(StageChange(name=name, before=before, after=after, difference=difference))
+        both = await self._in_both(stages[0], stages[-1]) if stages else []
+        most = sorted(both, key=lambda each: each[1].reward - each[2].reward)[:_MOST_SAMPLES]
+        gained = (SamplePair(task=task, before=first.id, after=last.id) for task, first, last in most)
+        return tuple(found), tuple(gained)
+
+    async def _in_both(self, before: str, after: str) -> list[tuple[str, HeldOutEpisode, HeldOutEpisode]]:
+        first, later = await self._episodes(before), await self._episodes(after)
+        return [(task, first[task], later[task]) for task in sorted(first.keys() & later.keys())]
+
+    async def _episodes(self, stage: str) -> dict[str, HeldOutEpisode]:
+        """The valid episodes of a stage, by task. A finished stage is read once: it does not change."""
+        if stage not in self._known:
+            where = TrajectoryFilter(run_id=f"{self._plan.run_id}/{stage}", failed=False)
+            self._known[stage] = {
+                trajectory.task.id: HeldOutEpisode(
+                    trajectory.id, score.reward, self._plan.succeeded(trajectory, score.reward)
+                )
+                async for trajectory, scores in self._storage.find(where)
+                for score in scores
+                if score.reward_version == self._version and score.reward is not None
+            }
+        return self._known[stage]
+
+
+_MOST_SAMPLES = 3

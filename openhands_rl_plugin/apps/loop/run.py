@@ -47,11 +47,10 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import needs_logprobs
 from openhands_rl_plugin.training.learn import check_fits
-from openhands_rl_plugin.training.loop.asynchronous import make_loop
 from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
+from openhands_rl_plugin.training.loop.loop import Lessons, LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
-from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener, LoopParts
 from openhands_rl_plugin.trajectories.view.figures import causes_of
 
 STATE = "state.json"
@@ -321,7 +320,6 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
         ):
             await _require_servers(job, parts)
             reporting = RunReport(
-                listener,
                 facts,
                 plan,
                 directory=job.directory,
@@ -329,8 +327,9 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 adapters=parts.adapters.root,
                 model=job.model,
                 reward_version=parts.reward.version,
+                noted=listener.noted,
             )
-            state = await make_loop(plan, parts, job.settings.loop, reporting).run()
+            state = await TrainingLoop(plan, parts, job.settings.loop, listener, reporting.write).run()
             await reporting.write(state)
             return LoopResult(state, reporting.facts.changes, reporting.written)
     finally:

@@ -34,7 +34,7 @@ from openhands_rl_plugin.evals.swe.dataset import read_instances
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener
+    from openhands_rl_plugin.training.loop.loop import Lessons, LoopListener
 
 
 class Demonstrator:

@@ -34,6 +34,7 @@ _METAVARS = {
     "target_modules": "NAME,NAME,...",
     "patience": "SECONDS",
     "staleness": "VERSIONS",
+    "success": "RATE",
     "above": "REWARD",
     "label_at": "REWARD",
     "success_at": "REWARD",

@@ -32,7 +32,7 @@ from openhands_rl_plugin.evals.runs.suites import swe_task
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.tasks.packages import find_repository, repository_lines
 from openhands_rl_plugin.evals.tasks.split import TRAIN
-from openhands_rl_plugin.training.loop.stages import LoopListener
+from openhands_rl_plugin.training.loop.loop import LoopListener
 
 CACHE_BYTES = 128 * 1024**2
 PREFILL_TOKENS = 1024

@@ -44,7 +44,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node, Trajec
 from openhands_rl_plugin.evals.runs.own_suites import require_own_suite
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs import parse
-from openhands_rl_plugin.training.loop.stages import Lessons, LoopListener
+from openhands_rl_plugin.training.loop.loop import Lessons, LoopListener
 
 _Bugs = tuple[SlicedFunction, tuple[tuple[str, str], ...]]
 """A function, and of each bug the kind and the text with it."""

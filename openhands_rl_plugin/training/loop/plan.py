@@ -13,7 +13,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.files import write_file
-from openhands_rl_plugin.core.types import Frozen, PolicyRef, SamplingParams, Task, Trajectory
+from openhands_rl_plugin.core.types import Frozen, PolicyRef, SamplingParams, StopReason, Task, Trajectory
 
 
 class LoopPlan(Frozen):
@@ -48,20 +48,24 @@ class LoopPlan(Frozen):
 
     def succeeded(self, trajectory: Trajectory, reward: float) -> bool:
         """Whether an episode with this reward is a success."""
-        if self.success is None or (total := trajectory.known_return) is None:
-            return reward >= self.success_at
-        return self.success.holds(total, trajectory.stop)
+        return self.is_success(trajectory.known_return, trajectory.stop, reward)
 
-    def tasks_of_iteration(self, index: int) -> tuple[Task, ...]:
-        """A window over the training tasks, which wraps around at the end; each task at most once."""
-        first, many = index * self.tasks_per_iteration, min(self.tasks_per_iteration, len(self.training))
-        return tuple(self.training[(first + at) % len(self.training)] for at in range(many))
+    def is_success(self, total: float | None, stop: StopReason, reward: float) -> bool:
+        """Whether an episode with this return (``None``: unknown), end and reward is one."""
+        if self.success is None or total is None:
+            return reward >= self.success_at
+        return self.success.holds(total, stop)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of groups, each of another task, in the batch of an iteration."""
+        return min(self.tasks_per_iteration, len(self.training))
 
 
 class StageRecord(Frozen):
     """A finished stage: the adapter in use at its end, its metrics, and its Unix times in seconds.
 
-    ``groups``: the groups that it consumed, in an asynchronous loop.
+    ``groups``: the groups that it consumed.
     """
 
     name: str

@@ -17,7 +17,7 @@ from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.tasks.gate import NO_OP, lineage_path
-from openhands_rl_plugin.training.loop.stages import LoopListener
+from openhands_rl_plugin.training.loop.loop import LoopListener
 
 NUMBERS = '''def clamp(value, low=0, high=9):
     """Keep a number between two others."""

@@ -15,7 +15,6 @@ from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.training.loop.facts import RunFacts
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
-from openhands_rl_plugin.training.loop.stages import LoopListener
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 BEFORE = {"goal-a": 0.0, "goal-b": 0.5, "goal-c": 0.0, "goal-d": 0.25, "goal-e": 1.0}
@@ -73,7 +72,6 @@ async def reported(directory: Path, command: str = "openhands-rl demo --seed 3")
         await fill(directory, storage)
         facts = RunFacts.begin(directory, PLAN, title="learns", stages=8, command=command)
         report = RunReport(
-            LoopListener(),
             facts,
             PLAN,
             directory=directory,
@@ -81,8 +79,9 @@ async def reported(directory: Path, command: str = "openhands-rl demo --seed 3")
             adapters=directory / "adapters",
             model=directory,
             reward_version="return-1",
+            noted=lambda line: None,
         )
-        await report.stage_saved(STATE)
+        await report.write(STATE)
     return report.path
 
 
@@ -156,19 +155,11 @@ async def test_a_resumed_run_keeps_when_it_began_and_a_damaged_episode_costs_its
 
 
 async def test_a_report_that_cannot_be_written_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
-    class Notes(LoopListener):
-        def __init__(self) -> None:
-            self.lines: list[str] = []
-
-        def noted(self, line: str) -> None:
-            self.lines.append(line)
-
-    notes, version = Notes(), "return-1"
+    lines, version = list[str](), "return-1"
     facts = RunFacts.begin(tmp_path, PLAN, title="", stages=8)
     (tmp_path / "report.html").mkdir()
     async with FileTrajectoryStorage(tmp_path / "trajectories") as storage:
         report = RunReport(
-            notes,
             facts,
             PLAN,
             directory=tmp_path,
@@ -176,7 +167,8 @@ async def test_a_report_that_cannot_be_written_is_noted_and_the_run_goes_on(tmp_
             adapters=tmp_path,
             model=tmp_path,
             reward_version=version,
+            noted=lines.append,
         )
-        await report.stage_saved(LoopState())
-    (line,) = notes.lines
+        await report.write(LoopState())
+    (line,) = lines
     assert "report.html was not written" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.training.loop.asynchronous import AsyncLoop, make_loop
+from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.loop.router import rollout_settings
-from openhands_rl_plugin.training.loop.stages import ClosedLoop, LoopListener, LoopParts
+from openhands_rl_plugin.training.teacher import teacher_of
 
 BEHIND = LoopSettings(kind="async", max_staleness=1)
 ITERATIONS = [f"iteration-{index:03d}" for index in range(3)]
@@ -63,7 +64,7 @@ def iterations(state: LoopState) -> list[dict[str, float]]:
 
 async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_path: Path) -> None:
     parts = world.parts(tmp_path)
-    state = await make_loop(make_plan("beside"), parts, BEHIND).run()
+    state = await TrainingLoop(make_plan("beside"), parts, BEHIND).run()
     assert [record.name for record in state.records][4:] == [*ITERATIONS, "evaluate-final"]
     groups = [record.groups for record in state.records if record.groups]
     assert sorted(number for each in groups for number in each) == list(range(6))
@@ -76,9 +77,7 @@ async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_
     assert max(each["staleness_max"] for each in figures) == 1 and figures[0]["staleness_max"] == 0
     assert all(0 <= each["staleness"] <= each["staleness_max"] for each in figures)
     assert all(0 < each["weight"] <= 2 for each in figures), "stale tokens are weighed by their recorded logprobs"
-    shard_micro_batches = ("rollouts_waiting_share", "training_waiting_share")
-    assert all(0 <= each[share] <= 1 for each in figures for share in shard_micro_batches)
-    assert sum(each["rollouts_an_hour"] for each in figures) > 0
+    assert all(each["rollout_seconds"] >= 0 for each in figures)
     # The second batch began on the weights that the first one was to improve, before that was trained on.
     first = next(record for record in state.records if record.name == ITERATIONS[0])
     trained_from = first.finished - first.metrics["training_seconds"] - first.metrics["publish_seconds"]
@@ -87,13 +86,15 @@ async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_
     await finish(parts)
 
 
-@pytest.mark.slow
-async def test_without_staleness_nothing_is_played_ahead(world: ShopWorld, tmp_path: Path) -> None:
-    parts = world.parts(tmp_path)
-    state = await AsyncLoop(make_plan("now", iterations=2), parts, LoopSettings(kind="async", max_staleness=0)).run()
-    assert [each["staleness_max"] for each in iterations(state)] == [0, 0]
-    versions = {each.group_id.split("/")[2]: each.policy.version for each in await rollouts(parts)}
-    assert versions == {"000000": 1, "000001": 1, "000002": 2, "000003": 2}
+async def test_a_teacher_scores_what_an_iteration_sampled(world: ShopWorld, tmp_path: Path) -> None:
+    """The base model teaches: the policy differs from it as soon as rewards have moved it."""
+    taught = {"teacher": f"{world.server}/v1", "teacher_model": MODEL, "opd_weight": 0.1}
+    plan = make_plan("taught", iterations=2, demonstrations=(), tasks_per_iteration=1)
+    settings = plan.reinforcement.model_copy(update=taught)
+    parts = replace(world.parts(tmp_path), make_teacher=lambda *_: teacher_of(settings, world.model, None))
+    state = await TrainingLoop(plan.model_copy(update={"reinforcement": settings}), parts).run()
+    first, second = iterations(state)
+    assert abs(first["kl"]) < 1e-4 < abs(second["kl"]) and first["staleness_max"] == second["staleness_max"] == 0
     await finish(parts)
 
 
@@ -131,7 +132,7 @@ async def test_what_others_have_overtaken_is_dropped_and_counted(world: ShopWorl
     parts = world.parts(tmp_path, keep=5)
     plan = make_plan("late", tasks_per_iteration=1, samples_per_task=2)
     # Version 2 is in use after the first iteration; two later the straggler is of no use any more.
-    loop = AsyncLoop(plan.model_copy(update={"iterations": 4}), parts, BEHIND, Until(ITERATIONS[2], gate.set))
+    loop = TrainingLoop(plan.model_copy(update={"iterations": 4}), parts, BEHIND, Until(ITERATIONS[2], gate.set))
     state = await loop.run()
     last = next(record for record in state.records if record.name == "iteration-003")
     assert last.groups == (4, 1)
@@ -171,7 +172,7 @@ async def test_partial_rollouts(world: ShopWorld, tmp_path: Path, goes_on: str) 
     with rollout_settings(settings, parts.adapters) as sampled:
         world.server = sampled.serving.base_url.removesuffix("/v1")
         plan = make_plan("parts", tasks_per_iteration=1, iterations=2)
-        state = await AsyncLoop(plan, parts, settings.loop, Until(ITERATIONS[0], gate.set)).run()
+        state = await TrainingLoop(plan, parts, settings.loop, Until(ITERATIONS[0], gate.set)).run()
     waited = [each for each in await rollouts(parts) if "/000001/" in each.group_id]
     versions = [[node.policy.version for node in each.sampled() if node.policy] for each in waited]
     later = 2 if goes_on == "continue" else 1
@@ -198,7 +199,7 @@ class KillInTraining(LoopListener):
 async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: ShopWorld, tmp_path: Path) -> None:
     plan, parts = make_plan("again", demonstrations=()), world.parts(tmp_path)
     with pytest.raises(Killed):
-        await AsyncLoop(plan, parts, BEHIND, KillInTraining(ITERATIONS[1])).run()
+        await TrainingLoop(plan, parts, BEHIND, KillInTraining(ITERATIONS[1])).run()
     # What was being stored when the run ended is on the disk once the storage is closed.
     await finish(parts)
     before = {each.id: each for each in await rollouts(parts)}
@@ -208,7 +209,7 @@ async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: 
 
     world.asked.clear()
     parts = world.parts(tmp_path)
-    state = await AsyncLoop(plan, parts, BEHIND).run()
+    state = await TrainingLoop(plan, parts, BEHIND).run()
     record = state.record(ITERATIONS[1])
     assert record is not None and record.groups == chosen.groups
     assert sorted(number for each in state.records for number in each.groups) == list(range(6))
@@ -233,8 +234,9 @@ class Steps(LoopListener):
 async def test_a_cancelled_loop_ends_with_the_step_under_way(world: ShopWorld, tmp_path: Path) -> None:
     plan = make_plan("cancelled", iterations=1, demonstrations=())
     long = plan.reinforcement.model_copy(update={"num_epochs": 5_000})
+    plan = plan.model_copy(update={"reinforcement": long})
     parts, steps = world.parts(tmp_path), Steps()
-    running = asyncio.create_task(ClosedLoop(plan.model_copy(update={"reinforcement": long}), parts, steps).run())
+    running = asyncio.create_task(TrainingLoop(plan, parts, listener=steps).run())
     while not steps.done:
         await asyncio.sleep(0.02)
     running.cancel()
@@ -243,17 +245,6 @@ async def test_a_cancelled_loop_ends_with_the_step_under_way(world: ShopWorld, t
     at_most = len(steps.done) + 1
     await asyncio.sleep(0.3)
     assert len(steps.done) <= at_most
-    await finish(parts)
-
-
-@pytest.mark.slow
-async def test_a_state_of_one_loop_is_read_by_the_other(world: ShopWorld, tmp_path: Path) -> None:
-    plan, parts = make_plan("swap", iterations=1, demonstrations=()), world.parts(tmp_path)
-    with pytest.raises(Killed):
-        await ClosedLoop(plan, parts, KillInTraining(ITERATIONS[0])).run()
-    state = await AsyncLoop(plan, parts, BEHIND).run()
-    assert [record.name for record in state.records][-2:] == [ITERATIONS[0], "evaluate-final"]
-    assert await ClosedLoop(plan, parts).run() == state
     await finish(parts)
 
 
@@ -292,7 +283,7 @@ async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path
         outage = Outage(config, generator, 1.0)
         world = ShopWorld(served.shop, outage.url, served.model)
         parts = world.parts(tmp_path)
-        state = await AsyncLoop(make_plan("outage"), parts, BEHIND, outage).run()
+        state = await TrainingLoop(make_plan("outage"), parts, BEHIND, outage).run()
         outage.serving.__exit__(None, None, None)
     assert any(activity.startswith("paused: nothing answers at http") for activity in outage.told)
     assert "going on" in outage.told
@@ -312,14 +303,14 @@ async def test_a_server_that_stays_away_ends_the_loop_with_everything_kept(serve
         parts, plan = world.parts(tmp_path), make_plan("gone")
         patience = BEHIND.model_copy(update={"patience": 0.5})
         with pytest.raises(InfrastructureError, match=r"unavailable for 0\.5 s .* the same command again"):
-            await AsyncLoop(plan, parts, patience, outage).run()
+            await TrainingLoop(plan, parts, patience, outage).run()
         assert outage.back is not None
         outage.back.cancel()
         await finish(parts)
         assert [record.name for record in LoopState.load(parts.state_file).records][-1] == ITERATIONS[0]
         outage.start()
         parts = world.parts(tmp_path)
-        state = await AsyncLoop(plan, parts, BEHIND).run()
+        state = await TrainingLoop(plan, parts, BEHIND).run()
         outage.serving.__exit__(None, None, None)
     assert sorted(number for each in state.records for number in each.groups) == list(range(6))
     await finish(parts)

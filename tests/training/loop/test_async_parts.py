@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_server import raw_server, respond
+from shopping_loop import TASKS, make_plan
 
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
-from openhands_rl_plugin.core.types import Adapter, Message, Node, PolicyRef, Tokens, Trajectory
+from openhands_rl_plugin.core.types import Adapter, Message, Node, PolicyRef, Score, Tokens, Trajectory
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.training.loop.groups import Group, OutageTolerantServer, RolloutBuffer
 from openhands_rl_plugin.training.loop.plan import LoopState, PolicyLineage, StageRecord, Staleness
+from openhands_rl_plugin.training.loop.rollouts import (
+    DifficultyPool,
+    Group,
+    GroupRunner,
+    OutageTolerantServer,
+    RolloutBuffer,
+)
 from openhands_rl_plugin.training.loop.router import running_router
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
 class Simulation:
@@ -99,22 +108,25 @@ def test_groups_that_are_used_up_are_not_played() -> None:
     assert asyncio.run(run()) == [2, 4] == played
 
 
-def test_an_error_of_a_group_stops_all() -> None:
-    async def play(number: int) -> Group:
-        if number == 1:
-            raise OSError("the disk is full")
-        await asyncio.sleep(60)
-        return Group(number, ())
-
-    async def run() -> None:
-        buffer = RolloutBuffer(play, used=(), held=0, limit=2)
-        async with asyncio.TaskGroup() as tasks:
-            buffer.start(tasks)
-            await buffer.take()
-
-    with pytest.raises(ExceptionGroup, match="TaskGroup") as caught:
-        asyncio.run(run())
-    assert isinstance(caught.value.exceptions[0], OSError)
+async def test_tasks_that_earlier_attempts_all_solved_or_failed_are_passed_over(tmp_path: Path) -> None:
+    plan = make_plan("shop", training=TASKS[:4])
+    async with AsyncExitStack() as stack:
+        storage = FileTrajectoryStorage(tmp_path)
+        stack.push_async_callback(storage.close)
+        for task, rewards in zip(TASKS, ([0.0] * 4, [0.0, 1.0] * 2, [1.0] * 4), strict=False):
+            for at, reward in enumerate(rewards):
+                own = {"task": task, "id": f"{task.id}-{at}", "policy": PolicyRef.from_served_name("m", "shop-v000001")}
+                await storage.add(example_trajectory(0).model_copy(update=own))
+                score = Score(trajectory_id=f"{task.id}-{at}", reward=reward, reward_version="r")
+                await storage.add_scores([score])
+        pool = DifficultyPool(plan.training, (0.1, 0.9), newest=4, enough=2)
+        nobody: Any = None
+        await GroupRunner(plan, nobody, storage, nobody, nobody, pool, nobody).look("r")
+    names = [task.id for task in TASKS[:4]]
+    assert [pool.draw().id for _ in range(4)] == [names[1], names[3]] * 2
+    for at in range(4):
+        pool.note(names[3], str(at), True)
+    assert [pool.draw().id for _ in range(4)] == names, "one is left, and two are needed: all are drawn again"
 
 
 def state(*adapters: str | None) -> LoopState:

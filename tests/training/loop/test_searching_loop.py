@@ -19,8 +19,7 @@ from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.search import Search
 from openhands_rl_plugin.rollout.strategies.value import ValueEstimate
-from openhands_rl_plugin.training.loop.asynchronous import make_loop
-from openhands_rl_plugin.training.loop.stages import LoopParts
+from openhands_rl_plugin.training.loop.loop import LoopParts, TrainingLoop
 
 LORA = {"batch_size": 4, "num_epochs": 2, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8, "learning_rate": 1e-2}
 
@@ -77,7 +76,7 @@ async def test_of_what_a_search_proposes_it_is_said_in_how_many_states_it_differ
     parts = searching(world, parts, lambda: BestOfNStrategy(n=3, value=Likelihood(), act="sampled"), "BestOfN")
     training = TrainingSettings.model_validate({"algorithm": "grpo", "tree": "proposals", **LORA})
     plan = make_plan(f"proposals-{kind}", iterations=1, demonstrations=(), reinforcement=training)
-    state = await make_loop(plan, parts, LoopSettings.model_validate({"kind": kind, "max_staleness": 1})).run()
+    state = await TrainingLoop(plan, parts, LoopSettings.model_validate({"kind": kind, "max_staleness": 1})).run()
     iterations = [record.metrics for record in state.records if record.name.startswith("iteration")]
     (each,) = iterations
     assert each["proposals"] == 3 * each["states"] > 0

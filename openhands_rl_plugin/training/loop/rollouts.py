@@ -1,11 +1,15 @@
-"""Rolls out groups of episodes, each on the newest weights at its start, and retries infrastructure failures."""
+"""Rolls out groups of episodes: of which tasks, on which weights, how far ahead of training, and what is retried.
+
+A group is all episodes of one task that are compared with each other. ``DifficultyPool`` draws its task,
+``GroupRunner`` rolls it out on the newest weights, ``RolloutBuffer`` bounds how many are ahead of the training, and
+``OutageTolerantServer`` waits for a model server that is away.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -14,9 +18,10 @@ import httpx
 
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
+from openhands_rl_plugin.core.judgements import scores_of
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
-from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Trajectory
+from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Task, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan
 from openhands_rl_plugin.training.loop.plan import LoopPlan
 
@@ -87,7 +92,10 @@ class OutageTolerantServer:
             except PublishError as error:
                 if not isinstance(error.__cause__, httpx.TransportError | httpx.HTTPStatusError):
                     raise
-                self._note_away(str(error))
+                if self._there.is_set():
+                    self._there.clear()
+                    self.outages += 1
+                self._tell(str(error))
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise InfrastructureError(
@@ -101,12 +109,6 @@ class OutageTolerantServer:
                     self._there.set()
                     self._tell("")
                 return answer
-
-    def _note_away(self, why: str) -> None:
-        if self._there.is_set():
-            self._there.clear()
-            self.outages += 1
-        self._tell(why)
 
 
 class OutageTolerantRunner:
@@ -154,103 +156,88 @@ class RolloutBuffer:
     ) -> None:
         self._play = play
         self._numbers = (number for number in count() if number not in used)
-        self._open = held
         self._limit = limit
-        self._finished: dict[int, Group] = {}
-        self._more = asyncio.Event()
-        self._room = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Semaphore(limit - held)
+        self._finished: asyncio.PriorityQueue[tuple[int, Group]] = asyncio.PriorityQueue()
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Roll out as tasks of ``tasks`` until ``stop``; an error in one of them cancels all."""
-        self._spawn(tasks, self._produce(tasks))
+        self._producer = tasks.create_task(self._produce(tasks))
 
     def stop(self) -> None:
-        """Cancel the rollouts in progress; their turns so far are stored."""
-        for task in self._tasks:
-            task.cancel()
+        """Start no more groups. When the last batch is closed, none is in progress."""
+        self._producer.cancel()
 
     async def take(self) -> Group:
         """Wait for a finished group; the oldest one."""
-        while not self._finished:
-            self._more.clear()
-            await self._more.wait()
-        return self._finished.pop(min(self._finished))
+        return (await self._finished.get())[1]
 
     def close(self, groups: int, limit: int | None = None) -> None:
         """Close ``groups`` of the returned groups; from now on at most ``limit`` may be open."""
-        self._open -= groups
-        self._limit = self._limit if limit is None else limit
-        self._room.set()
+        limit = self._limit if limit is None else limit
+        for _ in range(groups + limit - self._limit):
+            self._room.release()
+        self._limit = limit
 
     async def _produce(self, tasks: asyncio.TaskGroup) -> None:
         for number in self._numbers:
-            while self._open >= self._limit:
-                self._room.clear()
-                await self._room.wait()
-            self._open += 1
-            self._spawn(tasks, self._finish(number))
+            await self._room.acquire()
+            tasks.create_task(self._finish(number))
 
     async def _finish(self, number: int) -> None:
-        self._finished[number] = await self._play(number)
-        self._more.set()
-
-    def _spawn(self, tasks: asyncio.TaskGroup, work: Awaitable[None]) -> None:
-        task = tasks.create_task(_awaited(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._finished.put_nowait((number, await self._play(number)))
 
 
-class ThroughputMeter:
-    """Throughput of the rollout slots."""
+class DifficultyPool:
+    """Draws training tasks in their order, around and around, and passes over those that are too hard or too easy.
 
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self._busy = 0
-        self._finished = 0
-        self._worked = 0.0
-        self._since = self._start = time.monotonic()
+    The difficulty of a task is the success rate of its newest attempts, which ``note`` collects: the task is drawn
+    while that lies within ``bounds``, and while it has fewer than ``_LEAST_ATTEMPTS`` of them. Where fewer tasks than
+    ``enough`` are left, every task is drawn again, as a policy that has changed may fare otherwise.
+    """
 
-    @contextmanager
-    def episode(self) -> Iterator[None]:
-        """Occupy one slot during the block; count an episode unless the block raises."""
-        self._change(1)
-        try:
-            yield
-            self._finished += 1
-        finally:
-            self._change(-1)
+    def __init__(self, tasks: Sequence[Task], bounds: tuple[float, float], *, newest: int, enough: int) -> None:
+        self._tasks = tasks
+        self._low, self._high = bounds
+        self._newest = max(newest, _LEAST_ATTEMPTS)
+        self._enough = enough
+        self._attempts: dict[str, dict[str, bool]] = {task.id: {} for task in tasks}
+        self._next = 0
 
-    def read(self) -> dict[str, float]:
-        """Episodes per hour and the share of idle slots, since the last reading."""
-        self._change(0)
-        seconds = max(self._since - self._start, 1e-9)
-        figures = {
-            "rollouts_an_hour": 3600 * self._finished / seconds,
-            "rollouts_waiting_share": 1 - self._worked / (seconds * self._places),
-        }
-        self._finished, self._worked, self._start = 0, 0.0, self._since
-        return figures
+    def note(self, task: str, episode: str, success: bool) -> None:
+        """An attempt at the task of that id, newer than those before; one of another task does not count."""
+        self._attempts.get(task, {})[episode] = success
 
-    def _change(self, by: int) -> None:
-        now = time.monotonic()
-        self._worked += self._busy * (now - self._since)
-        self._since = now
-        self._busy += by
+    def draw(self) -> Task:
+        """The next task."""
+        fitting = {task.id for task in self._tasks if self._fits(task.id)}
+        if len(fitting) < self._enough:
+            fitting = self._attempts.keys()
+        while True:
+            task = self._tasks[self._next % len(self._tasks)]
+            self._next += 1
+            if task.id in fitting:
+                return task
 
+    def go_on_after(self, task: str) -> None:
+        """Draw next what stands behind the task of that id."""
+        self._next = next((at + 1 for at, each in enumerate(self._tasks) if each.id == task), 0)
 
-async def _awaited(work: Awaitable[None]) -> None:
-    await work
+    def _fits(self, task: str) -> bool:
+        newest = [*self._attempts[task].values()][-self._newest :]
+        return len(newest) < _LEAST_ATTEMPTS or self._low <= sum(newest) / len(newest) <= self._high
 
 
-_RETRIES = 2  # as many as OPENHANDS_RL_RETRIES has by default: a third failure in a row is seldom chance
+_LEAST_ATTEMPTS = 4  # fewer say little: of two attempts at a task of even odds, both fare alike half of the time
+_RETRIES = 2  # a third failure in a row is seldom chance
 _BACKOFF = Backoff(first=0.5, longest=10.0)  # short: waiting for a server that is down is done above
 
 
 class GroupRunner:
-    """Rolls out groups by number: group n is of training task n modulo their count.
+    """Rolls out groups by number.
 
-    ``newest`` returns the weights that an episode starts on. All groups together use ``plan.concurrency`` slots.
+    ``newest`` returns the weights that an episode starts on. All groups together run ``plan.concurrency`` episodes at a
+    time; ``on_episode`` gets each that ended.
     """
 
     def __init__(
@@ -260,35 +247,60 @@ class GroupRunner:
         storage: TrajectoryStorage,
         server: OutageTolerantServer,
         newest: Callable[[], str],
+        pool: DifficultyPool,
+        on_episode: Callable[[Trajectory], None],
     ) -> None:
         self.run_id = f"{plan.run_id}/rollouts"
-        self.meter = ThroughputMeter(plan.concurrency)
         self._plan = plan
         self._runner = runner
         self._storage = storage
         self._server = server
         self._newest = newest
+        self._pool = pool
+        self._on_episode = on_episode
         self._gate = asyncio.Semaphore(plan.concurrency)
-        self._begun: frozenset[str] = frozenset()
+        self._begun: dict[int, Task] = {}
 
-    async def look(self) -> None:
-        """Read which groups an earlier process has started. Raises ``StorageError``."""
-        where = TrajectoryFilter(run_id=self.run_id)
-        self._begun = frozenset([summary.group_id async for summary in self._storage.summaries(where)])
+    async def look(self, reward_version: str) -> None:
+        """Read which groups an earlier process has started, and how this policy fared at the tasks so far.
+
+        Raises ``StorageError``.
+        """
+        wheres = TrajectoryFilter(adapter=self._plan.adapter), TrajectoryFilter(run_id=self.run_id)
+        found = {each.id: each for where in wheres async for each in self._storage.summaries(where)}
+        tasks = {task.id: task for task in self._plan.training}
+        attempts = sorted(
+            (each for each in found.values() if each.task_id in tasks), key=lambda each: each.times.finished
+        )
+        scores = await scores_of(self._storage, [each.id for each in attempts])
+        for each in attempts:
+            of = [one.reward for one in scores.get(each.id, ()) if one.reward_version == reward_version]
+            if each.failure is None and of and of[-1] is not None:
+                success = self._plan.is_success(each.episode_return, each.stop, of[-1])
+                self._pool.note(each.task_id, each.id, success)
+            if each.run_id == self.run_id:
+                number = int(each.group_id.removeprefix(f"{self.run_id}/").partition("/")[0])
+                self._begun[number] = tasks[each.task_id]
+        if self._begun:
+            self._pool.go_on_after(self._begun[max(self._begun)].id)
 
     async def play(self, number: int) -> Group:
         """The episodes of a group; stored ones are not rolled out again. Raises errors that must stop a run."""
-        requests = self._requests(number)
+        begun = self._begun.get(number)
+        requests = self._requests(number, begun or self._pool.draw())
         stored: dict[str, Trajectory] = {}
-        if (group_id := requests[0].group_id) in self._begun:
-            where = TrajectoryFilter(run_id=self.run_id, group_id=group_id)
+        if begun is not None:
+            where = TrajectoryFilter(run_id=self.run_id, group_id=requests[0].group_id)
             stored = {trajectory.id: trajectory async for trajectory, _ in self._storage.find(where)}
-        episodes = (self._play_until_valid(request, stored) for request in requests)
-        # A task group inside the loop's task group would nest the error in two exception groups.
-        return Group(number, tuple(await _all(*(asyncio.ensure_future(each) for each in episodes))))
+        episodes = [asyncio.ensure_future(self._play_until_valid(request, stored)) for request in requests]
+        try:
+            # A task group inside the loop's task group would nest the error in two exception groups.
+            return Group(number, tuple(await asyncio.gather(*episodes)))
+        finally:
+            for episode in episodes:
+                episode.cancel()
 
-    def _requests(self, number: int) -> tuple[EpisodeRequest, ...]:
-        task = self._plan.training[number % len(self._plan.training)]
+    def _requests(self, number: int, task: Task) -> tuple[EpisodeRequest, ...]:
         plan = RolloutPlan(
             run_id=f"{self.run_id}/{number:06d}",
             tasks=(task,),
@@ -313,10 +325,9 @@ class GroupRunner:
             excused = self._server.outages != outages
             # The server refuses a version that it has unloaded, or lost in a restart, as unknown.
             outdated = (excused or asked != self._newest()) and _failed_for(trajectory, FailureKind.MODEL)
-            if not (outdated or _failed_for(trajectory, FailureKind.INFRASTRUCTURE)):
-                return trajectory
             failed += not excused
-            if failed > _RETRIES:
+            if not (outdated or _failed_for(trajectory, FailureKind.INFRASTRUCTURE)) or failed > _RETRIES:
+                self._on_episode(trajectory)
                 return trajectory
             attempts += 1
 
@@ -324,8 +335,7 @@ class GroupRunner:
         async with self._gate:
             await self._server.available()
             newest = self._newest()
-            with self.meter.episode():
-                trajectory = await self._runner.run(request.model_copy(update={"served_model": newest}))
+            trajectory = await self._runner.run(request.model_copy(update={"served_model": newest}))
             await self._storage.add(trajectory)
         return trajectory, newest
 
@@ -340,12 +350,3 @@ def _last_stored(request: EpisodeRequest, stored: dict[str, Trajectory]) -> tupl
 
 def _failed_for(trajectory: Trajectory, kind: FailureKind) -> bool:
     return trajectory.failure is not None and trajectory.failure.kind is kind
-
-
-async def _all[T](*tasks: asyncio.Task[T] | asyncio.Future[T]) -> list[T]:
-    """All results, or the first error, after which the other tasks are cancelled."""
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

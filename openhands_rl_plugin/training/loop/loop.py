@@ -1,8 +1,15 @@
-"""The stages that every loop has: evaluation, demonstrations, the warm start (SFT) and publishing.
+"""The training loop: evaluate, demonstrate and fine-tune, then roll out, train and publish again and again, evaluate.
 
-Every stage ends with one atomic write of the run's state, and every stage can be repeated: stored episodes are not
-rolled out twice, and an adapter whose stage did not end is followed by a later version. So a killed run resumes where
-it stopped.
+Rollouts run all the time, each on the newest weights at its start. An iteration takes finished groups, trains on them
+and publishes new weights, on which later episodes start. An episode that would be staler than ``max_staleness`` when it
+is trained on is not started yet: 0, as in a synchronous loop, lets rollouts and training take turns. One that became
+so because others finished first is dropped and counted. Every token keeps the logprob of the version that sampled it,
+so that ``[rl.training] correction`` gives it the right importance weight.
+
+Every stage ends with one atomic write of the run's state, and every stage can be repeated. The state records the
+consumed groups, and the batch of an iteration before training on it. So a killed run loses nothing and trains on
+nothing twice: finished episodes that are in no batch are read from the storage, an interrupted iteration continues with
+its batch, and an adapter whose stage did not end is followed by a later version.
 """
 
 from __future__ import annotations
@@ -18,12 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from openhands_rl_plugin.core.errors import StorageError, TrainingError
+from openhands_rl_plugin.config.rl import LoopSettings
+from openhands_rl_plugin.core.errors import InfrastructureError, StorageError, TrainingError
 from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.types import Adapter, Probe, Sample, SamplingParams, Task, Trajectory
+from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Sample, SamplingParams, Task, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 from openhands_rl_plugin.training.algorithms import algorithm_of
@@ -31,7 +39,22 @@ from openhands_rl_plugin.training.credit.credit import Credit, credited_samples,
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
 from openhands_rl_plugin.training.data.imitation import imitated
 from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, tell_notes
-from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord, success_metrics
+from openhands_rl_plugin.training.loop.plan import (
+    ChosenBatch,
+    LoopPlan,
+    LoopState,
+    PolicyLineage,
+    StageRecord,
+    success_metrics,
+)
+from openhands_rl_plugin.training.loop.rollouts import (
+    DifficultyPool,
+    Group,
+    GroupRunner,
+    OutageTolerantRunner,
+    OutageTolerantServer,
+    RolloutBuffer,
+)
 from openhands_rl_plugin.training.teacher import Teacher, with_teacher
 
 if TYPE_CHECKING:
@@ -71,13 +94,10 @@ class LoopListener:
         """``done`` of ``total`` episodes or optimiser steps of an activity of the stage are finished."""
 
     def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
-        """An episode of an evaluation, of the demonstrations or of a synchronous iteration ended."""
+        """An episode ended; one of an iteration may be for a later one."""
 
     def stage_finished(self, record: StageRecord) -> None:
         """A stage ended, or was already finished when the run was resumed."""
-
-    async def stage_saved(self, state: LoopState) -> None:
-        """A stage ended and is saved in ``state``; the loop waits for this before the next stage."""
 
 
 Lessons = Callable[[Sequence[Trajectory]], Sequence[Trajectory]]
@@ -112,26 +132,63 @@ class LoopParts:
     make_teacher: Callable[[Adapter | None, str], Teacher] | None = None
 
 
-class LoopStages:
-    """The stages of a plan, from the state in its state file; ``run`` defines their order."""
+class TrainingLoop:
+    """Runs a plan to its end, from the state in its state file.
 
-    def __init__(self, plan: LoopPlan, parts: LoopParts, listener: LoopListener | None = None) -> None:
+    The publisher must keep ``settings.kept_versions`` loaded, so that episodes end on the version that they started on.
+    ``on_saved`` gets the state after each stage, and the loop waits for it.
+    """
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        parts: LoopParts,
+        settings: LoopSettings | None = None,
+        listener: LoopListener | None = None,
+        on_saved: Callable[[LoopState], Awaitable[None]] | None = None,
+    ) -> None:
         self._plan = plan
         self._parts = parts
+        self._settings = settings or LoopSettings()
         self._listener = listener or LoopListener()
+        self._on_saved = on_saved
         self._state = LoopState.load(parts.state_file)
         self._trainer: PolicyTrainer | None = None
+        self._served: dict[str, str] = {}  # version -> its model name on the server
+        self._server = OutageTolerantServer(parts.publisher, self._settings.patience, self._note_outage)
+        self._runner = OutageTolerantRunner(parts.runner, self._server)
+        self._evaluator = OutageTolerantRunner(parts.evaluator or parts.runner, self._server)
+        self._stage_name = ""
+        self._awaited: str | None = None
+        self._ahead = 0  # episodes that ended, and are in no batch yet
 
-    async def _stage(self, name: str, play: Callable[[str], Awaitable[StageRecord]]) -> None:
+    async def run(self) -> LoopState:
+        """Run all stages. Raises ``StorageError``, ``TrainingError`` or ``PublishError`` with the state intact.
+
+        Raises ``InfrastructureError`` when the model server is unavailable for longer than ``patience``, or a whole
+        batch failed because of the infrastructure.
+        """
+        if (adapter := self._adapter()) is not None:
+            await self._bring_into_use(adapter)
+        await self._begin()
+        await self._reinforce()
+        await self._stage("evaluate-final", self._evaluate)
+        return self._state
+
+    async def _stage(self, name: str, work: Callable[[str], Awaitable[StageRecord]]) -> bool:
+        """Do the stage unless it is finished; whether it was done now."""
         if (known := self._state.record(name)) is not None:
             self._listener.stage_finished(known)
-            return
+            return False
+        self._stage_name = name
         self._listener.stage_started(name)
-        record = await play(name)
+        record = await work(name)
         self._save(self._state.with_record(record))
         await asyncio.to_thread(self._remove_older)
         self._listener.stage_finished(record)
-        await self._listener.stage_saved(self._state)
+        if self._on_saved is not None:
+            await self._on_saved(self._state)
+        return True
 
     async def _begin(self) -> None:
         """The stages before reinforcement learning."""
@@ -157,14 +214,13 @@ class LoopStages:
         """Evaluate on the held-out tasks, or on the ``first`` of them."""
         started = time.time()
         held_out, sampling = self._plan.held_out[:first], self._plan.evaluation
-        played = await self._roll_out(stage, held_out, 1, sampling, runner=self._parts.evaluator)
+        played = await self._roll_out(stage, held_out, sampling, self._evaluator)
         return self._record(stage, started, await self._judge(self._where(stage), played))
 
     async def _demonstrate(self, stage: str) -> StageRecord:
         started = time.time()
-        played = await self._roll_out(
-            stage, self._plan.demonstrations, 1, SamplingParams(), runner=self._parts.demonstrator
-        )
+        runner = self._parts.demonstrator or self._runner
+        played = await self._roll_out(stage, self._plan.demonstrations, SamplingParams(), runner)
         return self._record(stage, started, await self._judge(self._where(stage), played))
 
     async def _warm_start(self, stage: str) -> StageRecord:
@@ -186,6 +242,143 @@ class LoopStages:
         adapter = await self._publish(stage, trainer, metrics.steps, metrics.as_floats())
         trainer.finish()
         return self._record(stage, started, metrics.as_floats(), adapter)
+
+    async def _reinforce(self) -> None:
+        plan, bounds = self._plan, (self._settings.min_success, self._settings.max_success)
+        pool = DifficultyPool(plan.training, bounds, newest=plan.samples_per_task, enough=plan.batch_size)
+        groups = GroupRunner(
+            plan, self._runner, self._parts.storage, self._server, self._newest, pool, self._count_episode
+        )
+        await groups.look(self._parts.reward.version)
+        held, batch = 0, self._state.batch
+        used = {number for record in self._state.records for number in record.groups}
+        if batch is not None:
+            held = len(batch.groups)
+            used.update(batch.groups, batch.dropped)
+        buffer = RolloutBuffer(groups.play, used=used, held=held, limit=self._limit)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                buffer.start(tasks)
+                for index in range(plan.iterations):
+                    if await self._stage(iteration_name(index), partial(self._iterate, buffer=buffer, pool=pool)):
+                        buffer.close(plan.batch_size, self._limit)
+                buffer.stop()
+        except ExceptionGroup as errors:
+            # All episodes fail for the same reason when a run is stopped: the first error is enough.
+            raise errors.exceptions[0] from errors
+
+    async def _iterate(self, stage: str, buffer: RolloutBuffer, pool: DifficultyPool) -> StageRecord:
+        """Take a batch of groups, train on it and publish; where nothing can be learnt, the weights stay."""
+        started = time.time()
+        batch, played = await self._batch(stage, buffer)
+        chosen = time.time()
+        where = TrajectoryFilter(ids=batch.trajectories)
+        rewards = await self._rewards(self._parts.reward, where, played)
+        for trajectory, reward in zip(played, rewards, strict=True):
+            if reward is not None:
+                pool.note(trajectory.task.id, trajectory.id, self._plan.succeeded(trajectory, reward))
+        credit = await self._credit(where, played)
+        metrics = {
+            **success_metrics(played, rewards, self._plan.succeeded),
+            **credit.baseline.as_floats(),
+            **self._of_proposals(played),
+            "rollout_seconds": chosen - started,
+        }
+        if not credit.samples:
+            adapter, metrics = None, metrics | self._staleness(batch, played)
+        else:
+            trainer = await self._reinforcement_trainer()
+            learned = await self._learn(stage, self._update(trainer), credit.samples)
+            metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
+            metrics |= self._staleness(batch, played)
+            adapter = await self._publish(stage, trainer, learned.steps, metrics)
+            await self._save_trainer(trainer, adapter)
+            trainer.finish()
+        record = self._record(stage, started, metrics, adapter)
+        return record.model_copy(update={"groups": (*batch.groups, *batch.dropped)})
+
+    async def _batch(self, stage: str, buffer: RolloutBuffer) -> tuple[ChosenBatch, list[Trajectory]]:
+        """The batch of an interrupted stage, or one of finished groups, which is saved before it is used."""
+        batch = self._state.batch
+        if batch is not None and batch.stage == stage:
+            return batch, await self._stored(batch)
+        groups, dropped, stale = await self._fresh_groups(stage, buffer)
+        played = [trajectory for group in groups for trajectory in group.trajectories]
+        _require_some(played)
+        batch = ChosenBatch(
+            stage=stage,
+            groups=tuple(group.number for group in groups),
+            trajectories=tuple(trajectory.id for trajectory in played),
+            dropped=tuple(dropped),
+            stale=stale,
+        )
+        self._save(self._state.with_batch(batch))
+        return batch, played
+
+    async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
+        """Enough groups without their stale episodes, the numbers of wholly stale groups, and the stale episodes."""
+        lineage, most = PolicyLineage.of_run(self._plan.base_model, self._state), self._settings.staleness
+        groups: list[Group] = []
+        dropped: list[int] = []
+        stale = 0
+        self._awaited = stage
+        self._show_awaited()
+        while len(groups) < self._plan.batch_size:
+            group = await buffer.take()
+            fresh = tuple(each for each in group.trajectories if each.failure or not lineage.is_too_stale(each, most))
+            stale += len(group.trajectories) - len(fresh)
+            if len(fresh) < len(group.trajectories) and all(each.failure for each in fresh):
+                dropped.append(group.number)
+                buffer.close(1)
+                self._ahead -= self._plan.samples_per_task
+            else:
+                groups.append(Group(group.number, fresh))
+        self._awaited = None
+        self._ahead -= self._plan.samples_per_task * len(groups)
+        return sorted(groups, key=lambda group: group.number), dropped, stale
+
+    def _count_episode(self, trajectory: Trajectory) -> None:
+        self._ahead += 1
+        self._listener.episode_finished(self._stage_name, trajectory)
+        self._show_awaited()
+
+    def _show_awaited(self) -> None:
+        if self._awaited is not None:
+            total = self._plan.batch_size * self._plan.samples_per_task
+            self._listener.advanced(self._awaited, "episodes", min(self._ahead, total), total)
+
+    async def _stored(self, batch: ChosenBatch) -> list[Trajectory]:
+        where = TrajectoryFilter(ids=batch.trajectories)
+        found = {trajectory.id: trajectory async for trajectory, _ in self._parts.storage.find(where)}
+        if missing := len(batch.trajectories) - len(found):
+            raise StorageError(
+                f"{missing} episodes of {batch.stage} are no longer in the storage; restore them, or remove "
+                f'"batch" from {self._parts.state_file} to choose others'
+            )
+        return [found[identity] for identity in batch.trajectories]
+
+    def _staleness(self, batch: ChosenBatch, played: Sequence[Trajectory]) -> dict[str, float]:
+        valid = [trajectory for trajectory in played if trajectory.failure is None]
+        staleness = PolicyLineage.of_run(self._plan.base_model, self._state).staleness(valid)
+        return {
+            "staleness": staleness.mean,
+            "staleness_max": float(staleness.largest),
+            "episodes_stale": float(batch.stale),
+            "groups_dropped": float(len(batch.dropped)),
+        }
+
+    @property
+    def _limit(self) -> int:
+        """Number of groups that may be open now; none is started that no iteration will train on."""
+        done = sum(self._state.record(iteration_name(index)) is not None for index in range(self._plan.iterations))
+        return min(self._settings.staleness + 1, self._plan.iterations - done) * self._plan.batch_size
+
+    def _newest(self) -> str:
+        adapter = self._state.adapter
+        return self._plan.base_model if adapter is None else self._served.get(adapter, adapter)
+
+    def _note_outage(self, why: str) -> None:
+        self._listener.advanced(self._stage_name, f"paused: {why}" if why else "going on", 0, 1)
 
     async def _credit(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> Credit:
         rewards = await self._rewards(self._parts.objective, where, played)
@@ -216,32 +409,27 @@ class LoopStages:
         return trainer.sft if self._imitates else trainer.reinforce
 
     async def _roll_out(
-        self,
-        stage: str,
-        tasks: Sequence[Task],
-        samples_per_task: int,
-        sampling: SamplingParams,
-        runner: EpisodeRunner | None = None,
+        self, stage: str, tasks: Sequence[Task], sampling: SamplingParams, runner: EpisodeRunner
     ) -> tuple[Trajectory, ...]:
+        """One episode of each task."""
         plan = RolloutPlan(
             run_id=self._run_id(stage),
             tasks=tuple(tasks),
-            samples_per_task=samples_per_task,
             served_model=await self._served_model(),
             sampling=sampling,
             seed=self._plan.seed,
             concurrency=self._plan.concurrency,
         )
-        finished, total = 0, len(tasks) * samples_per_task
+        finished = 0
 
         def count(trajectory: Trajectory) -> None:
             nonlocal finished
             finished += 1
-            self._listener.advanced(stage, "episodes", finished, total)
+            self._listener.advanced(stage, "episodes", finished, len(tasks))
             self._listener.episode_finished(stage, trajectory)
 
-        self._listener.advanced(stage, "episodes", 0, total)  # the first one may take a minute
-        return await roll_out(plan, runner or self._parts.runner, self._parts.storage, count)
+        self._listener.advanced(stage, "episodes", 0, len(tasks))  # the first one may take a minute
+        return await roll_out(plan, runner, self._parts.storage, count)
 
     async def _judge(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> dict[str, float]:
         rewards = await self._rewards(self._parts.reward, where, played)
@@ -285,7 +473,9 @@ class LoopStages:
         return adapter
 
     async def _bring_into_use(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
-        return await self._parts.publisher.publish(adapter, probe)
+        report = await self._server.publish(adapter, probe)
+        self._served[adapter.name] = await self._parts.publisher.served_model(adapter)
+        return report
 
     async def _served_model(self) -> str:
         """The name of the run's current weights on the model server."""
@@ -368,41 +558,11 @@ def iteration_name(index: int) -> str:
     return f"iteration-{index:03d}"
 
 
-class ClosedLoop(LoopStages):
-    """Runs a plan to its end, one stage after the other."""
-
-    async def run(self) -> LoopState:
-        """Run all stages. Raises ``StorageError``, ``TrainingError`` or ``PublishError`` with the state intact."""
-        if (adapter := self._adapter()) is not None:
-            await self._bring_into_use(adapter)
-        await self._begin()
-        for index in range(self._plan.iterations):
-            await self._stage(iteration_name(index), self._iterate)
-        await self._stage("evaluate-final", self._evaluate)
-        return self._state
-
-    async def _iterate(self, stage: str) -> StageRecord:
-        started = time.time()
-        tasks = self._plan.tasks_of_iteration(int(stage.rsplit("-", 1)[1]))
-        played = await self._roll_out(stage, tasks, self._plan.samples_per_task, self._plan.sampling)
-        rolled_out = time.time()
-        metrics = await self._judge(self._where(stage), played)
-        credit = await self._credit(self._where(stage), played)
-        metrics |= credit.baseline.as_floats() | self._of_proposals(played)
-        metrics["rollout_seconds"] = rolled_out - started
-        return await self._train(stage, started, credit.samples, metrics)
-
-    async def _train(
-        self, stage: str, started: float, samples: Sequence[Sample], metrics: dict[str, float]
-    ) -> StageRecord:
-        """Train on the samples of a stage and publish; where there are none, the weights stay as they are."""
-        if not samples:
-            return self._record(stage, started, metrics)
-        began = time.time()
-        trainer = await self._reinforcement_trainer()
-        learned = await self._learn(stage, self._update(trainer), samples)
-        metrics |= learned.as_floats() | {"training_seconds": time.time() - began}
-        adapter = await self._publish(stage, trainer, learned.steps, metrics)
-        await self._save_trainer(trainer, adapter)
-        trainer.finish()
-        return self._record(stage, started, metrics, adapter)
+def _require_some(played: list[Trajectory]) -> None:
+    """Raise ``InfrastructureError`` where a whole batch failed because of the infrastructure; no group is consumed."""
+    lost = [each.failure for each in played if each.failure and each.failure.kind is FailureKind.INFRASTRUCTURE]
+    if played and len(lost) == len(played):
+        raise InfrastructureError(
+            f"all {len(played)} episodes of a batch failed because of the infrastructure, the last with: "
+            f"{lost[-1].message}. Nothing was trained on them: fix the cause, then start the same command again"
+        )
