@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpcore
+import h11
 import httpx
 
 from openhands_rl_plugin.core.concurrency import Backoff
@@ -36,7 +37,8 @@ _WORTH_A_RETRY = frozenset({408, 409, 425, 429})
 _PAUSES = Backoff(0.5, 8.0)
 # Seconds that a server may ask to wait (Retry-After).
 _LONGEST_PAUSE = 60.0
-_READ_BYTES = 2**20
+_READ_BYTES, _LONGEST_HEAD = 2**20, 100 * 1024
+_CONNECT_SECONDS, _IDLE_SECONDS = 10.0, 5.0
 MAX_ANSWER, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
 
 
@@ -82,60 +84,99 @@ def extensions_of(base_url: str) -> ExtensionTable:
 
 _url = lru_cache(256)(httpx.URL)
 JSON = (b"content-type", b"application/json")
-_WAITS = {"timeout": {"connect": 10.0}}
 
 
-class _Stream(httpcore.AsyncNetworkStream):
-    """A connection of asyncio. What is written leaves in one piece when the answer is read."""
+class _Connection(httpx.AsyncByteStream):
+    """A connection to a plain HTTP server, and the body of the response on it. ``idle``: those to use again."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._unsent: list[bytes] = []
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, idle: list[_Connection]) -> None:
+        self._reader, self._writer, self._idle = reader, writer, idle
+        self._state = h11.Connection(h11.CLIENT, max_incomplete_event_size=_LONGEST_HEAD)
+        self._used = 0.0
 
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+    @property
+    def is_usable(self) -> bool:
+        """Whether another request may be sent. Servers close what is idle, and then the end comes in."""
+        is_open = not (self._reader.at_eof() or self._writer.is_closing())
+        return is_open and time.monotonic() - self._used < _IDLE_SECONDS
+
+    async def ask(self, request: httpx.Request) -> httpx.Response:
+        """Send the request; returns the response with its body unread. Raises ``httpx.HTTPError``."""
         try:
-            if self._unsent:
-                unsent, self._unsent = self._unsent, []
-                self._writer.write(b"".join(unsent))
-                await self._writer.drain()
-            return await self._reader.read(_READ_BYTES)
-        except OSError as error:
-            raise httpcore.ReadError(error) from error
+            url, headers = request.url, request.headers.raw
+            head = await self._event(
+                h11.Request(method=request.method, target=url.raw_path, headers=headers),
+                h11.Data(request.content),
+                h11.EndOfMessage(),
+            )
+            while isinstance(head, h11.InformationalResponse):
+                head = await self._event()
+        except BaseException:
+            self.close()
+            raise
+        return httpx.Response(head.status_code, headers=[*head.headers], stream=self)
 
-    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._unsent.append(buffer)
+    async def _event(self, *sent: h11.Event) -> Any:
+        """The next event of the response, after ``sent``."""
+        try:
+            if sent:  # in one piece: its parts would wait for each other
+                self._writer.write(b"".join(self._state.send(part) or b"" for part in sent))
+            while (event := self._state.next_event()) is h11.NEED_DATA:
+                self._state.receive_data(await self._reader.read(_READ_BYTES))
+        except OSError as error:
+            raise httpx.ReadError(str(error)) from error
+        except h11.ProtocolError as error:
+            raise httpx.RemoteProtocolError(str(error)) from error
+        return event
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while isinstance(event := await self._event(), h11.Data):
+            yield bytes(event.data)
 
     async def aclose(self) -> None:
+        """Keep it for the next request; one in the middle of a response is closed."""
+        if self._state.our_state is self._state.their_state is h11.DONE:
+            self._state.start_next_cycle()
+            self._used = time.monotonic()
+            if self._idle and not self._idle[0].is_usable:  # the newest is used first
+                self._idle.pop(0).close()
+            self._idle.append(self)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """End it."""
         self._writer.close()
 
-    def get_extra_info(self, info: str) -> Any:
-        # An idle connection on which something came (its end) is not used again.
-        return self._reader.at_eof() or self._writer.is_closing() if info == "is_readable" else None
 
-
-class _Sockets(httpcore.AsyncNetworkBackend):
-    async def connect_tcp(
-        self, host: str, port: int, timeout: float | None = None, local_address: Any = None, socket_options: Any = None
-    ) -> _Stream:
-        try:
-            async with asyncio.timeout(timeout):
-                return _Stream(*await asyncio.open_connection(host, port, limit=_READ_BYTES))
-        except OSError as error:
-            raise httpcore.ConnectError(error) from error
-
-
-class _PlainTransport(httpx.AsyncHTTPTransport):
-    """That of httpx over asyncio's own sockets, which takes half of the processor time of anyio's."""
+class _PlainServer:
+    """A server without https, asked over asyncio's own sockets for a third of the processor time of httpx's."""
 
     def __init__(self) -> None:
-        super().__init__(verify=False)
-        self._pool = httpcore.AsyncConnectionPool(
-            max_connections=None, max_keepalive_connections=100, keepalive_expiry=5.0, network_backend=_Sockets()
-        )
+        self._idle: list[_Connection] = []
+
+    async def send(self, request: httpx.Request, *, stream: bool) -> httpx.Response:
+        """As that of ``httpx.AsyncClient``, whose cookies, proxies and redirects are not wanted here."""
+        while self._idle:
+            if (known := self._idle.pop()).is_usable:
+                return await known.ask(request)
+            known.close()
+        host, port = request.url.host, request.url.port or 80
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                reader, writer = await asyncio.open_connection(host, port, limit=_READ_BYTES)
+        except OSError as error:
+            raise httpx.ConnectError(str(error)) from error
+        return await _Connection(reader, writer, self._idle).ask(request)
+
+    async def aclose(self) -> None:
+        """Close what is idle."""
+        for known in self._idle:
+            known.close()
 
 
-Connections = dict[tuple[asyncio.AbstractEventLoop, bool], httpx.AsyncClient | _PlainTransport]
-"""Open ones by event loop, and by whether they are of https."""
+Connections = dict[tuple[asyncio.AbstractEventLoop, tuple[str, str]], httpx.AsyncClient | _PlainServer]
+"""Open ones by event loop and server."""
 _SHARED: Connections = {}
 
 
@@ -181,8 +222,10 @@ class HttpUpstream:
         self._key = key.encode() if key else b""
         self._headers = [*httpx.Headers(headers).raw, JSON]
         self._connections = connections
+        url = urlsplit(base_url)
+        self._origin = url[:2]
         # Anthropic takes a bearer token for another kind of key; vLLM and others know no other header.
-        self._anthropic = (urlsplit(base_url).hostname or "").endswith("anthropic.com")
+        self._anthropic = (url.hostname or "").endswith("anthropic.com")
 
     async def send(self, body: Json) -> bytes:
         """The body of the answer to a chat completion's request. Raises ``ServerError``."""
@@ -208,20 +251,15 @@ class HttpUpstream:
         keys = [] if self._anthropic or not self._key else [(b"authorization", b"Bearer " + self._key)]
         if self._key and (self._anthropic or path.startswith("messages")):
             keys.append((b"x-api-key", self._key))
-        sent = httpx.Request(
-            method, _url(f"{self._base}/{path}"), content=body or None, headers=[*headers, *keys], extensions=_WAITS
-        )
-        server, at = f"model server at {self._base}", (asyncio.get_running_loop(), self._base.startswith("https:"))
+        sent = httpx.Request(method, _url(f"{self._base}/{path}"), content=body or None, headers=[*headers, *keys])
+        server, at = f"model server at {self._base}", (asyncio.get_running_loop(), self._origin)
         if at not in self._connections:  # a plain HTTP server is local, and asked without a proxy
-            opened = httpx.AsyncClient(timeout=None, limits=httpx.Limits()) if at[1] else _PlainTransport()
-            self._connections[at] = opened
-        connections = self._connections[at]
+            waits, many = httpx.Timeout(None, connect=_CONNECT_SECONDS), httpx.Limits()
+            secure = self._origin[0] == "https"
+            self._connections[at] = httpx.AsyncClient(timeout=waits, limits=many) if secure else _PlainServer()
         try:
             async with asyncio.timeout(self._timeout):
-                if isinstance(connections, httpx.AsyncClient):
-                    response = await connections.send(sent, stream=True)
-                else:  # a client's cookies and redirects are not wanted, and cost time
-                    response = await connections.handle_async_request(sent)
+                response = await self._connections[at].send(sent, stream=True)
                 try:
                     if response.has_redirect_location:
                         # A client that followed it would leave with its messages.
