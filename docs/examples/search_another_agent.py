@@ -27,8 +27,7 @@ from openhands_rl_plugin.core.records import WorkspaceCommand
 from openhands_rl_plugin.core.types import EpisodeRequest, StopReason
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream
-from openhands_rl_plugin.session.branches import BranchWorld, Complete
-from openhands_rl_plugin.session.session import EpisodeOver, Session
+from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session
 
 TEMPLATES = {"system_template": "You can use bash.", "instance_template": "{{task}}"}
 
@@ -66,7 +65,7 @@ class Sandbox(LocalEnvironment):
 
 
 class MiniBranch:
-    """A ``session.branches.Branch``: the agent, or a copy of it, in ``workspace``."""
+    """A ``session.session.Branch``: the agent, or a copy of it, in ``workspace``."""
 
     def __init__(self, agent: DefaultAgent, workspace: SandboxedWorkspace) -> None:
         self.agent, self.workspace = agent, workspace

@@ -77,8 +77,7 @@ from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json, par
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
 from openhands_rl_plugin.session.gateway_config import GatewayConfig
-from openhands_rl_plugin.session.session import Session
-from openhands_rl_plugin.session.upstream import Upstream
+from openhands_rl_plugin.session.session import Session, Upstream
 from openhands_rl_plugin.session.wire import CHAT, ClientRequest
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")

@@ -1,38 +1,54 @@
 """One episode of a host: its completions are sampled, searched, recorded and stored here.
 
-A runner binds a session for the agent that it creates next; without one the agent creates its own. Nothing here imports
-OpenHands.
+``Upstream`` is the model behind it, ``BranchWorld`` a fork of its host for search. A runner binds a session for the
+agent that it creates next; without one the agent creates its own. Nothing here imports OpenHands.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
+import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from contextvars import ContextVar
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.build import make_engine
+from openhands_rl_plugin.config.rl import AUTO, RLSettings
 from openhands_rl_plugin.core.concurrency import Job, background, bound, on_loop
-from openhands_rl_plugin.core.errors import EpisodeError, ModelError, RLError, boundary
+from openhands_rl_plugin.core.errors import (
+    BadEnvironmentError,
+    CaughtFailure,
+    EpisodeError,
+    ModelError,
+    RLError,
+    boundary,
+)
 from openhands_rl_plugin.core.messages import (
     NEUTRAL_PARAMETERS,
     WireMessage,
     altering_parameters,
+    is_json_object,
+    reasoning_in,
     recorded_parameters,
     sampling_in,
+    says,
+    text_of,
     to_message,
     to_wire,
     usage_to_wire,
     wire_calls,
 )
-from openhands_rl_plugin.core.protocols import Forkable, Strategy
-from openhands_rl_plugin.core.records import MISSING, PROMPT
+from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, Strategy
+from openhands_rl_plugin.core.records import MISSING, PROMPT, CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.tree import HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -41,32 +57,217 @@ from openhands_rl_plugin.core.types import (
     JsonObject,
     Limits,
     Message,
+    Observation,
     PolicyRef,
     SamplingParams,
     Score,
     StopReason,
     StrategySpec,
+    Task,
+    ToolCall,
     Trajectory,
     Usage,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.models.engines.client import ServerError, is_sent_again
-from openhands_rl_plugin.models.engines.extensions import LOGPROBS, TOKEN_IDS, extension_values, missing_parts
+from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream, ServerError, is_sent_again
+from openhands_rl_plugin.models.engines.extensions import (
+    LOGPROBS,
+    TOKEN_IDS,
+    ExtensionTable,
+    extension_values,
+    missing_parts,
+)
 from openhands_rl_plugin.models.engines.openai_wire import (
+    PROMPT_IDS,
+    SAMPLED_IDS,
     ChatAnswer,
     ChatChoice,
     Json,
     PromptIds,
     Unrecordable,
     chat_answer,
+    dump_object,
     parse_object,
     tokens_in,
 )
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import Episode
-from openhands_rl_plugin.session.sampled_texts import SampledTexts
-from openhands_rl_plugin.session.upstream import Upstream
+
+
+class Upstream(Protocol):
+    """A source of answers. ``fields``: the extensions that it may be asked for."""
+
+    fields: tuple[str, ...]
+    extensions: ExtensionTable
+
+    async def send(self, body: Json) -> bytes:
+        """The body of the answer. Raises ``ServerError``."""
+        ...
+
+
+class EngineUpstream:
+    """An ``Upstream`` over an ``LLMEngine``, which is used on the loop of ``background``."""
+
+    fields = ()
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.extensions = ExtensionTable()
+        self._engine = engine
+
+    async def send(self, body: Json) -> bytes:
+        """As ``Upstream.send``."""
+        messages, tools = [to_message(message) for message in body["messages"]], body.get("tools") or ()
+        try:
+            [completion] = await self._engine.complete(messages, tools=tools, n=1, sampling=sampling_in(body))
+        except EpisodeError as error:
+            raise ServerError(400 if isinstance(error, ModelError) else 503, str(error)) from error
+        said, tokens = to_wire(completion.message), completion.tokens
+        if thought := reasoning_in(completion.metadata):
+            said["reasoning_content"] = thought
+        choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason or "stop", "message": said}
+        answer: dict[str, Any] = {
+            "id": f"rl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "model": completion.policy.served_name if completion.policy else body["model"],
+            "choices": [choice],
+            "usage": usage_to_wire(completion.usage),
+        }
+        if tokens is not None:
+            answer[PROMPT_IDS], choice[SAMPLED_IDS] = list(tokens.prompt_ids), list(tokens.sampled_ids)
+            choice["logprobs"] = {"content": [{"token": "", "logprob": each} for each in tokens.logprobs]}
+        return dump_object(answer)
+
+
+_given: list[LLMEngine] = []
+_made: dict[str, LLMEngine] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def sampling_from(engine: LLMEngine) -> Iterator[None]:
+    """Until the end of the block, V1's episodes that begin in this process are sampled from ``engine``: a
+    ``TransformersEngine``, say, for a model in this process. It is used on the loop of ``core.concurrency``."""
+    _given.append(engine)
+    try:
+        yield
+    finally:
+        _given.remove(engine)
+
+
+def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstream | None:
+    """What samples in the place of the host's own model, for the served name ``model``; ``None`` for nothing.
+
+    Engines are shared by the sessions of a process. Raises ``ConfigError``.
+    """
+    serving, url = settings.serving, settings.serving.base_url
+    if _given:
+        return EngineUpstream(_given[-1])
+    if url and settings.engine in (AUTO, "openai") and not settings.engine_options:
+        return HttpUpstream(url, serving.api_key(), serving.request_timeout, fields=ALL_FIELDS)
+    if settings.engine == AUTO:
+        return None
+    key = "\0".join((model, base_model, settings.engine, str(settings.engine_options), serving.model_dump_json()))
+    with _lock:
+        if key not in _made:
+            _made[key] = make_engine(settings, model=model, base_model=base_model, base_url=url)
+        return EngineUpstream(_made[key])
+
+
+_STOP, _CLOSED = "</function", "</function>"
+"""Where OpenHands asks the server to stop, and what stands there in the prompts that follow."""
+_CALL = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
+
+
+class SampledTexts:
+    """The answers of one episode as the model sampled them, also where the host writes them anew.
+
+    V1 repairs the arguments of calls by the API: it replays ``"[1, 2]"`` as ``[1, 2]``, for the model another text than
+    it sampled. Calls that are text OpenHands reads and replays written anew: with an empty line before them, with line
+    breaks around values of several lines, without the white space around them, with a closing tag that a stop word had
+    cut. For the model that is another text, too, so each turn would be a sequence of its own. What was sampled is sent
+    instead, where it is the same call, and every prompt extends the one before.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[Message, str] = {}
+
+    def add(self, completion: Completion) -> None:
+        """Remember an answer. One with calls by the API is none of text."""
+        answer = completion.message
+        if answer.content and not answer.tool_calls:
+            text = answer.content
+            if completion.finish_reason == "stop" and not text.rstrip().endswith(_CLOSED):
+                # The stop word cut the closing tag.
+                text = text.removesuffix(_STOP) + _CLOSED if _is_cut(text, completion.metadata) else text
+            self._texts[answer] = text
+
+    def put_back(self, prompt: Sequence[WireMessage], path: Sequence[Message]) -> list[WireMessage]:
+        """The prompt, in the host's form, with the answers as they were sampled. ``path`` is the same conversation as
+        the tree has it; a prompt of another length stays as it is."""
+        if len(prompt) != len(path):
+            return [*prompt]
+        return [self.sent(message, answer) or message for message, answer in zip(prompt, path, strict=True)]
+
+    def sent(self, form: WireMessage, answer: Message) -> WireMessage | None:
+        """What is sent for ``answer``, which the host repeats as ``form``; ``None``: the host's own form."""
+        given = form.get("tool_calls") or []
+        if form["role"] != "assistant" or [call.get("id") for call in given] != [each.id for each in answer.tool_calls]:
+            return None
+        if given:
+            calls = list(map(_as_sampled, given, answer.tool_calls))
+            return None if calls == given else {**form, "tool_calls": calls}
+        known = self._texts.get(answer)
+        if known is None or read_text(known) != read_text(text_of(form.get("content")) or ""):
+            return None
+        return {**form, "content": _in_form_of(form.get("content"), known)}
+
+
+def _as_sampled(call: Any, sampled: ToolCall) -> Any:
+    """Arguments that are no JSON object keep the host's form: servers refuse such a history."""
+    if not is_json_object(sampled.arguments):
+        return call
+    return {**call, "function": {**call["function"], "name": sampled.name, "arguments": sampled.arguments}}
+
+
+def read_text(text: str) -> tuple[object, ...]:
+    """What the text of an answer says, apart from what hosts change: the text before its call, the call's name and
+    arguments, and whatever belongs to no call."""
+    call = _CALL.search(text)
+    if call is None:
+        return (text.strip(),)
+    arguments = [(name, _plain(value.strip())) for name, value in _PARAMETER.findall(call[2])]
+    after = _PARAMETER.sub("", call[2]) + text[call.end() :]
+    return text[: call.start()].strip(), call[1], arguments, after.strip()
+
+
+def _plain(value: str) -> str:
+    """A list or an object in one form: hosts read it, and write it with other white space."""
+    if value[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.dumps(json.loads(value))
+    except ValueError:
+        return value
+
+
+def _in_form_of(content: Any, text: str) -> Any:
+    """A text, or a list of parts as some requests have them; the last one has the mark of the prompt cache."""
+    return [{**content[-1], "type": "text", "text": text}] if isinstance(content, list) and content else text
+
+
+def _is_cut(text: str, metadata: JsonObject) -> bool:
+    """Whether the stop word ended it, as servers say in ``stop_reason`` (SGLang: ``matched_stop``); of others that is
+    what an open call means."""
+    response: Any = metadata["response"]
+    choice = response["choices"][0]
+    for place in (choice, choice.get("provider_specific_fields") or {}):
+        for name in ("stop_reason", "matched_stop"):
+            if name in place:
+                return place[name] == _STOP
+    return _CALL.search(text) is not None
+
 
 _SEEDS = 2**31
 # Of a request that is not the host's conversation, such as a judgement, only these stay.
@@ -491,3 +692,154 @@ def _fitting(message: Message, document: Json, number: int) -> Message:
         sent = {**sent, "content": message.content}
     document["choices"] = [{**document["choices"][0], "message": sent}]
     return message
+
+
+Complete = Callable[[Json], Json]
+"""A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""
+
+
+class BranchWorkspace(Protocol):
+    """The workspace of a branch. All methods block."""
+
+    def changes(self) -> JsonObject:
+        """The changes since the session began, as the branch's evidence."""
+        ...
+
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a command over the workspace as it stands."""
+        ...
+
+    def close(self) -> None:
+        """End its processes and remove its files. Idempotent."""
+        ...
+
+
+class Branch(Protocol):
+    """A copy of a host's session at a request that waits for its answer. All methods block.
+
+    The live session is one, too, which is only forked.
+    """
+
+    @property
+    def workspace(self) -> BranchWorkspace:
+        """The copy that it works on, which its user closes."""
+        ...
+
+    def run(self, complete: Complete) -> None:
+        """Go on as the host would, from that request on, with ``complete`` as the model, until the agent ends.
+
+        Raises what ends a session of the host.
+        """
+        ...
+
+    def fork(self) -> Branch:
+        """A copy. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
+        ...
+
+
+class BranchWorld:
+    """An ``Environment`` over a branch, in the middle of an episode. Over the ``live`` branch of a session at one
+    decision it is only forked.
+
+    A branch is an ordinary session of the host, in a thread of its own, whose request is held. The host goes on in it
+    as it would live. The strategy's answer is given, the host executes it, and its next request is the observation,
+    which waits in turn. So a branch shows what the live session would show; its first prompt is compared with the live
+    one. ``turn``: the request of the branch that waits.
+    """
+
+    def __init__(self, live: Branch, session: Session, turn: Turn | None = None) -> None:
+        self.session = session
+        self.turn = turn or session.turn
+        self._branch = live
+        self._loop = asyncio.get_running_loop()
+        self._requests: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._answer: Future[Json] = Future()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._failure: CaughtFailure | None = None
+
+    @property
+    def info(self) -> EnvInfo:
+        """Its steps have no rewards."""
+        return EnvInfo(emits_rewards=False)
+
+    async def reset(self, task: Task) -> Observation:
+        """Not supported: a branch begins in the middle of an episode."""
+        raise RuntimeError("a branch cannot be reset: it continues an episode")
+
+    async def step(self, action: Message) -> Observation:
+        """Execute an answer that the session sampled; returns what the model would see.
+
+        Raises ``BadEnvironmentError`` for an action that a fork cannot execute.
+        """
+        before, session = self.turn, self.session
+        if self._thread is None:
+            run = copy_context().run
+            self._thread = threading.Thread(target=run, args=(self._run,), name="rl-branch", daemon=True)
+            self._thread.start()
+            wire = await self._prompt()
+            if wire is None or not _same(wire, before.wire):
+                raise BadEnvironmentError("the branch does not begin with the live session's prompt")
+        waiting, self._answer = self._answer, Future()
+        waiting.set_result(session.document_of(action))
+        wire, known = await self._prompt(), len(before.wire)
+        if wire is None:
+            return Observation(terminated=True)
+        if not _same(wire[:known], before.wire):
+            raise BadEnvironmentError("the branch cannot continue the conversation: its host rewrites earlier messages")
+        # The prompt repeats the answer first, in the host's own form, except for one that the host could not read.
+        replayed = len(wire) > known and wire[known]["role"] == "assistant"
+        new = tuple(to_message(message) for message in wire[known + replayed :])
+        # The earlier messages are shared, because a search holds very many turns.
+        self.turn = Turn(before.body, [*before.wire, *wire[known:]], (*before.path, action, *new))
+        session.expect(self.turn)
+        return Observation(messages=new)
+
+    async def fork(self) -> BranchWorld:
+        """A copy. Raises ``BadEnvironmentError`` or ``InfrastructureError``."""
+        return BranchWorld(await background().blocking(self._branch.fork), self.session, self.turn)
+
+    async def evidence(self) -> JsonObject:
+        """The changes to the workspace since the session began."""
+        return await background().blocking(self._branch.workspace.changes)
+
+    async def check(self, asked: WorkspaceCommand) -> CommandEvidence:
+        """Run a command over the workspace as it stands, in a fresh sandbox."""
+        return await background().blocking(lambda: self._branch.workspace.check(asked))
+
+    async def close(self) -> None:
+        """End the host's run, without a retry, its processes, and remove its files."""
+        self._closed = True
+        if not self._answer.done():
+            self._answer.set_exception(EpisodeOver(StopReason.NO_ACTION))
+        await background().blocking(self._branch.workspace.close)
+
+    async def _prompt(self) -> Sequence[WireMessage] | None:
+        """That of the next request; ``None`` after the end of its agent.
+
+        Raises ``CaughtFailure`` when the host has failed.
+        """
+        if (body := await self._requests.get()) is None:
+            if self._failure is not None:
+                raise self._failure
+            return None
+        return body["messages"]
+
+    def _run(self) -> None:
+        try:
+            with suppress(EpisodeOver), boundary(FailureKind.ENVIRONMENT, "search.simulate"):
+                self._branch.run(self._complete)
+        except CaughtFailure as caught:
+            self._failure = caught
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
+
+    def _complete(self, body: Json) -> Json:
+        if self._closed:
+            raise EpisodeOver(StopReason.NO_ACTION)
+        waiting = self._answer
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, body)
+        return waiting.result()
+
+
+def _same(one: Sequence[WireMessage], other: Sequence[WireMessage]) -> bool:
+    return len(one) == len(other) and all(a == b or says(a, to_message(b)) for a, b in zip(one, other, strict=True))

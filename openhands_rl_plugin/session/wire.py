@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.core.messages import WireMessage, calls_in, error_in, sampling_in, wire_calls
+from openhands_rl_plugin.core.messages import WireMessage, error_in, sampling_in
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
 from openhands_rl_plugin.models.engines.extensions import (
@@ -114,32 +114,16 @@ class ClientRequest:
 def client_request(
     body: bytes, document: Json, messages: Any, tools: Any, settings: Json, **about: Any
 ) -> ClientRequest:
-    """A request whose ``messages`` and ``tools`` are checked. Raises ``Unrecordable``, ``ValueError`` and others."""
-    if not isinstance(messages, list) or not messages:
-        raise Unrecordable("the request has no messages")
+    """A request whose ``messages`` and ``tools`` can be recorded. Raises ``Unrecordable``, ``ValueError`` and others.
+
+    A message is read when it is new to its session; what is no message is refused then.
+    """
+    if not isinstance(messages, list) or not messages or any(each["role"] not in _ROLES for each in messages):
+        raise Unrecordable("the request has no messages, or one of an unknown role")
     if not all(isinstance(tool, dict) for tool in tools or ()):
         raise Unrecordable("a tool of the request is not an object")
-    return ClientRequest(body, document, [*map(_recordable, messages)], tuple(tools or ()), settings, **about)
-
-
-def _recordable(message: Json) -> WireMessage:
-    """The message in the format of ``core.messages``. Raises ``ValueError`` and others for any other format."""
-    content, calls = message.get("content"), message.get("tool_calls") or message.get("function_call")
-    parts = content if isinstance(content, list) else [content]
-    texts = (message.get("tool_call_id"), message.get("name"))
-    if message["role"] not in _ROLES or not all(isinstance(part, dict | str | None) for part in parts):
-        raise ValueError("a message has an unknown role or content")
-    if not all(isinstance(text, str | None) for text in texts):
-        raise ValueError("a message has a name or tool_call_id that is not a string")
-    if calls and not (isinstance(calls, list) and all(map(_is_call, calls))):
-        message = {**message, "tool_calls": wire_calls(calls_in(message))}
-    return {**message, "role": "system"} if message["role"] == "developer" else message
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    texts = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None,)
-    return all(isinstance(text, str) for text in texts) and isinstance(call.get("id"), str | None)
+    kept = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+    return ClientRequest(body, document, kept, tuple(tools or ()), settings, **about)
 
 
 def added_fields(call: ClientRequest, names: Sequence[str]) -> Json:
@@ -173,7 +157,8 @@ def put_back(call: ClientRequest, messages: Sequence[WireMessage]) -> None:
 
 
 class AnswerStream:
-    """A streamed answer, event by event, of which the client gets what it asked for.
+    """A streamed chat completion, event by event, of which the client gets what it asked for. Those of the other
+    protocols read other events.
 
     ``ending``: all has been said, and the client must not see the end before the answer is stored.
     ``done``: no event comes after this one.
@@ -182,7 +167,10 @@ class AnswerStream:
     def __init__(self, call: ClientRequest) -> None:
         self.problem = ""
         self.ending = self.done = False
-        self._hidden = call.hidden
+        self._hidden = call.hidden | ({"usage"} if STREAM_OPTIONS in call.wanted else frozenset())
+        choices = call.document.get("n")
+        self._choices = choices if isinstance(choices, int) else 1
+        self._parts = ChunkAssembler()
 
     def feed(self, received: ServerEvent) -> bytes:
         """Take an event; returns what the client gets of it."""
@@ -210,30 +198,11 @@ class AnswerStream:
 
     def take(self, data: Json) -> None:
         """Read an event. Raises ``ValueError`` and others for one of an unknown format."""
-        raise NotImplementedError
-
-    def read(self) -> ChatAnswer:
-        """The response of all events. Raises ``Unrecordable``, and others as ``take``."""
-        raise NotImplementedError
-
-
-class ChunkStream(AnswerStream):
-    """A streamed chat completion."""
-
-    def __init__(self, call: ClientRequest) -> None:
-        super().__init__(call)
-        self._hidden |= frozenset() if call.wants_usage else {"usage"}
-        choices = call.document.get("n")
-        self._choices = choices if isinstance(choices, int) else 1
-        self._parts = ChunkAssembler()
-
-    def take(self, data: Json) -> None:
-        """As ``AnswerStream.take``."""
         self._parts.add(data)
         self.ending = self._parts.finished >= self._choices
 
     def read(self) -> ChatAnswer:
-        """As ``AnswerStream.read``."""
+        """The response of all events. Raises ``Unrecordable``, and others as ``take``."""
         return ChatAnswer(self._parts.document(), lost_ids=self._parts.lost_ids)
 
 
@@ -280,7 +249,7 @@ def _request(body: bytes, document: Json) -> ClientRequest:
     return call
 
 
-CHAT = WireProtocol("chat/completions", _request, chat_answer, ChunkStream)
+CHAT = WireProtocol("chat/completions", _request, chat_answer, AnswerStream)
 
 # Claude Code's first system block differs from request to request, and is no part of the prompt.
 _ATTRIBUTION = "x-anthropic-billing-header:"

@@ -26,8 +26,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, SamplingP
 from openhands_rl_plugin.models.engines.client import HttpUpstream, server_error
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.session.branches import BranchWorld, Complete
-from openhands_rl_plugin.session.session import Session
+from openhands_rl_plugin.session.session import BranchWorld, Complete, Session
 
 ASK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)

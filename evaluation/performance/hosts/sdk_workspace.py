@@ -59,8 +59,7 @@ from openhands_rl_plugin.hosts.v1 import RLAgent
 from openhands_rl_plugin.hosts.v1.agent import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.session.branches import BranchWorld
-from openhands_rl_plugin.session.session import Turn
+from openhands_rl_plugin.session.session import BranchWorld, Turn
 
 RECORDING_MS, FORK_MS = 3.0, 200.0
 WARM = 5

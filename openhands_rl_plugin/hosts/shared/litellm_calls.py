@@ -36,8 +36,7 @@ from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream, ServerError, server_error
 from openhands_rl_plugin.models.engines.extensions import ExtensionTable
 from openhands_rl_plugin.models.engines.openai_wire import Json, parse_object
-from openhands_rl_plugin.session.branches import Complete
-from openhands_rl_plugin.session.upstream import Upstream
+from openhands_rl_plugin.session.session import Complete, Upstream
 
 # Litellm's proxy adds the working folder, where agents write modules, to the path.
 if sys.path[-1] == os.getcwd() and "litellm.proxy.proxy_cli" in sys.modules:

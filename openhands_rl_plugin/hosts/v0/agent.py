@@ -78,9 +78,7 @@ from openhands_rl_plugin.hosts.v0.runtime import EnvironmentRuntime, SessionRunt
 from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, refusing
 from openhands_rl_plugin.models.engines.openai_wire import Json
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.session.branches import BranchWorld, Complete
-from openhands_rl_plugin.session.session import EpisodeOver, Session, current_episode
-from openhands_rl_plugin.session.upstream import Upstream
+from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session, Upstream, current_episode
 
 MALFORMED = malformed(exceptions)
 """What OpenHands raises for an answer of the model that it cannot parse."""

@@ -72,9 +72,7 @@ from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM, Unreco
 from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, ConversationWorkspace
 from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
 from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS, Json
-from openhands_rl_plugin.session.branches import BranchWorld, Complete
-from openhands_rl_plugin.session.session import EpisodeOver, Session
-from openhands_rl_plugin.session.upstream import upstream_in
+from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session, upstream_in
 
 log = logging.getLogger("openhands")
 

@@ -23,8 +23,7 @@ from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.compact_prompt import compact_tools, described
 from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, upstream_of
-from openhands_rl_plugin.session.branches import Complete
-from openhands_rl_plugin.session.upstream import Upstream
+from openhands_rl_plugin.session.session import Complete, Upstream
 
 
 class Prompts:

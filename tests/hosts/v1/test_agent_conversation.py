@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.types import (
     kind_of,
 )
 from openhands_rl_plugin.hosts.v1 import RLAgent
-from openhands_rl_plugin.session.upstream import sampling_from
+from openhands_rl_plugin.session.session import sampling_from
 from openhands_rl_plugin.training.data.batch import samples_of
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.models.engines.transformers import TransformersEngine
-from openhands_rl_plugin.session.upstream import sampling_from
+from openhands_rl_plugin.session.session import sampling_from
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from sdk_play import converse, finish, make_agent, make_llm, stored
 
 from openhands_rl_plugin.core.messages import WireMessage, to_wire
 from openhands_rl_plugin.core.types import Message, ToolCall
-from openhands_rl_plugin.session.sampled_texts import SampledTexts
+from openhands_rl_plugin.session.session import SampledTexts
 
 pytestmark = pytest.mark.contract
 

@@ -25,8 +25,7 @@ from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.agent import ConversationBranch, log_of
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.session.branches import BranchWorld
-from openhands_rl_plugin.session.session import Turn
+from openhands_rl_plugin.session.session import BranchWorld, Turn
 
 pytestmark = [pytest.mark.contract, needs_bubblewrap]
 
