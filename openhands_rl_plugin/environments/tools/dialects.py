@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
-from openhands_rl_plugin.core.templates.rendering import ChatTemplate, template_for
+from openhands_rl_plugin.core.templates.rendering import template_for
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
 _UP_TO_THOUGHT_END = re.compile(r"\A.*</think>", re.IGNORECASE | re.DOTALL)
 _THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 _TAGGED = ("<tool_call", "</tool_call")
-_BARE = ("{", "<|python_tag|>")
-# Call formats, for families whose own template lists no tools in the system message.
-_FORMS = (
-    '<tool_call>\n{"name": "function-name", "arguments": {"parameter": "value"}}\n</tool_call>',
-    '{"name": "function-name", "parameters": {"parameter": "value"}}',
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +85,13 @@ class TextDialect:
     """
 
     def __init__(self, template: str) -> None:
-        self._template: ChatTemplate = template_for(template)
-        self._form = next((form for form in _FORMS if _is_one_call(self._template.parse(form))), _FORMS[0])
+        self._template = template_for(template)
 
     def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
         return ()
 
     def system(self, text: str, tools: Sequence[JsonObject]) -> str:
-        if not tools:
-            return text
-        own = _own_manifest(self._template, text, tools)
-        return own if own is not None else "\n\n".join(part for part in (text, self._manifest(tools)) if part)
+        return self._template.system(text, tools)
 
     def read(self, message: Message) -> ReadAnswer:
         parsed = self._template.parse(message.content or "")
@@ -110,15 +99,11 @@ class TextDialect:
         return ReadAnswer((*message.tool_calls, *parsed.calls), problems, _speech(parsed))
 
     def said(self, unfinished: str) -> str:
-        return _certain(unfinished, _TAGGED if self._form == _FORMS[0] else _BARE)
+        return _certain(unfinished, self._template.openings)
 
     def results(self, told: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
         blocks = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for _, text in told)
         return (Message(role="user", content=blocks),) if told else ()
-
-    def _manifest(self, tools: Sequence[JsonObject]) -> str:
-        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        return f"# Tools\n\nThese functions can be called:\n{lines}\n\nA call looks like this:\n{self._form}"
 
 
 class OpenedThought:
@@ -160,24 +145,3 @@ def _certain(unfinished: str, openings: Sequence[str]) -> str:
                 end -= length
                 break
     return text[:end].strip()
-
-
-def _is_one_call(parsed: ParsedAnswer) -> bool:
-    return len(parsed.calls) == 1 and not (parsed.problems or parsed.before.strip() or parsed.after.strip())
-
-
-def _own_manifest(template: ChatTemplate, text: str, tools: Sequence[JsonObject]) -> str | None:
-    """The content of the system turn that the family's template renders from ``text`` and ``tools``.
-
-    ``None`` when the template puts the tools elsewhere, or nowhere.
-    """
-    messages = (Message(role="system", content=text), Message(role="user", content="?"))
-    plain = template.render(messages, add_generation_prompt=False)
-    shown = template.render(messages, tools, add_generation_prompt=False)
-    same = next((at for at, (a, b) in enumerate(zip(plain, shown, strict=False)) if a != b), len(plain))
-    before, behind = plain[:same], plain[same:]
-    start = before.rfind(text) if text else same
-    if start < 0 or not behind or not shown.endswith(behind) or shown == plain:
-        return None
-    content = shown[start : len(shown) - len(behind)]
-    return None if "<|" in content else content

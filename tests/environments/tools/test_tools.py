@@ -303,9 +303,8 @@ async def test_tools_in_the_text_are_shown_as_the_family_itself_shows_them() -> 
     given = (FunctionTool(odd), FinalTool())
     environment = ToolEnvironment(ToolOptions(template="qwen3", system_prompt="Be good."), tools=given)
     opening = (await environment.reset(TASK)).messages
-    asked = (Message(role="system", content="Be good."), Message(role="user", content="How many?"))
-    template = make_template("qwen3")
-    assert template.render(opening) == template.render(asked, [tool.openai_tool() for tool in given])
+    assert opening[0].content == make_template("qwen3").system("Be good.", [tool.openai_tool() for tool in given])
+    assert [message.content for message in opening[1:]] == ["How many?"]
     assert environment.info.tools == ()
     result = await environment.step(
         said('<tool_call>{"name": "odd", "arguments": {"text": "</tool_call>"}}</tool_call>')

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.templates.json_calls import render_tool_call
-from openhands_rl_plugin.core.templates.rendering import Qwen25
+from openhands_rl_plugin.core.templates.rendering import template_for
 from openhands_rl_plugin.core.types import ToolCall
 from openhands_rl_plugin.models.server.responses import ParsedText, parse_tool_calls, safe_length
 
@@ -66,7 +66,7 @@ def test_an_answer_that_is_one_fenced_object_naming_an_offered_tool_is_a_call(op
     parsed = parse_tool_calls(text, TOOLS)
     assert (parsed.content, parsed.calls) == (None, (call_of("execute_bash", '{\n    "command": "ls"\n  }'),))
     assert not any(safe_length(text[:end]) for end in range(len(text) + 1))
-    assert Qwen25().parse(text, TOOLS).calls == parsed.calls
+    assert template_for("qwen2.5").parse(text, TOOLS).calls == parsed.calls
     for other in (
         text + "Done.",
         "So: " + text,
