@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,31 +27,59 @@ def _cell(text: str) -> str:
 # --- the command line
 
 
+SHARED_BY = 3
+
+
 def cli() -> None:
-    """A section for each command, with its options and examples."""
+    """The options that several commands share, then a section for each command, with its own options and examples."""
     from openhands_rl_plugin.cli import commands, parser_of
 
+    parsers: list[tuple[str, argparse.ArgumentParser, str, int]] = []
     for name, text in commands().items():
         parents = parser_of(name)
         (below,) = (each for each in parents._actions if isinstance(each, argparse._SubParsersAction))
-        _command(f"openhands-rl {name}", below.choices[name], text, 2)
+        parsers += _nested(f"openhands-rl {name}", below.choices[name], text, 2)
+    counts = Counter(row for _, parser, _, _ in parsers for row in set(_rows(parser)) if row[0].startswith("`--"))
+    shared = {row for row, count in counts.items() if count >= SHARED_BY}
+    cog.outl("\n## Options of several commands\n\n| argument | meaning |\n|---|---|")
+    for named, meaning in sorted(shared):
+        cog.outl(f"| {named} | {meaning} |")
+    for name, parser, text, level in parsers:
+        _command(name, parser, text, level, shared)
 
 
-def _command(name: str, parser: argparse.ArgumentParser, text: str, level: int) -> None:
-    cog.outl(f"\n{'#' * level} {name}\n\n{_cell(text[:1].upper() + text[1:])}.")
-    rows = [(action, _named(action)) for action in parser._actions if not _left_out(action)]
-    if rows:
-        cog.outl("\n| argument | meaning |\n|---|---|")
-    for action, named in rows:
-        cog.outl(f"| {named} | {_cell(_meaning(action))} |")
-    if parser.epilog and level == 2:
-        examples = parser.epilog.strip("\n").removeprefix("examples:\n").removeprefix("example:\n")
-        cog.outl(f"\n```text\n{examples}\n```")
+def _nested(
+    name: str, parser: argparse.ArgumentParser, text: str, level: int
+) -> list[tuple[str, argparse.ArgumentParser, str, int]]:
+    """The command and those below it: name, parser, what it does, level of its heading."""
+    found = [(name, parser, text, level)]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             helps = {each.dest: each.help or "" for each in action._choices_actions}
             for each, below in action.choices.items():
-                _command(f"{name} {each}", below, helps.get(each, ""), level + 1)
+                found += _nested(f"{name} {each}", below, helps.get(each, ""), level + 1)
+    return found
+
+
+def _rows(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+    return [(_named(action), _cell(_meaning(action))) for action in parser._actions if not _left_out(action)]
+
+
+def _command(
+    name: str, parser: argparse.ArgumentParser, text: str, level: int, shared: Collection[tuple[str, str]]
+) -> None:
+    cog.outl(f"\n{'#' * level} {name}\n\n{_cell(text[:1].upper() + text[1:])}.")
+    rows = _rows(parser)
+    if own := [row for row in rows if row not in shared]:
+        cog.outl("\n| argument | meaning |\n|---|---|")
+    for named, meaning in own:
+        cog.outl(f"| {named} | {meaning} |")
+    if others := [named.split()[0].strip("`,") for named, meaning in rows if (named, meaning) in shared]:
+        also = ", ".join(f"`{each}`" for each in others)
+        cog.outl(f"\n[Also](#options-of-several-commands) {also}.")
+    if parser.epilog and level == 2:
+        examples = parser.epilog.strip("\n").removeprefix("examples:\n").removeprefix("example:\n")
+        cog.outl(f"\n```text\n{examples}\n```")
 
 
 def _left_out(action: argparse.Action) -> bool:
