@@ -12,8 +12,7 @@ from openhands_rl_plugin.cli.options.stored import add_filters, filter_of
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.trajectories.exchange.foreign import ARGUMENTS_FORMS, ArgumentsForm
-from openhands_rl_plugin.trajectories.exchange.formats import FORMATS, Format, exportable, table
+from openhands_rl_plugin.trajectories.exchange.formats import Format, exportable, table
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.data.demonstrations import TemplateCheck
@@ -28,8 +27,8 @@ examples:
   openhands-rl export ./trajectories --format trajectories --out all.jsonl.gz
 
 Calls have their arguments as objects, as chat templates want them: those of Qwen2.5 and Llama 3.1 print texts once more
-as JSON. With --model that is looked up in the model's template, and every row is rendered once. OpenAI's fine-tuning
-wants --arguments string. Parquet is read by datasets (TRL) with messages, tools and arguments as they are in JSON.
+as JSON. With --model every row is rendered once with the model's template. Parquet is read by datasets (TRL) with
+messages, tools and arguments as they are in JSON.
 
 Secrets of known shapes are never written. The file appears when it is complete, readable by its owner only.
 """
@@ -41,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", required=True, metavar="FORMAT", help="one of the formats below")
     kinds = ".jsonl, .json (one array), either with .gz, or .parquet"
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=kinds)
-    forms = "the arguments of calls as JSON objects or as texts (default: what --model's template prints, else object)"
-    parser.add_argument("--arguments", choices=ARGUMENTS_FORMS, help=forms)
     model = "the model that will be trained: rows are checked with its chat template"
     parser.add_argument("--model", type=Path, metavar="DIR", help=model)
     parser.add_argument("--limit", type=positive, metavar="EPISODES", help="at most so many trajectories")
@@ -61,17 +58,15 @@ async def run(args: argparse.Namespace) -> int:
 
     chosen = exportable(args.format)
     check = _template_check(args, chosen)
-    arguments: ArgumentsForm = args.arguments or (check.arguments if check is not None else None) or "object"
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         where = _within(chosen.scope, filter_of(args)).model_copy(update={"limit": args.limit})
         total = await storage.count(where)
-        with chosen.sink(args.out, arguments) as sink, progress_bar("exporting", total) as bar:
+        with chosen.sink(args.out) as sink, progress_bar("exporting", total) as bar:
             report = await export_store(
                 storage,
                 where,
                 chosen,
                 sink,
-                arguments=arguments,
                 watch=check.look_at if check is not None else lambda row: None,
                 wanted=args.resolved,
                 advanced=bar.update,
@@ -80,7 +75,7 @@ async def run(args: argparse.Namespace) -> int:
     for reason, times in report.left_out.most_common(10):
         print(f"  {times} left out: {sayable(reason)}")
     if check is not None:
-        print(f"  {check.rendered} rows rendered by the chat template of {args.model}, arguments as {arguments}")
+        print(f"  {check.rendered} rows rendered by the chat template of {args.model}")
         for reason, times in check.refused.most_common(10):
             print(f"  {times} rows refused: {sayable(reason)}")
     return 0
@@ -88,26 +83,16 @@ async def run(args: argparse.Namespace) -> int:
 
 def _template_check(args: argparse.Namespace, chosen: Format) -> TemplateCheck | None:
     """Raises ``ConfigError`` where the model's template would not print calls as they are written."""
-    if not chosen.conversations:
-        if args.arguments is not None:
-            able = ", ".join(each.name for each in FORMATS.values() if each.conversations)
-            raise ConfigError(f"--arguments: {chosen.name} has no calls in a form of their own; these have: {able}")
-        return None
-    if args.model is None:
+    if args.model is None or not chosen.conversations:
         return None
     from openhands_rl_plugin.training.data.demonstrations import TemplateCheck
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
     check = TemplateCheck(load_tokenizer(str(args.model)), chosen.conversations)
-    if check.arguments is None:
+    if not check.prints_calls:
         raise ConfigError(
-            f"the chat template of {args.model} prints no tools, calls or results: export --format sft-text, or train "
-            "with a template that does"
-        )
-    if args.arguments is not None and args.arguments not in check.printed:
-        raise ConfigError(
-            f"--arguments {args.arguments}: the chat template of {args.model} does not print such arguments as JSON; "
-            f"leave the option out, or say {check.arguments}"
+            f"the chat template of {args.model} prints no tools, no results or no calls with objects as arguments: "
+            "export --format sft-text, or train with a template that does"
         )
     return check
 

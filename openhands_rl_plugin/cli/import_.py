@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 from openhands_rl_plugin.cli.options.foreground import sayable
 from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-from openhands_rl_plugin.trajectories.exchange.formats import recognised_source, source_of, table
+from openhands_rl_plugin.trajectories.exchange.formats import source_of, table
 
 EPILOG = f"""formats:
 {table()}
@@ -43,14 +44,13 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.exchange.formats import import_source
     from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
-    if args.format is None:
-        source, names = recognised_source(args.file)
-        print("format: " + ", ".join(f"{name} ({count} files)" for name, count in names.most_common()), flush=True)
-    else:
-        source = source_of(args.file, args.format)
+    names = Counter[str]()
+    source = source_of(args.file, args.format, names)
     async with open_store(args.into, create=True) as storage:
         with progress_bar("importing") as bar:
             report = await import_source(source, storage, advanced=bar.update)
+    if args.format is None and names:
+        print("format: " + ", ".join(f"{name} ({count} files)" for name, count in names.most_common()))
     # Without --skip-bad the first one is the error.
     for message in report.bad[not args.skip_bad : _SHOWN]:
         print(f"skipped: {sayable(message)}", file=sys.stderr)

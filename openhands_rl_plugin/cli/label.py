@@ -61,7 +61,7 @@ def asked(question: str, words: Collection[str], *, numbers: bool = False) -> tu
 def show(out: Console, trajectory: Trajectory, actions: int, heading: str) -> None:
     """What was done last, and the change, or the last answer."""
     from openhands_rl_plugin.core.messages import one_line
-    from openhands_rl_plugin.trajectories.exchange.episodes import patch_of
+    from openhands_rl_plugin.trajectories.exchange.rows import patch_of
     from openhands_rl_plugin.trajectories.view.episode import message_text, shortened
 
     messages = trajectory.messages()

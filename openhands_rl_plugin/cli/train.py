@@ -35,7 +35,7 @@ from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import Adapter, Sample
-from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY as IMPORTED
+from openhands_rl_plugin.trajectories.exchange.foreign import STRATEGY as IMPORTED
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.protocols import TrajectoryStorage

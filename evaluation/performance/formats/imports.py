@@ -21,7 +21,7 @@ from typing import Any
 
 from openhands_rl_plugin.core.messages import reasoning_of
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.trajectories.exchange.formats import recognised_source
+from openhands_rl_plugin.trajectories.exchange.formats import source_of
 
 Chat = list[dict[str, Any]]
 WORDS = ['"', "'", "\\n", "\n", "é", "ls", " -la ", "</p>", "{x}", "\u00a0", "日本", "<b>", "\t", "print(1)", "|"]
@@ -181,8 +181,7 @@ def read(name: str, chats: list[Chat], folder: Path) -> tuple[dict[str, float], 
     file = folder / f"{name}.jsonl"
     file.write_text("\n".join(json.dumps(WRITERS[name](chat, f"t{at}")) for at, chat in enumerate(chats)))
     started = time.perf_counter()
-    source, names = recognised_source(file)
-    found = [unit.read() for unit in source]
+    found = [unit.read() for unit in source_of(file)]
     seconds = time.perf_counter() - started
     episodes = [each.trajectory for one in found for each in (one if isinstance(one, list) else [one])]
     reasoning, ids = name not in WITHOUT_REASONING, name not in OWN_IDS
@@ -190,7 +189,7 @@ def read(name: str, chats: list[Chat], folder: Path) -> tuple[dict[str, float], 
     cut = 1 if name in WITHOUT_SYSTEM else 0
     same = [fields(each, reasoning, ids) == expected(chat[cut:], reasoning, ids) for each, chat in pairs]
     calls = sum(len(message.tool_calls) for each in episodes for message in each.messages())
-    recognised = float(set(names) == {name})
+    recognised = float(all(each.strategy.options["format"] == name for each in episodes))
     return {"recognised": recognised, "equal": sum(same), "calls": calls, "a_second": len(same) / seconds}, episodes
 
 

@@ -16,18 +16,21 @@ from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, Score, StopReason, Task, Times, Trajectory
-from openhands_rl_plugin.trajectories.exchange.episodes import (
+from openhands_rl_plugin.trajectories.exchange.foreign import (
     UNKNOWN_TIMES,
+    ExchangeError,
     Imported,
+    LeftOutError,
+    Record,
+    chat_message,
     conversation,
-    date_of,
     finished,
-    score_of,
+    present,
     task_of,
     times_of,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, Record, chat_message, present
 from openhands_rl_plugin.trajectories.exchange.formats import Format
+from openhands_rl_plugin.trajectories.exchange.rows import date_of, score_of
 
 _ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _FROM = {"system": "system", "user": "human", "tool": "human", "assistant": "gpt"}
@@ -65,10 +68,9 @@ def rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject
     }
 
 
-def read(row: JsonObject) -> Imported:
+def read(record: Record) -> Imported:
     """An episode of a record, or of an AgentTraj row. Raises ``ExchangeError``."""
-    record = Record(row)
-    if "conversations" in row or "item_id" in row:
+    if "conversations" in record.fields or "item_id" in record.fields:
         item = record.text("item_id")
         tree = _tree(record, "conversations", None)
         return finished(tree, "agentgym", Task(id=item, environment=item.partition("_")[0]))
@@ -132,7 +134,7 @@ def _times(timestamp: str | None) -> Times:
 FORMAT = Format(
     "agentgym",
     "AgentGym records, and AgentTraj rows in",
-    lambda row, file: read(row),
+    lambda record, file: read(record),
     rows,
     TrajectoryFilter(),
     recognises=lambda row: "conversations" in row and "item_id" in row,

@@ -10,15 +10,15 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.types import JsonObject, Message
-from openhands_rl_plugin.trajectories.exchange.episodes import Imported, conversation, finished, task_of
+from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
+    Imported,
     Record,
     chat_message,
     chat_messages,
     from_text,
-    tools_of,
+    row_episode,
     within,
 )
 from openhands_rl_plugin.trajectories.exchange.formats import Format
@@ -29,20 +29,8 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
 }
+_ENVIRONMENT = "chat"
 _PROMPTS = ("question", "query", "instruction", "input")
-
-
-def _finished(
-    record: Record, form: str, answers: Sequence[Message], prompt: Sequence[Message] | None, reward: float | None
-) -> Imported:
-    """A row as an episode; ``prompt``: what stands before its answers, where that is a column of its own."""
-    messages = record.whole(answers, prompt or ())
-    given = 0 if prompt is None else len(messages) - len(answers)
-    names = (record.read(str, "instance_id"), record.read(str, "task_id"))
-    task = task_of(messages, "chat", *names, row=record.read(str, "id"), given=given)
-    model = record.read(str, "model")
-    tree = conversation(messages, model, tools_of(record.get("tools", "functions")), given=given)
-    return finished(tree, form, task, model=model, reward=reward)
 
 
 def recognises_sharegpt(row: Mapping[str, JsonValue]) -> bool:
@@ -52,9 +40,8 @@ def recognises_sharegpt(row: Mapping[str, JsonValue]) -> bool:
     return isinstance(first, dict) and "from" in first and "value" in first and "item_id" not in row
 
 
-def read_sharegpt(row: JsonObject) -> Imported:
+def read_sharegpt(record: Record) -> Imported:
     """An episode of a row. Raises ``ExchangeError``."""
-    record = Record(row)
     messages: list[Message] = []
     for number, each in enumerate(record.records("conversations")):
         speaker = each.text("from").lower()
@@ -69,7 +56,7 @@ def read_sharegpt(row: JsonObject) -> Imported:
             if messages and messages[-1].role == "assistant" and not messages[-1].tool_calls:
                 turn = messages.pop().model_copy(update={"tool_calls": turn.tool_calls})
         messages.append(turn)
-    return _finished(record, "sharegpt", messages, None, record.read(float, "score", "reward"))
+    return row_episode(record, "sharegpt", messages, environment=_ENVIRONMENT)
 
 
 def recognises_trl(row: Mapping[str, JsonValue]) -> bool:
@@ -78,19 +65,18 @@ def recognises_trl(row: Mapping[str, JsonValue]) -> bool:
     return texts or ("prompt" in row and isinstance(row.get("completion"), str | list))
 
 
-def read_trl(row: JsonObject) -> list[Imported]:
+def read_trl(record: Record) -> list[Imported]:
     """The episodes of a row: one, or the chosen and the rejected one, of one task with rewards 1 and 0.
 
     Raises ``ExchangeError``.
     """
-    record = Record(row)
     better: Any = record.get("chosen")
     worse: Any = record.get("rejected")
     if better is None or worse is None:
         answer, label = _messages(record.get("completion"), "completion", "assistant"), record.read(bool, "label")
-        reward = record.read(float, "score", "reward") if label is None else float(label)
-        return [_finished(record, "trl", answer, _messages(record.get("prompt"), "prompt", "user"), reward)]
-    texts = (row.get(name) for name in _PROMPTS)
+        reward = None if label is None else float(label)
+        return [_answered(record, _messages(record.get("prompt"), "prompt", "user"), answer, reward)]
+    texts = (record.get(name) for name in _PROMPTS)
     asked: Any = record.get("prompt") or "\n".join(text for text in texts if isinstance(text, str) and text)
     if not asked and isinstance(better, str) and isinstance(worse, str):
         # An implicit prompt is what both begin with.
@@ -103,7 +89,11 @@ def read_trl(row: JsonObject) -> list[Imported]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not prompt or chosen == rejected:
         raise ExchangeError("chosen and rejected: must be two answers to one prompt, or begin with it")
-    return [_finished(record, "trl", chosen, prompt, 1.0), _finished(record, "trl", rejected, prompt, 0.0)]
+    return [_answered(record, prompt, chosen, 1.0), _answered(record, prompt, rejected, 0.0)]
+
+
+def _answered(record: Record, prompt: Sequence[Message], answer: Sequence[Message], reward: float | None) -> Imported:
+    return row_episode(record, "trl", answer, prompt, environment=_ENVIRONMENT, reward=reward)
 
 
 def _shared[Each](one: Sequence[Each], other: Sequence[Each]) -> list[Each]:
@@ -120,11 +110,11 @@ def _messages(value: JsonValue, name: str, role: Any) -> Sequence[Message]:
 
 
 SHAREGPT = Format(
-    "sharegpt", "ShareGPT's conversations", lambda row, file: read_sharegpt(row), recognises=recognises_sharegpt
+    "sharegpt", "ShareGPT's conversations", lambda record, file: read_sharegpt(record), recognises=recognises_sharegpt
 )
 TRL = Format(
     "trl",
     "TRL's prompt with completion, or chosen and rejected",
-    lambda row, file: read_trl(row),
+    lambda record, file: read_trl(record),
     recognises=recognises_trl,
 )

@@ -9,14 +9,18 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import text_of
-from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN, Imported, conversation, finished, task_of
+from openhands_rl_plugin.core.types import Message, ToolCall
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    UNKNOWN,
     ExchangeError,
+    Imported,
     Record,
     RecordMessage,
+    conversation,
+    finished,
     is_context_only,
     linked_call,
+    task_of,
     within,
     without_nulls,
 )
@@ -32,9 +36,8 @@ def recognises(row: Mapping[str, JsonValue]) -> bool:
     return isinstance(listed, list) and bool(listed) and isinstance(listed[0], dict) and "class_" in listed[0]
 
 
-def read(row: JsonObject) -> Imported:
+def read(record: Record) -> Imported:
     """An episode of the agent-data-protocol. Raises ``ExchangeError`` that names the entry."""
-    record = Record(row)
     messages: list[RecordMessage] = []
     rewards: list[float | None] = []
     for number, event in enumerate(record.records("content")):
@@ -105,6 +108,6 @@ def _called(before: Sequence[Message], linked: str | None) -> ToolCall | None:
 FORMAT = Format(
     "agent-data-protocol",
     "standard form of the agent-data-protocol",
-    lambda row, file: read(row),
+    lambda record, file: read(record),
     recognises=recognises,
 )

@@ -7,6 +7,7 @@ Version 2 has tool calls, or output of OpenAI's Responses API. The tools that we
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,23 +15,20 @@ from pydantic import JsonValue
 
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, Times
-from openhands_rl_plugin.trajectories.exchange.episodes import (
-    SWE,
-    UNKNOWN_TIMES,
-    Imported,
-    conversation,
-    finished,
-    name_of,
-    task_of,
-    times_of,
-)
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     CONVERSATION_FILE,
+    SWE,
+    UNKNOWN_TIMES,
     ExchangeError,
+    Imported,
     Record,
     at_path,
     chat_messages,
+    conversation,
+    finished,
     present,
+    task_of,
+    times_of,
     tools_of,
     without_nulls,
 )
@@ -90,9 +88,8 @@ def _first(row: Mapping[str, JsonValue], name: str, fields: set[str]) -> bool:
     return isinstance(listed, list) and bool(listed) and isinstance(listed[0], dict) and fields <= set(listed[0])
 
 
-def read_swe_agent(row: JsonObject, file: Path | None = None) -> Imported:
+def read_swe_agent(record: Record, file: Path) -> Imported:
     """An episode of a ``.traj``: of its history, or of the steps. Raises ``ExchangeError``."""
-    record = Record(row)
     messages = record.messages("history") or [*_of_steps(record.records("trajectory"))]
     return _episode(_SWE_AGENT, record, messages, file)
 
@@ -104,23 +101,24 @@ def _of_steps(steps: Sequence[Record]) -> Iterator[Message]:
         yield Message(role="user", content=step.text("observation"))
 
 
-def read_mini(row: JsonObject, file: Path | None = None) -> Imported:
+def read_mini(record: Record, file: Path) -> Imported:
     """An episode of mini-swe-agent. Raises ``ExchangeError``."""
-    record = Record(row)
     listed = record.records("messages")
     times = times_of(at_path(each.get("extra"), "timestamp") for each in listed)
     return _episode(_MINI, record, chat_messages([*_flat(each.fields for each in listed)]), file, times)
 
 
 def _episode(
-    form: str, record: Record, messages: Sequence[Message], file: Path | None, times: Times = UNKNOWN_TIMES
+    form: str, record: Record, messages: Sequence[Message], file: Path, times: Times = UNKNOWN_TIMES
 ) -> Imported:
     if not messages:
         raise ExchangeError("there is no message in it")
     info = record.record("info")
     status, model = info.text("exit_status"), info.record("config").record("model").read(str, "model_name")
     known = present(patch=info.read(str, "submission"), exit_status=status or None, metrics=info.get("model_stats"))
-    task = task_of(messages, SWE, record.text("instance_id") or name_of(file))
+    # They name a file after its task; other names of files say nothing.
+    named = re.fullmatch(r"(.+?)\.traj(\.json)?(\.gz)?", file.name)
+    task = task_of(messages, SWE, record.text("instance_id"), named and named[1])
     stop, failure = ending_of(status, form)
     tree = conversation(messages, model)
     return finished(tree, form, task, stop, model=model, evidence=known, failure=failure, times=times)
@@ -148,12 +146,11 @@ def _of_response(response: JsonObject) -> JsonObject:
     return {"role": "assistant", "content": "\n".join(texts), "tool_calls": calls, "thinking_blocks": [*items]}
 
 
-def read_nebius(row: JsonObject) -> Imported:
+def read_nebius(record: Record) -> Imported:
     """A row of SWE-agent-trajectories (``text`` messages) or of SWE-rebench-openhands-trajectories (chat messages).
 
     Raises ``ExchangeError``.
     """
-    record = Record(row)
     messages = chat_messages([_as_chat(each.fields) for each in record.records("trajectory")])
     if not messages:
         raise ExchangeError("trajectory: is empty")
@@ -184,7 +181,7 @@ SWE_AGENT = Format(_SWE_AGENT, "SWE-agent's .traj", read_swe_agent, recognises=r
 NEBIUS = Format(
     _NEBIUS,
     "Nebius' data sets of SWE-agent and OpenHands episodes",
-    lambda row, file: read_nebius(row),
+    lambda record, file: read_nebius(record),
     recognises=recognises_nebius,
 )
 MINI_SWE_AGENT = Format(

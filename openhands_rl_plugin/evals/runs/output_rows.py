@@ -21,7 +21,7 @@ from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, PREDICTIO
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
 from openhands_rl_plugin.trajectories.exchange import events
-from openhands_rl_plugin.trajectories.exchange.episodes import date_of
+from openhands_rl_plugin.trajectories.exchange.rows import date_of
 
 
 def metadata_of(

@@ -28,8 +28,8 @@ from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.agent import said_finish, stepping
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.rollout.scoring import workspace_command
-from openhands_rl_plugin.trajectories.exchange.episodes import UNKNOWN, finished, policy_of, task_of
 from openhands_rl_plugin.trajectories.exchange.events import V1_EVENTS, read_events
+from openhands_rl_plugin.trajectories.exchange.foreign import UNKNOWN, finished, policy_of, task_of
 
 _NOTHING = "there is nothing to judge yet"
 CRITIC = "critic"

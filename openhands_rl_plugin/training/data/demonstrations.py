@@ -7,7 +7,6 @@ before (a template that takes reasoning out of earlier turns) starts a new seque
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,12 +30,11 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.trajectories.exchange.episodes import STRATEGY, resolved, score_of
-from openhands_rl_plugin.trajectories.exchange.foreign import (
-    ARGUMENTS_FORMS,
-    ArgumentsForm,
-    LeftOutError,
+from openhands_rl_plugin.trajectories.exchange.foreign import STRATEGY, LeftOutError
+from openhands_rl_plugin.trajectories.exchange.rows import (
     arguments_object,
+    resolved,
+    score_of,
     single_call_turns,
     spoken_messages,
     text_messages,
@@ -97,27 +95,18 @@ def traits_of(render: Render) -> TemplateTraits:
     """Found out by rendering short conversations."""
     asked = {"role": "user", "content": "Begin."}
     system = {"role": "system", "content": "Rules."}
-    calls = [_probe_call("object", _CALL), _probe_call("object", "probe_other")]
+    calls = [_probe_call(_CALL), _probe_call("probe_other")]
     both = [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
     one = [asked, {"role": "assistant", "content": _TEXT, "tool_calls": calls[:1]}]
     thought = [asked, {"role": "assistant", "content": _TEXT, "reasoning_content": _REASON}]
     return TemplateTraits(
-        native=_prints_calls(render, asked, "object"),
+        native=prints_calls(render),
         parallel="probe_other" in (_tried(render, both, [_TOOL]) or ""),
         content=_TEXT in (_tried(render, one, [_TOOL]) or ""),
         system="Rules." in (_tried(render, [system, asked]) or ""),
         repeats=_tried(render, [asked, asked]) is not None,
         reasoning=_REASON in (_tried(render, thought) or ""),
     )
-
-
-def forms_printed(render: Render) -> tuple[ArgumentsForm, ...]:
-    """The forms of arguments that a template prints as one JSON object, or in a way of its own; the better one first.
-
-    None when it does not print calls, results and tools.
-    """
-    asked = {"role": "user", "content": "Begin."}
-    return tuple(form for form in ARGUMENTS_FORMS if _prints_calls(render, asked, form))
 
 
 def turns_for(
@@ -191,11 +180,11 @@ def _alternating(turns: Sequence[RenderedMessage]) -> list[RenderedMessage]:
     return out
 
 
-def _prints_calls(render: Render, asked: dict[str, Any], form: str) -> bool:
+def prints_calls(render: Render) -> bool:
     """Whether calls, results and tools are printed, and the arguments as JSON instead of text within JSON."""
     messages: list[dict[str, Any]] = [
-        asked,
-        {"role": "assistant", "content": "", "tool_calls": [_probe_call(form, _CALL)]},
+        {"role": "user", "content": "Begin."},
+        {"role": "assistant", "content": "", "tool_calls": [_probe_call(_CALL)]},
         {"role": "tool", "content": _RESULT, "tool_call_id": "call_1", "name": _CALL},
     ]
     text, plain = _tried(render, messages, [_TOOL]), _tried(render, messages[:1], [_TOOL])
@@ -206,10 +195,8 @@ def _prints_calls(render: Render, asked: dict[str, Any], form: str) -> bool:
     return printed and f'\\"{_NAME}' not in called and f"'{_NAME}'" not in called
 
 
-def _probe_call(form: str, name: str) -> dict[str, Any]:
-    arguments = {_NAME: _VALUE}
-    value = arguments if form == "object" else json.dumps(arguments)
-    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": value}}
+def _probe_call(name: str) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": {_NAME: _VALUE}}}
 
 
 def _tried(render: Render, messages: WireMessages, tools: Sequence[JsonObject] = ()) -> str | None:
@@ -429,19 +416,17 @@ class TokenMaker:
 
 
 class TemplateCheck:
-    """Renders the columns ``conversations`` of rows on their way. ``refused``: reason -> how many rows."""
+    """Renders the columns ``conversations`` of rows on their way. ``refused``: reason -> how many rows.
+
+    ``prints_calls``: whether the template prints the calls as rows have them.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, conversations: Sequence[str]) -> None:
         self.rendered = 0
         self.refused: Counter[str] = Counter()
         self._tokenizer = tokenizer
         self._conversations = conversations
-        self.printed = forms_printed(self._render)
-
-    @property
-    def arguments(self) -> ArgumentsForm | None:
-        """The form that suits the template; ``None`` when it prints no calls."""
-        return self.printed[0] if self.printed else None
+        self.prints_calls = prints_calls(self._render)
 
     def _render(self, messages: WireMessages, tools: Sequence[JsonObject], cue: bool) -> str:
         """As other programs render: in the form in which the messages come."""

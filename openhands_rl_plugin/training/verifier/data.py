@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.types import FailureKind, Frozen, Sample, Score, T
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score
 from openhands_rl_plugin.training.verifier.card import task_digest
 from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
-from openhands_rl_plugin.trajectories.exchange.episodes import resolved
+from openhands_rl_plugin.trajectories.exchange.rows import resolved
 
 # Sums of step rewards such as 10 x 0.1 must not miss the threshold by a rounding error.
 _ROUNDING = 1e-9

@@ -17,8 +17,7 @@ from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
 from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.trajectories.exchange.episodes import patch_of
-from openhands_rl_plugin.trajectories.exchange.rows import LogSection, joined, log_sections, question
+from openhands_rl_plugin.trajectories.exchange.rows import LogSection, joined, log_sections, patch_of, question
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -29,31 +29,26 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.episodes import (
-    UNKNOWN,
-    Imported,
-    conversation,
-    date_of,
-    finished,
-    policy_of,
-    resolved,
-    score_of,
-    task_of,
-    times_of,
-)
 from openhands_rl_plugin.trajectories.exchange.foreign import (
+    UNKNOWN,
     ExchangeError,
+    Imported,
     LeftOutError,
     Record,
     RecordMessage,
-    arguments_object,
     at_path,
+    chat_message,
+    conversation,
+    finished,
+    policy_of,
     present,
     read_document,
+    task_of,
+    times_of,
     tools_of,
     within,
-    without_nulls,
 )
+from openhands_rl_plugin.trajectories.exchange.rows import arguments_object, date_of, resolved, score_of
 
 NAME = "atif"
 OWN = "openhands_rl"
@@ -74,12 +69,12 @@ def is_trial(file: Path) -> bool:
     return file.name in ("result.json", "config.json") and (trial.is_file() or any(file.parent.glob("*/agent")))
 
 
-def read(row: JsonObject, file: Path | None = None) -> Imported:
+def read(record: Record, file: Path | None = None) -> Imported:
     """An episode of a document; a trial of Harbor beside it gives the task's name and the reward.
 
     Raises ``ExchangeError`` that names the step.
     """
-    record, trial = Record(row), _trial(file)
+    trial = _trial(file)
     own, agent = record.record("extra").record(OWN), record.record("agent")
     policy = own.read(PolicyRef, "policy") or policy_of(agent.read(str, "model_name"))
     messages: list[RecordMessage] = []
@@ -98,7 +93,7 @@ def read(row: JsonObject, file: Path | None = None) -> Imported:
         NAME,
         own.read(Task, "task") or task_of(tree.messages(), UNKNOWN, *names),
         own.read(StopReason, "stop"),
-        policy=policy,
+        model=policy,
         run_id=own.text("run_id") or trial.text("trial_name"),
         group_id=own.read(str, "group_id"),
         evidence={**(own.read(dict, "evidence") or {}), **noted},
@@ -126,30 +121,33 @@ def _messages(step: Record, policy: PolicyRef) -> Iterator[RecordMessage]:
         yield RecordMessage(role="tool", content=content, tool_call_id=called, name=names.get(called or ""))
 
 
-def _answer(step: Record, text: str | None, given: Sequence[Record], policy: PolicyRef) -> RecordMessage:
-    calls = tuple(
-        ToolCall(id=call.text("tool_call_id"), name=call.text("function_name"), arguments=_arguments(call))
-        for call in given
-    )
+def _answer(step: Record, text: str | None, calls: Sequence[Record], policy: PolicyRef) -> RecordMessage:
     own = step.record("extra").record(OWN)
-    empty = own.read(bool, "no_text")
     served = step.read(str, "model_name")
     if served is not None and served != policy.served_name:
         policy = PolicyRef.from_served_name(policy.base_model, served)
         policy = policy if policy.adapter is not None else PolicyRef(base_model=served)
     # Copied context was trained where it first stands; a step without a call of a model was not sampled.
-    copied = bool(step.read(bool, "is_copied_context")) or step.get("llm_call_count") == 0
-    return RecordMessage(
-        role="assistant",
-        content=None if empty or (empty is None and text in ("", "null") and calls) else text,
-        tool_calls=calls,
-        reasoning=step.read(str, "reasoning_content"),
-        context_only=copied or own.get("sampled") is False,
-        policy=policy,
-        tokens=_tokens(step.record("metrics")),
-        finish_reason=own.read(str, "finish_reason"),
-        reward=own.read(float, "reward"),
-    )
+    context_only = step.get("llm_call_count") == 0 or own.get("sampled") is False
+    wire = {
+        "role": "assistant",
+        "content": text,
+        "tool_calls": [
+            {"id": call.text("tool_call_id"), "name": call.text("function_name"), "arguments": _arguments(call)}
+            for call in calls
+        ],
+        "reasoning_content": step.read(str, "reasoning_content"),
+        "is_copied_context": context_only or step.read(bool, "is_copied_context"),
+    }
+    known = {
+        "policy": policy,
+        "tokens": _tokens(step.record("metrics")),
+        "finish_reason": own.read(str, "finish_reason"),
+        "reward": own.read(float, "reward"),
+    }
+    if (empty := own.read(bool, "no_text")) is not None:
+        known["content"] = None if empty else ""
+    return chat_message(wire).model_copy(update=known)
 
 
 def _tokens(metrics: Record) -> Tokens | None:
@@ -164,10 +162,9 @@ def _tokens(metrics: Record) -> Tokens | None:
     return Tokens.of(prompt, sampled, logprobs)
 
 
-def _arguments(call: Record) -> str:
+def _arguments(call: Record) -> JsonValue:
     exact = call.record("extra").get("arguments")
-    arguments = exact if isinstance(exact, str) else call.get("arguments")
-    return arguments if isinstance(arguments, str) else to_json(without_nulls(arguments or {})).decode()
+    return exact if isinstance(exact, str) else call.get("arguments")
 
 
 def _trial(file: Path | None) -> Record:

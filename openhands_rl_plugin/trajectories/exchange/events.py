@@ -26,14 +26,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.messages import plain_message, text_of, transcript_nodes
 from openhands_rl_plugin.core.records import sub_agents_run
-from openhands_rl_plugin.core.tree import REPLAYED_AS, EpisodeTree
+from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     ACTED,
     CONDENSATION,
@@ -50,41 +49,42 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.episodes import (
+from openhands_rl_plugin.trajectories.exchange.foreign import (
     SWE,
     UNKNOWN,
-    Imported,
-    conversation,
-    date_of,
-    finished,
-    patch_of,
-    policy_of,
-    resolved,
-    say,
-    task_of,
-    times_of,
-)
-from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
+    Imported,
     LeftOutError,
     Record,
     RecordMessage,
     Unit,
     Units,
-    arguments_object,
+    add_message,
     at_path,
     chat_message,
-    conversation_of,
+    conversation,
     files_below,
+    finished,
+    follow,
     object_at,
+    policy_of,
     present,
     read_document,
     rows_of,
-    spoken_messages,
+    task_of,
+    times_of,
     tools_of,
-    wire_of,
     within,
     without_nulls,
+)
+from openhands_rl_plugin.trajectories.exchange.rows import (
+    arguments_object,
+    conversation_of,
+    date_of,
+    patch_of,
+    resolved,
+    spoken_messages,
+    wire_of,
 )
 
 # --- Events of V0
@@ -96,11 +96,10 @@ def recognises_v0(row: Mapping[str, JsonValue]) -> bool:
     return known and "messages" not in row and "trajectory" not in row
 
 
-def read_v0(row: JsonObject) -> Imported:
+def read_v0(record: Record) -> Imported:
     """An episode of a row: an instance of a run, or the events of a saved trajectory. Raises ``ExchangeError``."""
-    record = Record(row)
     history, error = record.read(list, "history") or [], record.text("error")
-    test_result, metadata = object_at(row, "test_result"), record.record("metadata")
+    test_result, metadata = object_at(record.get("test_result")), record.record("metadata")
     if not history and not test_result and not error:
         raise ExchangeError("history: is required, or test_result or error of an instance that was not run")
     model = metadata.record("llm_config").text("model") or metadata.record("llm").text("model")
@@ -271,8 +270,15 @@ _SHELL = {"execute_bash", "execute_powershell", "terminal"}
 
 
 def v0_history(trajectory: Trajectory) -> list[JsonObject]:
-    """The events, numbered; what a rewritten history repeats is there once."""
-    return [{"id": at, **event} for at, event in enumerate(_stamped(trajectory, [*_events_of_v0(trajectory)]))]
+    """The events, numbered; what a rewritten history repeats is there once. The first has the time at which the episode
+    started, and the last that of its end."""
+    events = [*_events_of_v0(trajectory)]
+    started, step = (
+        trajectory.times.started,
+        (trajectory.times.finished - trajectory.times.started) / (len(events) - 1 or 1),
+    )
+    dates = (date_of(started + at * step).replace(tzinfo=None).isoformat() for at in range(len(events)))
+    return [{"id": at, **event, "timestamp": date} for at, (event, date) in enumerate(zip(events, dates, strict=True))]
 
 
 def _events_of_v0(trajectory: Trajectory) -> Iterator[JsonObject]:
@@ -313,14 +319,6 @@ def _action(call: ToolCall) -> tuple[str, JsonObject]:
     if call.name == "finish":
         return "finish", {"final_thought": str(arguments.get("message") or ""), "outputs": {}}
     return "call_tool_mcp", {"name": call.name, "arguments": arguments}
-
-
-def _stamped(trajectory: Trajectory, events: Sequence[JsonObject]) -> Iterator[JsonObject]:
-    """The events with times; the first has that at which the episode started, and the last that of its end."""
-    step = (trajectory.times.finished - trajectory.times.started) / max(1, len(events) - 1)
-    for number, event in enumerate(events):
-        stamp = date_of(trajectory.times.started + number * step).replace(tzinfo=None).isoformat()
-        yield {**event, "timestamp": stamp}
 
 
 def _response_of(identity: str, model: str, message: JsonValue, finish: str = "tool_calls", at: int = 0) -> JsonObject:
@@ -379,11 +377,9 @@ def _from_calls(instance: str, files: Sequence[Path]) -> Imported:
             summary = Completion(message=plain_message(answer), policy=policy_of(model))
             tree.aside([*map(plain_message, prompt)], summary, CONDENSATION)
             continue
-        tree.tools, at = tree.tools or tools, None
-        for message in prompt:
-            at = _follow(tree, at, plain_message(message))
-        tree.head = at
-        say(tree, answer, policy_of(model))
+        tree.tools = tree.tools or tools
+        follow(tree, prompt)
+        add_message(tree, answer, policy_of(model))
     path = set(tree.path())
     for at, node in enumerate(tree.nodes):
         if node.sampled and at not in path and KIND not in node.metadata:
@@ -405,23 +401,6 @@ def _read_call(file: Path) -> tuple[float, Sequence[Message], Message, str, tupl
         offered = (kwargs if "tools" in kwargs.fields else record).records("tools")
         at, model = times_of([record.get("timestamp")]).started, kwargs.text("model") or response.text("model")
         return at, prompt, answer, model, tuple(_read_tool(tool.fields) for tool in offered)
-
-
-def _follow(tree: EpisodeTree, at: int | None, message: Message) -> int:
-    """The node below ``at`` with ``message``: a known one, or a new one."""
-    same = next((child for child in reversed(tree.children(at)) if _alike(tree.nodes[child].message, message)), None)
-    if same is None:
-        tree.head = at
-        return say(tree, message, None)
-    if (node := tree.nodes[same]).sampled and node.message != message:
-        node.metadata[REPLAYED_AS] = message.model_dump(mode="json", exclude_defaults=True)
-    return same
-
-
-def _alike(known: Message, message: Message) -> bool:
-    """Equal, but for white space around the text and an empty text that is null elsewhere."""
-    one, other = ({**dict(each), "content": (each.content or "").strip(), "name": None} for each in (known, message))
-    return one == other
 
 
 # --- Events of V1
@@ -501,93 +480,77 @@ def read_events(events: Sequence[JsonValue], policy: PolicyRef, leaf: str | None
 
     Raises ``ExchangeError`` that names the event.
     """
-    reader = _Conversation(policy)
-    for number, event in enumerate(events):
+    tree = EpisodeTree()
+    # Event -> the node at which the conversation stood after it; completion -> its node; node -> its events.
+    places: dict[str, int | None] = {}
+    answers: dict[str, int] = {}
+    events_of: dict[int, list[str]] = {}
+    for number, each in enumerate(events):
         with within(f"event {number}"):
-            reader.take(Record(event))
-    reader.tree.head = reader.places.get(leaf or "", reader.tree.head)
-    return reader.tree
+            event = Record(each)
+            if (parent := event.text("parent_id")) in places:
+                tree.head = places[parent]
+            identity, completion, message = event.text("id"), event.text("llm_response_id"), _of_v1(event)
+            if event.text("kind") == "Condensation":
+                _condense(tree, event, events_of)
+            elif message is not None:
+                at = answers.get(completion)
+                if message.tool_calls and at is not None and at in tree.path():
+                    # Each call of a completion is an event of its own.
+                    node = tree.nodes[at]
+                    calls = (*node.message.tool_calls, *message.tool_calls)
+                    node.message = node.message.model_copy(update={"tool_calls": calls})
+                else:
+                    at = add_message(tree, message, policy if message.role == "assistant" else None)
+                    answers |= {completion: at} if completion else {}
+                events_of.setdefault(at, []).append(identity)
+                tree.tools = tree.tools or tuple(_read_tool(tool.fields) for tool in event.records("tools"))
+            places[identity] = tree.head
+    tree.head = places.get(leaf or "", tree.head)
+    return tree
 
 
-class _Conversation:
-    """``places``: event -> the node at which the conversation stood after it."""
+def _of_v1(event: Record) -> Message | None:
+    """What an event adds to the prompt."""
+    kind, added = event.text("kind"), _part_texts(event, "extended_content")
+    if kind == "SystemPromptEvent":
+        parts = (event.record(name).text("text") for name in ("system_prompt", "dynamic_context"))
+        return Message(role="system", content=_join(parts) or "")
+    if kind == "MessageEvent":
+        message = chat_message(_as_wire(event.record("llm_message").fields))
+        content = _join([message.content or "", *added]) if added else message.content
+        return message.model_copy(update={"content": content})
+    if kind in _RESULTS:
+        called, name = event.text("tool_call_id"), event.text("tool_name") or None
+        return Message(role="tool", content=_join([*_result(event, kind), *added]), tool_call_id=called, name=name)
+    if kind != "ActionEvent":
+        return None
+    if not event.get("tool_call"):
+        raise ExchangeError("tool_call: is required")
+    # Missing fields of the call are those of the event.
+    own: JsonObject = {"id": event.text("tool_call_id"), "name": event.text("tool_name")}
+    call: JsonObject = {**own, **without_nulls(event.record("tool_call").fields)}
+    wire: JsonObject = {"role": "assistant", "content": _join(_part_texts(event, "thought")), "tool_calls": [call]}
+    names = ("reasoning_content", "thinking_blocks", "responses_reasoning_item")
+    return chat_message(_as_wire({**wire, **{name: event.get(name) for name in names}}))
 
-    def __init__(self, policy: PolicyRef) -> None:
-        self.tree = EpisodeTree()
-        self.places: dict[str, int | None] = {}
-        self._policy = policy
-        self._answers: dict[str, int] = {}
-        # Node -> the events that it was read from.
-        self._events: dict[int, list[str]] = {}
 
-    def take(self, event: Record) -> None:
-        """Add the event's message below the event that it names, or below the last one."""
-        identity, kind = event.text("id"), event.text("kind")
-        if (parent := event.text("parent_id")) in self.places:
-            self.tree.head = self.places[parent]
-        if kind == "SystemPromptEvent":
-            self.tree.tools = self.tree.tools or tuple(_read_tool(tool.fields) for tool in event.records("tools"))
-            parts = (event.record(name).text("text") for name in ("system_prompt", "dynamic_context"))
-            say(self.tree, Message(role="system", content=_join(parts) or ""), None)
-        elif kind == "MessageEvent":
-            message = chat_message(_as_wire(event.record("llm_message").fields))
-            if added := _part_texts(event, "extended_content"):
-                message = message.model_copy(update={"content": _join([message.content or "", *added])})
-            self._say(event, message)
-        elif kind == "ActionEvent":
-            self._act(event)
-        elif kind in _RESULTS:
-            content = _join([*_result(event, kind), *_part_texts(event, "extended_content")])
-            called, name = event.text("tool_call_id"), event.read(str, "tool_name")
-            say(self.tree, Message(role="tool", content=content, tool_call_id=called, name=name or None), None)
-        elif kind == "Condensation":
-            self._condense(event)
-        head = self.places[identity] = self.tree.head
-        if head is not None and kind in _SPOKEN:
-            self._events.setdefault(head, []).append(identity)
-
-    def _say(self, event: Record, message: Message) -> None:
-        at = say(self.tree, message, self._policy if message.role == "assistant" else None)
-        if response := event.text("llm_response_id"):
-            self._answers[response] = at
-
-    def _act(self, event: Record) -> None:
-        if not event.get("tool_call"):
-            raise ExchangeError("tool_call: is required")
-        # Missing fields of the call are those of the event.
-        own: JsonObject = {"id": event.text("tool_call_id"), "name": event.text("tool_name")}
-        call: JsonObject = {**own, **without_nulls(event.record("tool_call").fields)}
-        names = ("reasoning_content", "thinking_blocks", "responses_reasoning_item")
-        wire: JsonObject = {"role": "assistant", "content": _join(_part_texts(event, "thought")), "tool_calls": [call]}
-        message = chat_message(_as_wire({**wire, **{name: event.get(name) for name in names}}))
-        known = self._answers.get(event.text("llm_response_id"))
-        if known is None or known not in self.tree.path():
-            self._say(event, message)
-            return
-        # Each call of a response is an event of its own.
-        node = self.tree.nodes[known]
-        calls = (*node.message.tool_calls, *message.tool_calls)
-        node.message = node.message.model_copy(update={"tool_calls": calls})
-
-    def _condense(self, event: Record) -> None:
-        """Go on as the SDK does: without the events that are forgotten, and with the summary in their place."""
-        nodes, path = self.tree.nodes, self.tree.path()
-        forgotten, summary = {*map(str, event.read(list, "forgotten_event_ids") or ())}, event.read(str, "summary")
-        # The events that the model sees, each with its node; the summary has none yet.
-        view: list[tuple[str, int | None]] = []
-        view += ((each, at) for at in path for each in self._events.get(at, ()) if each not in forgotten)
-        if summary is not None and (offset := event.read(int, "summary_offset")) is not None:
-            view.insert(offset, (f"{event.text('id')}-summary", None))
-        kept = [*dict.fromkeys(at for _, at in view)]
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, kept, strict=False)))
-        for at in path[same:]:
-            if nodes[at].sampled:
-                nodes[at].metadata[ACTED] = True
-        self.tree.head = path[same - 1] if same else None
-        for at in kept[same:]:
-            message = Message(role="user", content=summary) if at is None else nodes[at].message
-            self.tree.head = self.tree.append(message)
-            self._events[self.tree.head] = [each for each, held in view if held == at]
+def _condense(tree: EpisodeTree, event: Record, events_of: dict[int, list[str]]) -> None:
+    """Go on as the SDK does: without the events that are forgotten, and with the summary in their place."""
+    nodes, path = tree.nodes, tree.path()
+    forgotten, summary = {*map(str, event.read(list, "forgotten_event_ids") or ())}, event.read(str, "summary")
+    # The events that the model sees, each with its node; the summary has none yet.
+    view: list[tuple[str, int | None]] = []
+    view += ((each, at) for at in path for each in events_of.get(at, ()) if each not in forgotten)
+    if summary is not None and (offset := event.read(int, "summary_offset")) is not None:
+        view.insert(offset, (f"{event.text('id')}-summary", None))
+    kept = [*dict.fromkeys(at for _, at in view)]
+    follow(tree, [Message(role="user", content=summary) if at is None else nodes[at].message for at in kept])
+    for at, now in zip(kept, tree.path(), strict=True):
+        events_of[now] = [each for each, held in view if held == at]
+    for at in {*path} - {*tree.path()}:
+        if nodes[at].sampled:
+            nodes[at].metadata[ACTED] = True
 
 
 def _result(event: Record, kind: str) -> list[str]:

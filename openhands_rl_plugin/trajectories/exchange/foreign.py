@@ -1,27 +1,28 @@
-"""Records of other programs: their files, the rows of these one at a time, and the fields and chat messages of a row;
-and the conversations of our own rows.
+"""Records of other programs: their files, the rows of these one at a time, the fields and the chat messages of a row,
+and the trajectories that these become.
 
-Null means absent, unknown fields are left alone, and every error names its row or its field.
-
-Rows have OpenAI's chat messages with reasoning, arguments as objects or as text: chat templates differ in what they
-want. Those of Qwen2.5 and Llama 3.1 print a text once more as JSON, so that a model would learn to quote its arguments;
-DeepSeek V3's takes text only. In the text form of OpenHands calls and results are text, one call a turn, and the system
-prompt describes the tools.
+Null means absent, unknown fields are left alone, and every error names its row or its field. No tokens were reported
+for most records, so none are invented: ``Node.tokens`` is ``None`` and the strategy says where the episode came from.
+The id is a digest of the content, so the same record imported twice is one trajectory.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
+import math
+import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import cache, partial
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -29,17 +30,34 @@ from pydantic_core import from_json
 from openhands_rl_plugin.core.errors import RLError, from_extra, problems
 from openhands_rl_plugin.core.messages import (
     SpokenMessage,
+    plain_message,
     reasoning_in,
-    reasoning_of,
     reasoning_with,
     text_of,
     to_message,
-    to_wire,
     whole_json,
     whole_text,
 )
-from openhands_rl_plugin.core.templates.function_text import RenderError, render_call
-from openhands_rl_plugin.core.types import Bounded, JsonObject, Message, PolicyRef, Tokens, Trajectory
+from openhands_rl_plugin.core.records import Label
+from openhands_rl_plugin.core.tree import REPLAYED_AS, EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Bounded,
+    Completion,
+    EpisodeRequest,
+    Failure,
+    Frozen,
+    JsonObject,
+    Message,
+    PolicyRef,
+    Score,
+    StopReason,
+    StrategySpec,
+    Task,
+    Times,
+    Tokens,
+    ToolCall,
+    Trajectory,
+)
 
 
 class ExchangeError(RLError):
@@ -113,14 +131,6 @@ class Record:
         """Chat messages, as a list or as JSON."""
         with within(f"{self._at}{name}"):
             return chat_messages(self.get(name) or [])
-
-    def whole(self, answers: Sequence[Message], prompt: Sequence[Message] = ()) -> tuple[Message, ...]:
-        """A conversation behind the system prompt that stands beside it. Raises ``ExchangeError`` without answers."""
-        if not any(message.role == "assistant" for message in answers):
-            raise ExchangeError("there is no answer in it")
-        messages, beside = (*prompt, *answers), whole_text(text_of(self.get("system", "system_prompt")) or "")
-        known = not beside or (messages[0].role, messages[0].content) == ("system", beside)
-        return messages if known else (Message(role="system", content=beside), *messages)
 
 
 def at_path(value: object, *names: str) -> Any:
@@ -266,25 +276,6 @@ class Unit(NamedTuple):
 Units = Iterator[Unit]
 
 
-def units_of(path: Path, convert: Callable[[JsonObject, Path], Any]) -> Units:
-    """The rows of a file (JSON Lines, JSON, Parquet; gzip), or of all such files below a folder, in order of name."""
-    return (unit for file in files_below(path, ROW_SUFFIXES) for unit in _converted(file, convert))
-
-
-def _converted(file: Path, convert: Callable[[JsonObject, Path], Any]) -> Units:
-    try:
-        for row in rows_of(file):
-            # The place of one row of several is no name of a file.
-            yield Unit(row.at, lambda row=row: convert(row.read(), Path(row.at)))
-    except ExchangeError as error:
-        yield Unit(str(file), partial(refuse, error))
-
-
-def refuse(error: ExchangeError) -> Any:
-    """Raise ``error``, which is all that is known of a record."""
-    raise error
-
-
 def files_below(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """``path`` itself, or the files in it that end so. Raises ``ExchangeError`` when there is none."""
     if path.is_file():
@@ -298,10 +289,18 @@ def files_below(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def rows_of(file: Path) -> Units:
-    """The rows of one file. Raises ``ExchangeError`` when the file as a whole cannot be read."""
-    if file.name.endswith(".parquet"):
-        yield from _parquet_rows(file)
-        return
+    """The rows of one file: JSON Lines, JSON, Parquet; gzip. What cannot be read of the file is a row that says so."""
+    try:
+        yield from _parquet_rows(file) if file.name.endswith(".parquet") else _json_rows(file)
+    except ExchangeError as error:
+        yield Unit(str(file), partial(_refuse, error))
+
+
+def _refuse(error: ExchangeError) -> Any:
+    raise error
+
+
+def _json_rows(file: Path) -> Units:
     with _opened(file) as stream:
         start = stream.peek(_PEEK).removeprefix(_BYTE_ORDER_MARK).lstrip()
         line, _, more = start.partition(b"\n")
@@ -381,146 +380,236 @@ def _object(value: JsonValue) -> JsonObject:
     return value
 
 
-ArgumentsForm = Literal["object", "string"]
-ARGUMENTS_FORMS: tuple[ArgumentsForm, ...] = ("object", "string")
+UNKNOWN = "unknown"
+STRATEGY = "imported"
+SWE = "swe"
+SCORE_VERSION = "imported-1"
+UNKNOWN_TIMES = Times(started=0.0, finished=0.0)
+
+_NAMESPACE = uuid.UUID("6b0f5f2e-0c1c-5f0e-9a55-5d2f6f8e7c11")
+# What a store has around a record.
+_ROOM = 20
+_FINISHING = {"finish", "submit"}
 
 
-def spoken_messages(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
-    """The messages of some nodes, answers with their reasoning."""
-    wanted = (trajectory.nodes[at] for at in nodes)
-    thoughts = ((node, reasoning_of(node) if node.message.role == "assistant" else None) for node in wanted)
-    return [SpokenMessage(**dict(node.message), reasoning=text, sampled=node.sampled) for node, text in thoughts]
+class Imported(Frozen):
+    """One episode as it goes into a store, with what judges it and what people noted on it."""
+
+    trajectory: Trajectory
+    scores: tuple[Score, ...] = ()
+    labels: tuple[Label, ...] = ()
 
 
-def wire_of(message: Message) -> JsonObject:
-    """An OpenAI chat message, its reasoning in ``reasoning_content``."""
-    return {**to_wire(message), **present(reasoning_content=reasoning_with(message))}
+def add_message(tree: EpisodeTree, message: Message, policy: PolicyRef | None) -> int:
+    """Append ``message`` and move the head to it; it was sampled when there is a ``policy``."""
+    reasoning, plain = reasoning_with(message), plain_message(message)
+    metadata: JsonObject = present(reasoning_content=reasoning)
+    if policy is None:
+        tree.head = tree.append(plain)
+        tree.nodes[tree.head].metadata.update(metadata)
+        return tree.head
+    answer = Completion(message=plain, policy=policy, metadata=metadata)
+    if isinstance(message, RecordMessage):
+        known = {"policy": message.policy or policy, "tokens": message.tokens, "finish_reason": message.finish_reason}
+        answer = answer.model_copy(update=known)
+    tree.commit(at := tree.propose(answer))
+    tree.nodes[at].reward = message.reward if isinstance(message, RecordMessage) else None
+    return at
 
 
-def conversation_of(trajectory: Trajectory, path: Sequence[int]) -> list[JsonValue]:
-    """The messages of some nodes, for a row."""
-    return [wire_of(message) for message in spoken_messages(trajectory, path)]
+def conversation(
+    messages: Iterable[Message],
+    model: str | PolicyRef | None = None,
+    tools: Sequence[JsonObject] = (),
+    *,
+    given: int = 0,
+) -> EpisodeTree:
+    """A tree with one path, in which the model sampled the answers behind the first ``given`` messages,
+    but for what the record marks as context only."""
+    tree = EpisodeTree(tools=tools)
+    for at, message in enumerate(_linked(messages)):
+        sampled = message.role == "assistant" and at >= given and not _is_context_only(message)
+        add_message(tree, message, policy_of(model) if sampled else None)
+    return tree
 
 
-def arguments_object(arguments: str) -> JsonObject | None:
-    """The arguments of a call as an object; ``None`` when the text is none."""
-    try:
-        value = from_text(arguments or "{}")
-    except ExchangeError:
-        return None
-    return value if isinstance(value, dict) else None
+def follow(tree: EpisodeTree, prompt: Iterable[Message]) -> None:
+    """Move the head to the end of ``prompt``: along the nodes that the tree has of it, and then along new ones.
 
-
-def with_objects(row: JsonObject) -> JsonObject:
-    """The row with the arguments of all calls as objects, changed in place; a malformed text stays as it is."""
-    listed: list[Any] = [each for column in row.values() if isinstance(column, list) for each in column]
-    for message in listed:
-        for call in (isinstance(message, dict) and message.get("tool_calls")) or ():
-            known = arguments_object(call["function"]["arguments"])
-            call["function"] |= {} if known is None else {"arguments": known}
-    return row
-
-
-def single_call_turns(messages: Sequence[Message]) -> list[Message]:
-    """Split every message with several calls into one message a call, each followed by its own result.
-
-    The text and the reasoning stand with the first of the calls. Raises ``LeftOutError`` where one of several calls got
-    no result: between two others it cannot stand.
+    White space around a text is no difference, nor an empty text that is null elsewhere; the other form of an answer is
+    noted on it.
     """
-    out: list[Message] = []
-    at = 0
-    while at < len(messages):
-        message, at = messages[at], at + 1
-        if len(message.tool_calls) < 2:
-            out.append(message)
+    at: int | None = None
+    for message in prompt:
+        same = next(
+            (child for child in reversed(tree.children(at)) if _alike(tree.nodes[child].message, message)), None
+        )
+        if same is None:
+            tree.head = at
+            at = add_message(tree, message, None)
             continue
-        following = [*takewhile(lambda each: each.role == "tool", messages[at:])]
-        results, at = {each.tool_call_id: each for each in following}, at + len(following)
-        for number, call in enumerate(message.tool_calls):
-            if call.id not in results:
-                raise LeftOutError("several calls were made at once and some of them got no result")
-            beside = {"content": None, **({"reasoning": None} if isinstance(message, SpokenMessage) else {})}
-            split = message.model_copy(update={"tool_calls": (call,), **(beside if number else {})})
-            out += [split, results[call.id]]
-    return out
+        at, node = same, tree.nodes[same]
+        if node.sampled and node.message != plain_message(message):
+            node.metadata[REPLAYED_AS] = plain_message(message).model_dump(mode="json", exclude_defaults=True)
+    tree.head = at
 
 
-def until_last_answer(messages: Sequence[Message]) -> list[Message]:
-    """Without what came after the assistant's last message: nothing is learned from it."""
-    last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
-    return list(messages[: last + 1])
+def _alike(known: Message, message: Message) -> bool:
+    names = ("role", "tool_calls", "tool_call_id")
+    same = all(getattr(known, name) == getattr(message, name) for name in names)
+    return same and (known.content or "").strip() == (message.content or "").strip()
 
 
-_HEAD = "\nYou have access to the following functions:\n\n"
-# The block that says IMPORTANT is never closed in the prompt of the published rows, and is kept so.
-_TAIL = """
-
-If you choose to call a function ONLY reply in the following format with NO suffix:
-
-<function=example_function_name>
-<parameter=example_parameter_1>value_1</parameter>
-<parameter=example_parameter_2>
-This is the value for the second parameter
-that can span
-multiple lines
-</parameter>
-</function>
-
-<IMPORTANT>
-Reminder:
-- Function calls MUST follow the specified format, start with <function= and end with </function>
-- Required parameters MUST be specified
-- Only call one function at a time
-- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT after.
-- If there is no function call available, answer the question like normal with your current knowledge and do not tell \
-the user about function calls
-"""
-_NO_DESCRIPTION = "No description provided"
+def policy_of(model: str | PolicyRef | None) -> PolicyRef:
+    """The weights as far as a record names them."""
+    return model if isinstance(model, PolicyRef) else PolicyRef(base_model=model or UNKNOWN)
 
 
-def system_prompt(content: str, tools: Sequence[JsonObject]) -> str:
-    """``content`` with the description of the tools and the rules of the text form; itself without tools."""
-    described = (_describe(number, object_at(tool, "function")) for number, tool in enumerate(tools, 1))
-    return f"{content}{_HEAD}{'\n'.join(described)}{_TAIL}" if tools else content
+def _linked(messages: Iterable[Message]) -> Iterator[Message]:
+    """The messages with the ids that their record leaves out: of calls, and of the calls that results belong to.
 
-
-def _describe(number: int, function: JsonObject) -> str:
-    schema, listed = function.get("parameters"), "No parameters are required for this function.\n"
-    if isinstance(schema, dict):
-        required = at_path(schema, "required") or []
-        parameters = enumerate(object_at(schema, "properties").items(), 1)
-        lines = (f"  ({at}) {name} {_declared(info, name in required)}\n" for at, (name, info) in parameters)
-        listed = f"Parameters:\n{''.join(lines)}"
-    name, about = function.get("name", ""), function.get("description", "")
-    begin = f"---- BEGIN FUNCTION #{number}: {name} ----\nDescription: {about}\n"
-    return f"{begin}{listed}---- END FUNCTION #{number} ----\n"
-
-
-def _declared(info: JsonValue, required: bool) -> str:
-    known = info if isinstance(info, dict) else {}
-    allowed, status = known.get("enum"), "required" if required else "optional"
-    values = ", ".join(f"`{value}`" for value in allowed) if isinstance(allowed, list) else None
-    suffix = "" if values is None else f"\nAllowed values: [{values}]"
-    return f"({known.get('type', 'string')}, {status}): {known.get('description', _NO_DESCRIPTION)}{suffix}"
-
-
-def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[JsonObject]:
-    """Messages with at most one call each in the text form. Raises ``LeftOutError``."""
-    if tools and (not messages or messages[0].role != "system"):
-        yield {"role": "system", "content": system_prompt("", tools)}
-    by_name = {str(at_path(tool, "function", "name")): tool for tool in tools}
-    names: dict[str | None, str] = {}
+    A result without an id is that of the first open call of its name, or of any name.
+    """
+    waiting: list[ToolCall] = []
     for at, message in enumerate(messages):
-        content, role = message.content or "", message.role
-        if role == "system" and at == 0:
-            content = system_prompt(content, tools)
-        elif role == "tool":
-            name = message.name or names.get(message.tool_call_id, "function")
-            content, role = f"EXECUTION RESULT of [{name}]:\n{content}", "user"
-        for call in message.tool_calls:
-            names[call.id] = call.name
-            try:
-                content = "\n\n".join(filter(None, (content, render_call(call, by_name.get(call.name)))))
-            except RenderError as error:
-                raise LeftOutError(str(error)) from error
-        yield {"role": role, "content": content, **present(reasoning_content=reasoning_with(message))}
+        if message.role == "assistant":
+            waiting = [
+                call if call.id else call.model_copy(update={"id": f"call_{at}_{number}"})
+                for number, call in enumerate(message.tool_calls, 1)
+            ]
+            message = message.model_copy(update={"tool_calls": tuple(waiting)})
+        elif message.role == "tool":
+            known = [call for call in waiting if message.tool_call_id == call.id]
+            called = known or [call for call in waiting if call.name == message.name] or waiting
+            if called and (known or message.tool_call_id is None):
+                message = message.model_copy(update={"tool_call_id": called[0].id})
+                waiting = [call for call in waiting if call is not called[0]]
+            elif message.tool_call_id is None:
+                # The result of a call that stands in the text is text, too.
+                message = message.model_copy(update={"role": "user"})
+        yield message
+
+
+def task_of(
+    messages: Sequence[Message], environment: str, *names: str | None, row: str | None = None, given: int = 0
+) -> Task:
+    """The task of a conversation: by the first name that there is, or by the id of its ``row``; else by its first
+    ``given`` messages, or by those before the first answer. They tell rows apart whose ids are numbers, too."""
+    before = takewhile(lambda each: each.role != "assistant" or _is_context_only(each), messages)
+    prompt = [plain_message(each).model_dump_json() for each in messages[:given] or [*before] or messages]
+    digest = hashlib.sha256("\0".join(prompt).encode()).hexdigest()[:16]
+    own = f"{row}-{digest}" if row and row.isdecimal() else row or digest
+    asked = (each.content for each in messages if each.role == "user" and not _is_context_only(each))
+    instruction = next(asked, None) or ""
+    return Task(id=next(filter(None, names), own), environment=environment, instruction=instruction)
+
+
+def _is_context_only(message: Message) -> bool:
+    return isinstance(message, RecordMessage) and message.context_only
+
+
+def finished(
+    tree: EpisodeTree,
+    form: str,
+    task: Task,
+    stop: StopReason | None = None,
+    *,
+    model: str | PolicyRef | None = None,
+    run_id: str | None = None,
+    group_id: str | None = None,
+    identity: str | None = None,
+    evidence: JsonObject | None = None,
+    reward: float | None = None,
+    resolved: bool | None = None,
+    failure: Failure | None = None,
+    times: Times = UNKNOWN_TIMES,
+    tokens: int | None = None,
+) -> Imported:
+    """The episode as a trajectory, with a score when its reward is known or what it ``resolved``.
+
+    ``form``: the name of the format. ``stop``: by default what the last message says. ``model``, ``run_id`` and
+    ``group_id`` are those of the record, if it names them; ``tokens``: how many answers have ids. Raises
+    ``ExchangeError`` for an episode that a store would not read back.
+    """
+    run_id = run_id or UNKNOWN
+    trajectory = tree.freeze(
+        EpisodeRequest(task=task, run_id=run_id, group_id=group_id or f"{run_id}/{task.id}"),
+        trajectory_id="",
+        strategy=StrategySpec(name=STRATEGY, options={"format": form, "tokens": tokens}),
+        policy=policy_of(model),
+        stop=stop or end_of(tree.messages()),
+        times=times,
+        evidence=evidence,
+        failure=failure,
+    )
+    # Times are left out: a copied file has new ones.
+    content = trajectory.model_dump_json(exclude={"id", "times", "schema_version"})
+    if content.count("[") + content.count("{") > 100:
+        from_text("[" * _ROOM + content + "]" * _ROOM)
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    identity = identity or str(uuid.uuid5(_NAMESPACE, f"{form}\n{digest}"))
+    found = trajectory.model_copy(update={"id": identity})
+    reward = float(resolved) if reward is None and resolved is not None else reward
+    if reward is None:
+        return Imported(trajectory=found)
+    detail = {"format": form, **present(resolved=resolved)}
+    score = Score(trajectory_id=identity, reward=reward, detail=detail, reward_version=SCORE_VERSION)
+    return Imported(trajectory=found, scores=(score,))
+
+
+def row_episode(
+    record: Record,
+    form: str,
+    answers: Sequence[Message],
+    prompt: Sequence[Message] = (),
+    *,
+    environment: str = SWE,
+    reward: float | None = None,
+) -> Imported:
+    """An episode of a row: its conversation, behind the system prompt that stands beside it, and what the other columns
+    are known to hold. ``prompt``: what stands before the answers, where that is a column of its own; nothing in it was
+    sampled. Raises ``ExchangeError``, also without answers.
+    """
+    if not any(message.role == "assistant" for message in answers):
+        raise ExchangeError("there is no answer in it")
+    messages, beside = (*prompt, *answers), whole_text(text_of(record.get("system", "system_prompt")) or "")
+    if beside and (messages[0].role, messages[0].content) != ("system", beside):
+        messages = (Message(role="system", content=beside), *messages)
+    given = len(messages) - len(answers) if prompt else 0
+    names = (record.read(str, "instance_id"), record.read(str, "task_id"))
+    model, resolved = record.read(str, "model"), record.read(bool, "resolved")
+    return finished(
+        conversation(messages, model, tools_of(record.get("tools", "functions")), given=given),
+        form,
+        task_of(messages, environment, *names, row=record.read(str, "id"), given=given),
+        model=model,
+        run_id=record.read(str, "run_id"),
+        evidence=present(
+            resolved=resolved,
+            test_result=without_nulls(record.get("test_result")),
+            patch=record.read(str, "patch"),
+            traj_id=record.read(str, "traj_id"),
+        ),
+        reward=record.read(float, "score", "reward") if reward is None else reward,
+        resolved=resolved,
+    )
+
+
+def end_of(messages: Sequence[Message]) -> StopReason:
+    """Why an episode ended whose record does not say so: by the agent's last word, or cut short."""
+    last = next((message for message in reversed(messages) if message.role == "assistant"), None)
+    if last is not None and (not last.tool_calls or any(call.name in _FINISHING for call in last.tool_calls)):
+        return StopReason.TERMINATED
+    return StopReason.TRUNCATED
+
+
+def times_of(stamps: Iterable[object]) -> Times:
+    """The first and the last of some times, each ISO 8601 or Unix seconds; what is no time is left out."""
+    seconds: list[float] = []
+    for stamp in stamps:
+        with suppress(ValueError):
+            date = datetime.fromisoformat(stamp) if isinstance(stamp, str) else None
+            # Records write local times without a zone; those are taken for UTC.
+            at = stamp if date is None else (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+            seconds += [float(at)] if isinstance(at, int | float) and math.isfinite(at) else []
+    return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES

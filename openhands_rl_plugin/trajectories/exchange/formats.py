@@ -1,46 +1,138 @@
-"""The formats by name: how each is recognised, read and written; and the ways of a store into a file and back."""
+"""The formats by name: how each is recognised, read and written; the ways of a store into a file and back.
+
+A half-written file never has the final name, and only its owner can read it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
-from itertools import batched, chain, islice
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
+from pydantic_core import to_json
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, unknown_name
+from openhands_rl_plugin.core.files import PRIVATE, replacing
 from openhands_rl_plugin.core.judgements import labels_of, preferences
 from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
 from openhands_rl_plugin.trajectories.exchange import atif, events, rows
-from openhands_rl_plugin.trajectories.exchange.episodes import Imported, ImportedWithLabels, resolved
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ROW_SUFFIXES,
-    ArgumentsForm,
     ExchangeError,
+    Imported,
     LeftOutError,
+    Record,
     Unit,
     Units,
     files_below,
-    refuse,
+    optional,
+    row_episode,
     rows_of,
-    units_of,
-    with_objects,
 )
-from openhands_rl_plugin.trajectories.exchange.writing import Sink, json_file, parquet_file
+from openhands_rl_plugin.trajectories.exchange.rows import resolved, with_objects
 
-# Records of a file that are read to recognise its format.
-_LOOKED_AT = 1000
 _JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
+Sink = Callable[[JsonObject], None]
+"""Writes a row. Raises ``ExchangeError``."""
+
+_ROW_GROUP = 256
+
+
+@contextmanager
+def _json_file(target: Path) -> Iterator[Sink]:
+    """JSON Lines, or one array when the target ends with ``.json``; compressed when it ends with ``.gz``.
+
+    All rows are kept, or none after an error. Raises ``ExchangeError``.
+    """
+    array = target.name.removesuffix(".gz").endswith(".json")
+    start, between, end = (b"[\n", b",\n", b"\n]\n") if array else (b"", b"\n", b"\n")
+    with _writing(target), replacing(target, PRIVATE) as staged, open(staged, "wb") as raw:
+        stream: Any = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if target.suffix == ".gz" else raw
+        rows = 0
+
+        def write(row: JsonObject) -> None:
+            nonlocal rows
+            # JSON has no NaN and no infinity; as texts they are read back as the same numbers.
+            stream.write((between if rows else start) + to_json(row, inf_nan_mode="strings"))
+            rows += 1
+
+        yield write
+        stream.write(end if rows else b"[]\n" if array else b"")
+        stream.close()
+
+
+@contextmanager
+def _parquet_file(target: Path, columns: Sequence[str]) -> Iterator[Sink]:
+    """Rows with fixed columns, as ``datasets`` writes them; values without a column are dropped.
+
+    Raises ``MissingExtraError`` without that library, else as ``json_file``.
+    """
+    datasets, parquet = optional("datasets"), optional("pyarrow.parquet")
+    features = _features(datasets, columns)
+    rows: list[JsonObject] = []
+
+    def flush() -> None:
+        table = datasets.Dataset.from_list(rows, features=features).data.table
+        writer.write_table(table.cast(writer.schema))
+        rows.clear()
+
+    def write(row: JsonObject) -> None:
+        rows.append({column: row.get(column) for column in features})
+        if len(rows) >= _ROW_GROUP:
+            flush()
+
+    with (
+        _writing(target),
+        replacing(target, PRIVATE) as staged,
+        parquet.ParquetWriter(staged, features.arrow_schema) as writer,
+    ):
+        yield write
+        if rows:
+            flush()
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    if target.name in ("", ".."):
+        raise ExchangeError(f"{target}: is a folder; name what is to be written in it")
+    if not target.parent.is_dir():
+        raise ExchangeError(f"{target}: cannot be written: there is no folder {target.parent}; make it first")
+    try:
+        yield
+    except OSError as error:
+        raise ExchangeError(f"{target}: cannot be written: {error}") from error
+
+
+def _features(datasets: Any, columns: Sequence[str]) -> Any:
+    """The types of the columns: text unless it says otherwise here. ``datasets`` reads values that have no common type
+    back as they were; trainers take null for absent."""
+    text, unlike = datasets.Value("string"), datasets.Json()
+    function = {"name": text, "arguments": unlike}
+    calls = datasets.List({"id": text, "type": text, "function": function})
+    texts = dict.fromkeys(("role", "content", "reasoning_content", "tool_call_id", "name"), text)
+    kinds = {
+        **dict.fromkeys(("messages", "prompt", "chosen", "rejected"), datasets.List({**texts, "tool_calls": calls})),
+        "tools": datasets.List(unlike),
+        "test_result": unlike,
+        **dict.fromkeys(("score", "margin", "value"), datasets.Value("float64")),
+        **dict.fromkeys(("chosen_visits", "rejected_visits", "visits"), datasets.Value("int64")),
+        **dict.fromkeys(("resolved", "on_path"), datasets.Value("bool")),
+    }
+    return datasets.Features({name: kinds.get(name, text) for name in columns})
+
 
 _VALID, _ALL, _EVERYTHING = TrajectoryFilter(failed=False), TrajectoryFilter(), TrajectoryFilter(finished=None)
 
@@ -51,14 +143,14 @@ class Format:
 
     ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant, else the first.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
-    Parquet file, none where rows have no fixed ones. ``conversations`` are the columns with messages whose calls may
-    have arguments in either form. ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written
-    as they are. Those of a format that ``compares`` are also given the episodes that people found worse.
+    Parquet file, none where rows have no fixed ones. ``conversations`` are the columns with messages, whose calls
+    are written with their arguments as objects. ``rows`` is given trajectories and scores without secrets; ``exact``
+    ones are written as they are. Those of a format that ``compares`` are also given episodes that people found worse.
     """
 
     name: str
     help: str
-    read: Callable[[JsonObject, Path], Imported | list[Imported]] | None = None
+    read: Callable[[Record, Path], Imported | list[Imported]] | None = None
     rows: Callable[..., Iterator[Any]] | None = None
     scope: TrajectoryFilter = _VALID
     columns: tuple[str, ...] = ()
@@ -73,16 +165,16 @@ class Format:
         """Whether it can be read."""
         return self.read is not None or self.read_folder is not None
 
-    def sink(self, target: Path, arguments: ArgumentsForm = "object") -> AbstractContextManager[Sink]:
+    def sink(self, target: Path) -> AbstractContextManager[Sink]:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
         if target.name.endswith(_JSON_ENDINGS):
-            return json_file(target)
+            return _json_file(target)
         if target.suffix != ".parquet":
             raise ExchangeError(f"{target}: must end with {', '.join(_JSON_ENDINGS)} or .parquet")
         if not self.columns:
             able = ", ".join(each.name for each in formats().values() if each.columns)
             raise ExchangeError(f"{target}: {self.name} has no fixed columns for Parquet; these have: {able}")
-        return parquet_file(target, self.columns, as_objects=arguments == "object")
+        return _parquet_file(target, self.columns)
 
 
 OWN = "store"
@@ -96,7 +188,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "trajectories",
             "everything, one trajectory with its scores a line",
-            lambda row, file: rows.read_line(row),
+            lambda record, file: rows.read_line(record),
             rows.line_rows,
             _EVERYTHING,
             exact=True,
@@ -105,7 +197,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             OWN,
             "such lines of a store of your own, which move it: rewards read their evidence, scores and labels stay",
-            lambda row, file: rows.read_own_line(row),
+            lambda record, file: rows.read_own_line(record),
             recognises=rows.recognises_line,
         ),
         Format(
@@ -131,7 +223,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "output-jsonl",
             "output.jsonl of OpenHands' evaluation (V0 events, also of save_trajectory_path; V1 events in)",
-            lambda row, file: events.read_v0(row),
+            lambda record, file: events.read_v0(record),
             events.v0_rows,
             _ALL,
             recognises=events.recognises_v0,
@@ -139,7 +231,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "sft-native",
             "SFT rows with native tool calls and a tools column",
-            lambda row, file: rows.read_conversation("sft-native", row),
+            lambda record, file: row_episode(record, "sft-native", record.messages("messages")),
             rows.native_rows,
             columns=("messages", "tools", *rows.IDENTITY, *rows.RECORD),
             conversations=("messages",),
@@ -148,7 +240,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "sft-text",
             "SFT rows with calls as text, as SWE-Gym publishes them",
-            lambda row, file: rows.read_conversation("sft-text", row),
+            lambda record, file: row_episode(record, "sft-text", record.messages("messages")),
             rows.text_rows,
             columns=("messages", *rows.IDENTITY, *rows.RECORD),
             recognises=rows.recognises,
@@ -177,7 +269,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "predictions",
             "SWE-bench predictions",
-            lambda row, file: rows.read_prediction(row),
+            lambda record, file: rows.read_prediction(record),
             rows.prediction_rows,
             _ALL,
             ("instance_id", "model_patch", "model_name_or_path"),
@@ -203,65 +295,54 @@ def recognised(row: Mapping[str, JsonValue]) -> str | None:
     return next((each.name for each in guests_first if each.recognises(row)), None)
 
 
-def source_of(path: Path, name: str) -> Units:
-    """What is in ``path``, read as the format ``name``.
+def source_of(path: Path, name: str | None = None, counts: Counter[str] | None = None) -> Units:
+    """What is in ``path``: all in the format ``name``, or each file in that of its first record that is in one.
 
-    A record of another format is an ``ExchangeError`` that says which. Raises ``ConfigError`` with the nearest name.
+    ``counts`` gets how many files (or folders) were in which, as they are read. A record in no format, or in another
+    one than its file, is an ``ExchangeError`` that says so. Raises ``ConfigError`` with the nearest name.
     """
-    found = _known(name)
-    if found.read_folder is not None:
-        return found.read_folder(path)
-    if (read := found.read) is None:
+    counts = Counter() if counts is None else counts
+    form = FORMATS[events.V1_EVENTS] if name is None and events.conversations(path) else name and _known(name)
+    if not form:
+        return _records(path, files_below(path, ROW_SUFFIXES), None, counts)
+    counts[form.name] += 1
+    if form.read_folder is not None:
+        return form.read_folder(path)
+    if form.read is None:
         raise ConfigError(f"the format {name!r} is for export only")
-
-    def checked(row: JsonObject, file: Path) -> Imported | list[Imported]:
-        other = None if found.recognises(row) else recognised(row)
-        if other not in (None, name):
-            raise ExchangeError(f"is a record of the format {other}, not {name}")
-        return read(row, file)
-
-    return units_of(path, checked)
+    return _records(path, files_below(path, ROW_SUFFIXES), form, counts)
 
 
-def recognised_source(path: Path) -> tuple[Units, Counter[str]]:
-    """What is in ``path``, each file in its own format, and the names of these with how many files (or folders).
-
-    A file whose records are in none of them is a bad record. Raises its ``ExchangeError`` when no file is in one.
-    """
-    if events.conversations(path):
-        return events.read_conversations(path), Counter({events.V1_EVENTS: 1})
-    names: dict[Path, str] = {}
-    bad: dict[Path, ExchangeError] = {}
-    for file in files_below(path, ROW_SUFFIXES):
-        try:
-            if (name := _format_of(file)) is not None:
-                # All calls of an episode are in one folder.
-                names[file.parent if name == "llm-completions" and path.is_dir() else file] = name
-        except ExchangeError as error:
-            bad[file] = error
-    if bad and not names:
-        raise next(iter(bad.values()))
-    sources = [source_of(each, name) for each, name in names.items()]
-    wrong = (Unit(str(file), partial(refuse, error)) for file, error in bad.items() if file.parent not in names)
-    return chain(*sources, wrong), Counter(names.values())
+def _records(path: Path, files: Sequence[Path], given: Format | None, counts: Counter[str]) -> Units:
+    whole: set[Path] = set()
+    for file in files:
+        # A trial is read with its trajectory, and all calls of an episode are in one folder.
+        if file.parent in whole or (given is None and atif.is_trial(file)):
+            continue
+        form = given
+        for at, read in rows_of(file):
+            if form is None:
+                with suppress(ExchangeError):
+                    form = formats().get(recognised(read()) or "")
+                counts.update([form.name] if form else [])
+            if form is not None and form.read_folder is not None:
+                folder = file.parent if form.name == "llm-completions" and path.is_dir() else file
+                whole.add(folder)
+                yield from form.read_folder(folder)
+                break
+            # The place of one row of several is no name of a file.
+            yield Unit(at, partial(_read, form, read, Path(at)))
 
 
-def _format_of(file: Path) -> str | None:
-    """By its first record that has one; ``None`` for an empty file and a trial's, which its trajectory reads."""
-    if atif.is_trial(file):
-        return None
-    wrong: ExchangeError | None = None
-    for row in islice(rows_of(file), _LOOKED_AT):
-        try:
-            if (name := recognised(row.read())) is not None:
-                return name
-            known = ", ".join(each.name for each in formats().values() if each.importable)
-            raise ExchangeError(f"is in none of the formats {known}; name the one that is meant with --format")
-        except ExchangeError as error:
-            wrong = wrong or ExchangeError(f"{row.at}: {error}")
-    if wrong is not None:
-        raise wrong
-    return None
+def _read(form: Format | None, row: Callable[[], JsonObject], at: Path) -> Imported | list[Imported]:
+    fields = row()
+    if form is None or form.read is None:
+        known = ", ".join(each.name for each in formats().values() if each.importable)
+        raise ExchangeError(f"is in none of the formats {known}; name the one that is meant with --format")
+    other = None if form.recognises(fields) else recognised(fields)
+    if other not in (None, form.name):
+        raise ExchangeError(f"is a record of the format {other}, not {form.name}")
+    return form.read(Record(fields), at)
 
 
 def exportable(name: str) -> Format:
@@ -321,7 +402,6 @@ async def export_store(
     form: Format,
     sink: Sink,
     *,
-    arguments: ArgumentsForm = "object",
     watch: Callable[[JsonObject], None] = lambda row: None,
     wanted: bool | None = None,
     advanced: Advanced = lambda done: None,
@@ -353,7 +433,7 @@ async def export_store(
                 labels = await labels_of(storage, [trajectory.id]) if form.exact else ()
                 beside: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
                 for row in made:
-                    if form.conversations and arguments == "object":
+                    if form.conversations:
                         row = with_objects(row)
                     # Rendering may bring the parts of a secret together, so the written row is checked as well.
                     row = row if form.exact else redact_json(row)
@@ -423,8 +503,7 @@ async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: 
     report.new += len(fresh)
     report.scores += len(added)
     if isinstance(storage, TakesLabels):
-        own = (each for each in batch if isinstance(each, ImportedWithLabels))
-        await storage.add_labels([label for each in own for label in each.labels])
+        await storage.add_labels([label for each in batch for label in each.labels])
 
 
 def _goes_on(known: Trajectory, found: Trajectory) -> bool:

@@ -1,23 +1,27 @@
 """Rows for training and evaluation: conversations with calls as text (as SWE-Gym publishes them) or native,
-preferences, values of states, prompts of SWE-Gym's outcome verifier, SWE-bench predictions, and our own lines.
+preferences, values of states, prompts of SWE-Gym's outcome verifier, SWE-bench predictions, and our own lines; and what
+rows say about an episode: its score, verdict and patch.
+
+Rows have OpenAI's chat messages with reasoning. Chat templates want the arguments of calls as objects: those of Qwen2.5
+and Llama 3.1 print a text once more as JSON, so that a model would learn to quote its arguments. In the text form of
+OpenHands calls and results are text, one call a turn, and the system prompt describes the tools.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import groupby, takewhile
 from typing import Any, Literal, NamedTuple
 
 from pydantic import JsonValue, ValidationError
 
-from openhands_rl_plugin.core.judgements import newest_outcome
-from openhands_rl_plugin.core.messages import transcript
-from openhands_rl_plugin.core.records import Label
+from openhands_rl_plugin.core.judgements import VERDICT, newest_outcome
+from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_of, reasoning_with, to_wire, transcript
 from openhands_rl_plugin.core.templates.function_text import RenderError, render_call
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
-    Frozen,
     JsonObject,
     Message,
     Score,
@@ -27,34 +31,20 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.episodes import (
+from openhands_rl_plugin.trajectories.exchange.foreign import (
     SCORE_VERSION,
     STRATEGY,
     SWE,
-    Imported,
-    ImportedWithLabels,
-    conversation,
-    finished,
-    identity_columns,
-    patch_of,
-    resolved,
-    task_of,
-)
-from openhands_rl_plugin.trajectories.exchange.foreign import (
     ExchangeError,
+    Imported,
     LeftOutError,
     Record,
     at_path,
-    conversation_of,
+    finished,
+    from_text,
+    object_at,
     present,
-    single_call_turns,
-    spoken_messages,
-    text_messages,
-    tools_of,
-    until_last_answer,
     what_is_wrong,
-    wire_of,
-    without_nulls,
 )
 
 IDENTITY = ("trajectory_id", "instance_id", "run_id", "model", "score", "resolved")
@@ -62,6 +52,205 @@ RECORD = ("test_result", "patch", "traj_id")
 """What a record of others says beside the judgement."""
 PREFERENCE = ("prompt", "chosen", "rejected", "tools", "margin", "chosen_visits", "rejected_visits", "rejected_id")
 """What a preference has beside the judgement."""
+
+
+def date_of(seconds: float) -> datetime:
+    """A Unix time as a date. Raises ``LeftOutError`` for a number that is none."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise LeftOutError(f"its time is no date: {seconds:g} seconds since 1970") from error
+
+
+RESOLVED_AT = 1.0
+# Sums of step rewards such as 10 x 0.1 must not miss the threshold by a rounding error.
+_ROUNDING = 1e-9
+
+
+def score_of(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
+    """The newest score's reward, verifiers' aside; else the return, if there is one; ``None`` after a failure."""
+    if trajectory.failure is not None:
+        return None
+    newest = newest_outcome(scores)
+    return newest.reward if newest is not None else trajectory.known_return
+
+
+def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
+    """What a score by hand says; else the newest score or the grader's report; else whether the score reaches 1.0;
+    else unknown."""
+    evidence = trajectory.evidence
+    report = at_path(evidence, "test_result", "report") or evidence.get("report")
+    newest = newest_outcome(scores)
+    if newest is not None and newest.reward is not None and newest.reward_version == VERDICT:
+        return newest.reward >= RESOLVED_AT - _ROUNDING
+    judged = newest.detail.get("resolved") if newest is not None else None
+    for candidate in (judged, evidence.get("resolved"), at_path(report, "resolved")):
+        if isinstance(candidate, bool):
+            return candidate
+    score = score_of(trajectory, scores)
+    return None if score is None else score >= RESOLVED_AT - _ROUNDING
+
+
+def patch_of(trajectory: Trajectory) -> str | None:
+    """The change that the agent made, as a diff; ``None`` when none was recorded, not even an empty one."""
+    evidence = trajectory.evidence
+    for patch in (evidence.get("git_patch"), at_path(evidence, "test_result", "git_patch"), evidence.get("patch")):
+        if isinstance(patch, str):
+            return patch
+    return None
+
+
+def identity_columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObject:
+    """The columns that identify a row and judge it."""
+    return {
+        "trajectory_id": trajectory.id,
+        "instance_id": trajectory.task.id,
+        "run_id": trajectory.run_id,
+        "model": trajectory.policy.served_name,
+        "score": score_of(trajectory, scores),
+        "resolved": resolved(trajectory, scores),
+    }
+
+
+def spoken_messages(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
+    """The messages of some nodes, answers with their reasoning."""
+    wanted = (trajectory.nodes[at] for at in nodes)
+    thoughts = ((node, reasoning_of(node) if node.message.role == "assistant" else None) for node in wanted)
+    return [SpokenMessage(**dict(node.message), reasoning=text, sampled=node.sampled) for node, text in thoughts]
+
+
+def wire_of(message: Message) -> JsonObject:
+    """An OpenAI chat message, its reasoning in ``reasoning_content``."""
+    return {**to_wire(message), **present(reasoning_content=reasoning_with(message))}
+
+
+def conversation_of(trajectory: Trajectory, path: Sequence[int]) -> list[JsonValue]:
+    """The messages of some nodes, for a row."""
+    return [wire_of(message) for message in spoken_messages(trajectory, path)]
+
+
+def arguments_object(arguments: str) -> JsonObject | None:
+    """The arguments of a call as an object; ``None`` when the text is none."""
+    try:
+        value = from_text(arguments or "{}")
+    except ExchangeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def with_objects(row: JsonObject) -> JsonObject:
+    """The row with the arguments of all calls as objects, changed in place; a malformed text stays as it is."""
+    listed: list[Any] = [each for column in row.values() if isinstance(column, list) for each in column]
+    for message in listed:
+        for call in (isinstance(message, dict) and message.get("tool_calls")) or ():
+            known = arguments_object(call["function"]["arguments"])
+            call["function"] |= {} if known is None else {"arguments": known}
+    return row
+
+
+def single_call_turns(messages: Sequence[Message]) -> list[Message]:
+    """Split every message with several calls into one message a call, each followed by its own result.
+
+    The text and the reasoning stand with the first of the calls. Raises ``LeftOutError`` where one of several calls got
+    no result: between two others it cannot stand.
+    """
+    out: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        if len(message.tool_calls) < 2:
+            out.append(message)
+            continue
+        following = [*takewhile(lambda each: each.role == "tool", messages[at:])]
+        results, at = {each.tool_call_id: each for each in following}, at + len(following)
+        for number, call in enumerate(message.tool_calls):
+            if call.id not in results:
+                raise LeftOutError("several calls were made at once and some of them got no result")
+            beside = {"content": None, **({"reasoning": None} if isinstance(message, SpokenMessage) else {})}
+            split = message.model_copy(update={"tool_calls": (call,), **(beside if number else {})})
+            out += [split, results[call.id]]
+    return out
+
+
+def until_last_answer(messages: Sequence[Message]) -> list[Message]:
+    """Without what came after the assistant's last message: nothing is learned from it."""
+    last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    return list(messages[: last + 1])
+
+
+_HEAD = "\nYou have access to the following functions:\n\n"
+# The block that says IMPORTANT is never closed in the prompt of the published rows, and is kept so.
+_TAIL = """
+
+If you choose to call a function ONLY reply in the following format with NO suffix:
+
+<function=example_function_name>
+<parameter=example_parameter_1>value_1</parameter>
+<parameter=example_parameter_2>
+This is the value for the second parameter
+that can span
+multiple lines
+</parameter>
+</function>
+
+<IMPORTANT>
+Reminder:
+- Function calls MUST follow the specified format, start with <function= and end with </function>
+- Required parameters MUST be specified
+- Only call one function at a time
+- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT after.
+- If there is no function call available, answer the question like normal with your current knowledge and do not tell \
+the user about function calls
+"""
+_NO_DESCRIPTION = "No description provided"
+
+
+def system_prompt(content: str, tools: Sequence[JsonObject]) -> str:
+    """``content`` with the description of the tools and the rules of the text form; itself without tools."""
+    described = (_describe(number, object_at(tool, "function")) for number, tool in enumerate(tools, 1))
+    return f"{content}{_HEAD}{'\n'.join(described)}{_TAIL}" if tools else content
+
+
+def _describe(number: int, function: JsonObject) -> str:
+    schema, listed = function.get("parameters"), "No parameters are required for this function.\n"
+    if isinstance(schema, dict):
+        required = at_path(schema, "required") or []
+        parameters = enumerate(object_at(schema, "properties").items(), 1)
+        lines = (f"  ({at}) {name} {_declared(info, name in required)}\n" for at, (name, info) in parameters)
+        listed = f"Parameters:\n{''.join(lines)}"
+    name, about = function.get("name", ""), function.get("description", "")
+    begin = f"---- BEGIN FUNCTION #{number}: {name} ----\nDescription: {about}\n"
+    return f"{begin}{listed}---- END FUNCTION #{number} ----\n"
+
+
+def _declared(info: JsonValue, required: bool) -> str:
+    known = info if isinstance(info, dict) else {}
+    allowed, status = known.get("enum"), "required" if required else "optional"
+    values = ", ".join(f"`{value}`" for value in allowed) if isinstance(allowed, list) else None
+    suffix = "" if values is None else f"\nAllowed values: [{values}]"
+    return f"({known.get('type', 'string')}, {status}): {known.get('description', _NO_DESCRIPTION)}{suffix}"
+
+
+def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[JsonObject]:
+    """Messages with at most one call each in the text form. Raises ``LeftOutError``."""
+    if tools and (not messages or messages[0].role != "system"):
+        yield {"role": "system", "content": system_prompt("", tools)}
+    by_name = {str(at_path(tool, "function", "name")): tool for tool in tools}
+    names: dict[str | None, str] = {}
+    for at, message in enumerate(messages):
+        content, role = message.content or "", message.role
+        if role == "system" and at == 0:
+            content = system_prompt(content, tools)
+        elif role == "tool":
+            name = message.name or names.get(message.tool_call_id, "function")
+            content, role = f"EXECUTION RESULT of [{name}]:\n{content}", "user"
+        for call in message.tool_calls:
+            names[call.id] = call.name
+            try:
+                content = "\n\n".join(filter(None, (content, render_call(call, by_name.get(call.name)))))
+            except RenderError as error:
+                raise LeftOutError(str(error)) from error
+        yield {"role": role, "content": content, **present(reasoning_content=reasoning_with(message))}
 
 
 def recognises(row: Mapping[str, JsonValue]) -> bool:
@@ -104,31 +293,6 @@ def _answered(trajectory: Trajectory) -> list[Any]:
 def _columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObject:
     held = {name: trajectory.evidence.get(name) for name in ("test_result", "traj_id")}
     return {**identity_columns(trajectory, scores), **present(patch=patch_of(trajectory), **held)}
-
-
-def read_conversation(form: str, row: JsonObject) -> Imported:
-    """An episode of a row of ours, of SWE-Gym's SFT set, or of its Sampled set (which has null-filled tools). Calls in
-    the text stay there. Raises ``ExchangeError``."""
-    record = Record(row)
-    messages, tools = record.whole(record.messages("messages")), tools_of(record.get("tools", "functions"))
-    names = (record.read(str, "instance_id"), record.read(str, "task_id"))
-    evidence = present(
-        resolved=record.read(bool, "resolved"),
-        test_result=without_nulls(record.get("test_result")),
-        patch=record.read(str, "patch"),
-        traj_id=record.read(str, "traj_id"),
-    )
-    model = record.read(str, "model")
-    return finished(
-        conversation(messages, model, tools),
-        form,
-        task_of(messages, SWE, *names, row=record.read(str, "id")),
-        model=model,
-        run_id=record.read(str, "run_id"),
-        evidence=evidence,
-        reward=record.read(float, "score", "reward"),
-        resolved=record.read(bool, "resolved"),
-    )
 
 
 SMALLEST_MARGIN = 0.05
@@ -303,22 +467,13 @@ def prediction_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator
     yield {"instance_id": trajectory.task.id, "model_patch": patch, "model_name_or_path": model}
 
 
-def read_prediction(row: JsonObject) -> Imported:
+def read_prediction(record: Record) -> Imported:
     """An episode of which only the patch is known; an absent one is empty. Raises ``ExchangeError``."""
-    record = Record(row)
     if not (name := record.text("instance_id")):
         raise ExchangeError("instance_id: is required")
     model, task = record.read(str, "model_name_or_path"), Task(id=name, environment=SWE)
     evidence: JsonObject = {"git_patch": record.text("model_patch")}
     return finished(EpisodeTree(), "predictions", task, StopReason.TERMINATED, model=model, evidence=evidence)
-
-
-class Line(Frozen):
-    """What a line of our own holds."""
-
-    trajectory: Trajectory
-    scores: tuple[Score, ...] = ()
-    labels: tuple[Label, ...] = ()
 
 
 def recognises_line(row: Mapping[str, JsonValue]) -> bool:
@@ -329,30 +484,28 @@ def recognises_line(row: Mapping[str, JsonValue]) -> bool:
 
 def line_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One line with everything, tokens included; ``export_store`` adds the labels."""
-    yield Line(trajectory=trajectory, scores=tuple(scores)).model_dump(mode="json")
+    yield Imported(trajectory=trajectory, scores=tuple(scores)).model_dump(mode="json")
 
 
-def read_line(row: JsonObject) -> Imported:
+def read_line(record: Record) -> Imported:
     """The episode as a file of others holds it: no reward reads its evidence, its newest outcome is an import's score,
     and labels are left out. Raises as ``read_own_line``."""
-    found, scores = read_own_line(row)
-    by = StrategySpec(name=STRATEGY, options={"strategy": found.strategy.model_dump(mode="json")})
-    newest = newest_outcome(scores)
+    own = read_own_line(record)
+    by = StrategySpec(name=STRATEGY, options={"strategy": own.trajectory.strategy.model_dump(mode="json")})
+    newest = newest_outcome(own.scores)
     kept = () if newest is None else (newest.model_copy(update={"reward_version": SCORE_VERSION}),)
-    return Imported(found.model_copy(update={"strategy": by}), kept)
+    return Imported(trajectory=own.trajectory.model_copy(update={"strategy": by}), scores=kept)
 
 
-def read_own_line(row: JsonObject) -> ImportedWithLabels:
+def read_own_line(record: Record) -> Imported:
     """The same values again. Raises ``ExchangeError``, also for a schema that is newer than this version."""
-    version = at_path(row, "trajectory", "schema_version")
+    version = at_path(record.fields, "trajectory", "schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise ExchangeError(f"schema version {version} is newer than {SCHEMA_VERSION}; install a newer version")
     try:
-        line = Line.model_validate(row)
+        line = Imported.model_validate(record.fields)
     except ValidationError as error:
-        raise ExchangeError(what_is_wrong(error, Line)) from error
+        raise ExchangeError(what_is_wrong(error, Imported)) from error
     if any(each.trajectory_id != line.trajectory.id for each in (*line.scores, *line.labels)):
         raise ExchangeError("scores or labels: one belongs to another trajectory")
-    found = ImportedWithLabels(line.trajectory, line.scores)
-    found.labels = line.labels
-    return found
+    return line

@@ -9,7 +9,7 @@ from exchange_samples import SHOP, same_talk, trajectory
 
 from openhands_rl_plugin.contrib.formats import agentgym
 from openhands_rl_plugin.core.types import JsonObject, Message
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, Record
 
 
 def plain(row: JsonObject) -> JsonObject:
@@ -28,7 +28,8 @@ def test_agentgym_records_go_both_ways() -> None:
         {"from": "gpt", "value": "Ok.", "loss": False},
     ]
     assert str(held["text"]).startswith("\nHuman: You are web shopping.\nAssistant: Ok.\nHuman: WebShop")
-    found, scores = agentgym.read(plain(row))
+    read = agentgym.read(Record(plain(row)))
+    found, scores = read.trajectory, read.scores
     assert found.messages() == played.messages() and found.id == played.id and not scores
     assert [node.sampled for node in found.nodes] == [node.sampled for node in played.nodes]
     assert found.episode_return == 0.75 and found.run_id == "night-3"
@@ -42,32 +43,32 @@ def test_rows_of_agent_traj() -> None:
         {"from": "human", "loss": None, "value": "Hi"},
         {"from": "gpt", "loss": True, "value": "Action:\nx"},
     ]
-    found = agentgym.read({"conversations": conversation, "item_id": "alfworld_7_2"}).trajectory  # pyright: ignore
+    found = agentgym.read(Record({"conversations": conversation, "item_id": "alfworld_7_2"})).trajectory  # pyright: ignore
     assert (found.task.environment, found.task.id) == ("alfworld", "alfworld_7_2")
     assert same_talk(
         found.messages(), (Message(role="user", content="Hi"), Message(role="assistant", content="Action:\nx"))
     )
     with pytest.raises(ExchangeError, match="conversations: is required"):
-        agentgym.read({"conversations": None, "item_id": "webshop_1"})
+        agentgym.read(Record({"conversations": None, "item_id": "webshop_1"}))
     with pytest.raises(ExchangeError, match="from: must be 'system', 'human'"):
-        agentgym.read({"conversations": [{"from": "robot", "value": "x"}], "item_id": "webshop_1"})
+        agentgym.read(Record({"conversations": [{"from": "robot", "value": "x"}], "item_id": "webshop_1"}))
 
 
 def test_ids_that_begin_anew_in_every_file_are_not_taken_over() -> None:
     (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
-    first = agentgym.read({**plain(row), "id": 7}).trajectory
-    other = agentgym.read({**plain(row), "id": 7, "task_id": "8"}).trajectory
-    assert first.id != other.id and first.id == agentgym.read({**plain(row), "id": "8"}).trajectory.id
+    first = agentgym.read(Record({**plain(row), "id": 7})).trajectory
+    other = agentgym.read(Record({**plain(row), "id": 7, "task_id": "8"})).trajectory
+    assert first.id != other.id and first.id == agentgym.read(Record({**plain(row), "id": "8"})).trajectory.id
 
 
 @pytest.mark.parametrize("timestamp", ["1700000000", "2023-11-14T22:13:20", "2023-11-14T23:13:20+01:00"])
 def test_timestamps_mean_the_same_everywhere(timestamp: str) -> None:
     (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
-    assert agentgym.read({**plain(row), "timestamp": timestamp}).trajectory.times.finished == 1.7e9
+    assert agentgym.read(Record({**plain(row), "timestamp": timestamp})).trajectory.times.finished == 1.7e9
 
 
 @pytest.mark.parametrize("timestamp", ["1700000000000", "nan", "inf", "noon"])
 def test_wrong_timestamps_are_refused(timestamp: str) -> None:
     (row,) = agentgym.rows(trajectory(SHOP, environment="webshop", task_id="6"), ())
     with pytest.raises(ExchangeError, match="timestamp: "):
-        agentgym.read({**plain(row), "timestamp": timestamp})
+        agentgym.read(Record({**plain(row), "timestamp": timestamp}))

@@ -15,7 +15,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.messages import reasoning_of
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Record
 from openhands_rl_plugin.trajectories.exchange.formats import formats, recognised
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -191,7 +191,7 @@ def test_any_field_may_be_wrong(name: str) -> None:
                 ):
                     recognised(wrong)
                     try:
-                        read(wrong, Path("x.json"))
+                        read(Record(wrong), Path("x.json"))
                     except ExchangeError:
                         continue
 

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import ACTED, Completion, JsonObject, Message, PolicyRef, Task, ToolCall, Trajectory
 from openhands_rl_plugin.training.data.demonstrations import TokenMaker, demonstration_samples, tokenised, turns_for
-from openhands_rl_plugin.trajectories.exchange.episodes import finished
+from openhands_rl_plugin.trajectories.exchange.foreign import finished
 
 sys.path.append(str(Path(__file__).parents[2] / "core" / "templates"))
 

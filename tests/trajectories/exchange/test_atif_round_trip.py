@@ -25,6 +25,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.trajectories.exchange import atif
+from openhands_rl_plugin.trajectories.exchange.foreign import Record
 
 POLICY = PolicyRef(base_model="tiny", adapter="swe", version=7)
 TOOL: JsonObject = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
@@ -95,7 +96,8 @@ def test_nothing_is_lost(answers: list[dict[str, object]], reward: float | None)
     played = episode(answers)
     scores = [] if reward is None else [Score(trajectory_id=played.id, reward=reward, reward_version="tests-1")]
     (row,) = atif.rows(played, scores)
-    found, judged = atif.read(json.loads(json.dumps(row)))
+    read = atif.read(Record(json.loads(json.dumps(row))))
+    found, judged = read.trajectory, read.scores
     assert [node.message for node in found.nodes] == [node.message for node in played.nodes]
     assert [node.tokens for node in found.nodes] == [node.tokens for node in played.nodes]
     assert [(node.reward, node.finish_reason, node.policy, node.sampled) for node in found.nodes] == [

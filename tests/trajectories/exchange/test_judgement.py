@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.trajectories.exchange.episodes import resolved, score_of
+from openhands_rl_plugin.trajectories.exchange.rows import resolved, score_of
 
 EPISODE = example_trajectory(0)
 

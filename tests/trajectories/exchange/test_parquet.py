@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.foreign import with_objects
+from openhands_rl_plugin.trajectories.exchange.rows import with_objects
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 sys.path.append(str(Path(__file__).parents[2] / "core" / "templates"))
@@ -140,7 +140,7 @@ def written(node: Node) -> JsonObject:
 def test_columns_are_structured_for_readers_without_datasets(store: Path, tmp_path: Path) -> None:
     import pyarrow.parquet as parquet
 
-    assert export(store, "preferences", tmp_path / "p.parquet", "--arguments", "string") == 0
+    assert export(store, "preferences", tmp_path / "p.parquet") == 0
     (row,) = parquet.read_table(tmp_path / "p.parquet").to_pylist()
     assert row["prompt"][0]["content"] == "Rules."
     assert row["chosen"][0]["reasoning_content"] == "I try execute_bash."
@@ -150,16 +150,9 @@ def test_columns_are_structured_for_readers_without_datasets(store: Path, tmp_pa
 def test_arguments_are_what_the_template_takes(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(model_with("qwen2.5", tmp_path / "model"))
     out = tmp_path / "rows.jsonl"
-    assert export(store, "sft-native", out, "--model", model, "--arguments", "string") == 1
-    assert "does not print such arguments as JSON; leave the option out, or say object" in capsys.readouterr().err
     assert export(store, "sft-native", out, "--model", model) == 0
     assert "2 rows rendered by the chat template" in capsys.readouterr().out
     small_tokenizer(TEXTS_ONLY).save_pretrained(tmp_path / "texts")
-    assert export(store, "sft-native", out, "--model", str(tmp_path / "texts")) == 0
-    assert "arguments as string" in capsys.readouterr().out
-    first = json.loads(out.read_text().splitlines()[0])
-    assert any(isinstance(c["function"]["arguments"], str) for m in first["messages"] for c in m.get("tool_calls", ()))
-    gemma = str(model_with("gemma3", tmp_path / "gemma"))
-    assert export(store, "sft-native", out, "--model", gemma) == 1
-    assert "prints no tools, calls or results: export --format sft-text" in capsys.readouterr().err
-    assert export(store, "sft-text", out, "--arguments", "object") == 1
+    for refusing in (tmp_path / "texts", model_with("gemma3", tmp_path / "gemma")):
+        assert export(store, "sft-native", out, "--model", str(refusing)) == 1
+        assert "with objects as arguments: export --format sft-text" in capsys.readouterr().err

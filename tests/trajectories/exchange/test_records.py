@@ -6,14 +6,20 @@ import json
 
 import pytest
 from exchange_samples import CODE, DATA, call, said, score, told, trajectory
+from pydantic import JsonValue
 
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, ToolCall
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, LeftOutError, tools_of
+from openhands_rl_plugin.trajectories.exchange.foreign import (
+    ExchangeError,
+    Imported,
+    LeftOutError,
+    Record,
+    row_episode,
+)
 from openhands_rl_plugin.trajectories.exchange.rows import (
     line_rows,
     native_rows,
     prediction_rows,
-    read_conversation,
     read_line,
     read_own_line,
     read_prediction,
@@ -21,22 +27,28 @@ from openhands_rl_plugin.trajectories.exchange.rows import (
 )
 
 
-def plain(row: JsonObject) -> JsonObject:
+def plain(row: JsonObject, **more: JsonValue) -> Record:
     """As it comes out of a file."""
-    return json.loads(json.dumps(row))
+    return Record({**json.loads(json.dumps(row)), **more})
+
+
+def read_conversation(record: Record) -> Imported:
+    return row_episode(record, "sft-native", record.messages("messages"))
 
 
 def test_native_rows_keep_calls_exactly() -> None:
     played = trajectory()
     (row,) = native_rows(played, (score(played, 0.5),))
-    found, scores = read_conversation("sft-native", plain(row))
+    read = read_conversation(plain(row))
+    found, scores = read.trajectory, read.scores
     assert found.messages() == played.messages() and found.tools == played.tools
     assert row["instance_id"] == "repo__repo-1" and row["resolved"] is False and scores[0].reward == 0.5
 
 
 def test_a_row_of_the_sampled_set_with_null_filled_unions() -> None:
     row = json.loads((DATA / "sampled_row.json").read_text())
-    found, scores = read_conversation("sft-native", row)
+    read = read_conversation(Record(row))
+    found, scores = read.trajectory, read.scores
     assert found.run_id == "gpt-4o-2024-08-06_maxiter_50_N_v2.1-no-hint-train-t0-run_1"
     assert [message.content for message in found.messages()] == ["S", "Fix f.", None, "done", "Bye\nbye."]
     assert found.messages()[2].tool_calls == (ToolCall(id="call_1", name="execute_bash", arguments='{"command":"ls"}'),)
@@ -46,12 +58,6 @@ def test_a_row_of_the_sampled_set_with_null_filled_unions() -> None:
     assert [*found.tools] == [{"type": "function", "function": each} for each in functions]
     assert scores[0].reward == 1.0 and found.evidence["resolved"] is True
     assert found.evidence["test_result"] == {"git_patch": "diff", "report": {"resolved": True}}
-
-
-@pytest.mark.parametrize("given", ["{", '{"a": 1}', [1], [{"type": "function"}], [{"function": {"name": None}}]])
-def test_wrong_tools_are_refused(given: object) -> None:
-    with pytest.raises(ExchangeError):
-        tools_of(given)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_verifier_prompt() -> None:
@@ -91,7 +97,7 @@ def test_predictions_go_both_ways() -> None:
     found = read_prediction(plain(row)).trajectory
     assert found.evidence == {"git_patch": patch} and found.nodes == () and found.head is None
     assert list(prediction_rows(found, ())) == [row]
-    assert read_prediction({"instance_id": "a", "model_patch": None}).trajectory.evidence == {"git_patch": ""}
+    assert read_prediction(Record({"instance_id": "a", "model_patch": None})).trajectory.evidence == {"git_patch": ""}
     with pytest.raises(LeftOutError, match="no patch"):
         list(prediction_rows(trajectory(), ()))
 
@@ -101,12 +107,13 @@ def test_our_own_lines_lose_nothing() -> None:
     for played in (trajectory(CODE, reward=0.1), trajectory(failure=failure, stop=StopReason.ERROR)):
         scores = (score(played, None), score(played, 0.3, why=["x"]))
         (row,) = line_rows(played, scores)
-        assert read_own_line(plain(row)) == (played, scores)
-        told, (reward,) = read_line(plain(row))
+        assert read_own_line(plain(row)) == Imported(trajectory=played, scores=scores)
+        other = read_line(plain(row))
+        told, (reward,) = other.trajectory, other.scores
         assert told == played.model_copy(update={"strategy": told.strategy}) and told.strategy.name == "imported"
         assert (reward.reward, reward.reward_version) == (0.3, "imported-1")
     with pytest.raises(ExchangeError, match="schema version 99 is newer"):
-        read_line({"trajectory": {"schema_version": 99}})
+        read_line(Record({"trajectory": {"schema_version": 99}}))
     with pytest.raises(ExchangeError, match="another trajectory"):
         read_line(plain(next(line_rows(played, (score(played, 1.0).model_copy(update={"trajectory_id": "x"}),)))))
 
@@ -114,6 +121,6 @@ def test_our_own_lines_lose_nothing() -> None:
 def test_the_same_record_is_the_same_trajectory() -> None:
     played = trajectory()
     (row,) = native_rows(played, ())
-    one, same = (read_conversation("sft-native", plain(row)).trajectory for _ in range(2))
-    changed = read_conversation("sft-native", plain(row) | {"run_id": "another"}).trajectory
+    one, same = (read_conversation(plain(row)).trajectory for _ in range(2))
+    changed = read_conversation(plain(row, run_id="another")).trajectory
     assert one == same and changed.id != one.id

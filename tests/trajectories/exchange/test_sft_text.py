@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.templates.function_text import calls_in_text
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.foreign import (
-    LeftOutError,
-    system_prompt,
-    text_messages,
-)
-from openhands_rl_plugin.trajectories.exchange.rows import read_conversation, text_rows
+from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, Record, row_episode
+from openhands_rl_plugin.trajectories.exchange.rows import system_prompt, text_messages, text_rows
 
 
 def test_the_system_prompt_is_that_of_the_published_rows() -> None:
@@ -53,7 +49,7 @@ def test_a_row_is_what_swe_gym_publishes() -> None:
 def test_a_row_reads_back_as_it_was_written() -> None:
     played = trajectory()
     (row,) = text_rows(played, (score(played, 1.0),))
-    found = read_conversation("sft-text", row)
+    found = row_episode(record := Record(row), "sft-text", record.messages("messages"))
     (again,) = text_rows(found.trajectory, found.scores)
     assert again["messages"] == row["messages"] and [each.reward for each in found.scores] == [1.0]
     assert all(node.tokens is None for node in found.trajectory.nodes)

@@ -15,8 +15,8 @@ from exchange_samples import CODE, SHOP, score, trajectory
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, StopReason, Times, Trajectory
+from openhands_rl_plugin.trajectories.exchange.foreign import Imported
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
-from openhands_rl_plugin.trajectories.exchange.rows import Line
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
@@ -271,7 +271,7 @@ def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.
     plain = score(SOLVED, 1.0)
     lines = [(odd, plain, plain), (plain, score(SOLVED, 0.5))]
     file = tmp_path / "scored.jsonl"
-    text = [Line(trajectory=SOLVED, scores=scores).model_dump_json() for scores in lines]
+    text = [Imported(trajectory=SOLVED, scores=scores).model_dump_json() for scores in lines]
     file.write_text("\n".join(text))
     for expected in ("4 scores", "0 scores"):
         run("import", file, "--format", "store", "--into", tmp_path / "store")

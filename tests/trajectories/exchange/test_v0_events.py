@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from exchange_samples import CODE, INDENTED, TOOLS, call, same_talk, score, traj
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason
-from openhands_rl_plugin.trajectories.exchange.episodes import Imported
 from openhands_rl_plugin.trajectories.exchange.events import read_history, read_v0, v0_rows
-from openhands_rl_plugin.trajectories.exchange.formats import recognised_source
+from openhands_rl_plugin.trajectories.exchange.foreign import Imported, Record
+from openhands_rl_plugin.trajectories.exchange.formats import source_of
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")]
 
@@ -146,11 +147,12 @@ def test_a_saved_trajectory_is_read_like_a_history(tmp_path: Path) -> None:
     for name, asked, held in (("a", "Fix f.", saved), ("b", "Fix g.", {"trajectory": saved})):
         text = json.dumps(held, indent=4).replace("Fix f.", asked)
         (tmp_path / f"{name}-0a1b2c.json").write_text(text)
-    source, names = recognised_source(tmp_path)
-    assert names == {"output-jsonl": 2}
+    names = Counter[str]()
+    source = source_of(tmp_path, counts=names)
     one, other = (found.trajectory for unit in source if isinstance(found := unit.read(), Imported))
     history = json.loads(json.dumps([event_to_dict(event) for event in real_events()]))
     assert one.messages() == read_history(history, "m").messages() and one.tools == TOOLS
+    assert names == {"output-jsonl": 2}
     assert (one.task.instruction, other.task.instruction) == ("Fix f.", "Fix g.")
     assert one.task.id != other.task.id and one.group_id != other.group_id
 
@@ -172,7 +174,8 @@ def test_events_that_we_write_give_openhands_the_same_messages() -> None:
 def test_a_row_reads_back_as_the_same_episode() -> None:
     played = trajectory(evidence={"git_patch": "diff --git a b\n"})
     (row,) = v0_rows(played, (score(played, 1.0, resolved=True),))
-    found, scores = read_v0(json.loads(json.dumps(row)))
+    read = read_v0(Record(json.loads(json.dumps(row))))
+    found, scores = read.trajectory, read.scores
     assert found.messages() == tuple(
         message if message.role == "assistant" else message.model_copy(update={"content": message.content or ""})
         for message in played.messages()
@@ -200,7 +203,7 @@ def test_errors_of_the_harness() -> None:
         "AgentRuntimeDisconnectedError: gone": StopReason.ERROR,
     }
     for error, stop in ends.items():
-        found = read_v0({**row, "error": error}).trajectory
+        found = read_v0(Record({**row, "error": error})).trajectory
         assert found.stop is stop and (found.failure is None) == (stop is not StopReason.ERROR)
     failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="gone", boundary="b")
     (written,) = v0_rows(trajectory(failure=failure), ())
@@ -210,7 +213,7 @@ def test_errors_of_the_harness() -> None:
 def test_an_action_without_the_response_is_refused() -> None:
     old: JsonObject = {"source": "agent", "action": "run", "args": {"command": "ls"}}
     with pytest.raises(RLError, match=r"history\[0\]: tool_call_metadata: is required"):
-        read_v0({"instance_id": "a", "history": [old]})
+        read_v0(Record({"instance_id": "a", "history": [old]}))
 
 
 @pytest.mark.parametrize("identity", [None, "", "chatcmpl-0"])

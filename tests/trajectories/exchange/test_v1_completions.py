@@ -10,7 +10,7 @@ from exchange_samples import CODE, SYSTEM, TOOLS
 
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.trajectories.exchange.events import read_completions
-from openhands_rl_plugin.trajectories.exchange.foreign import text_messages
+from openhands_rl_plugin.trajectories.exchange.rows import text_messages
 
 
 def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:
@@ -34,7 +34,6 @@ def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:
         (folder / f"m-{1000 + number}.json").write_text(json.dumps(record))
     (unit,) = read_completions(folder)
     found = unit.read()
-    assert isinstance(found, tuple)
     played = found.trajectory
     assert played.ends() == (played.head,) and len(played.nodes) == len(single[: answers[-1] + 1])
     assert [message.tool_calls for message in played.messages()] == [message.tool_calls for message in single]
