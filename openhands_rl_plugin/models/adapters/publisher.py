@@ -116,10 +116,10 @@ def check_servable(adapter: Adapter, capacity: Capacity | None = None) -> None:
         )
     if capacity is None:
         return
-    rank = max([config.r, *(config.rank_pattern or {}).values()])
-    if capacity.rank is not None and rank > capacity.rank:
+    if capacity.rank is not None and config.r > capacity.rank:
         raise _publish_error(
-            adapter, f"its rank is {rank} and the server takes {capacity.rank}; start it with --max-lora-rank {rank}"
+            adapter,
+            f"its rank is {config.r} and the server takes {capacity.rank}; start it with --max-lora-rank {config.r}",
         )
     if capacity.targets is not None and (missing := sorted(targets - capacity.targets)):
         raise _publish_error(

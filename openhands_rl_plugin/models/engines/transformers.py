@@ -220,9 +220,9 @@ class _ModelBackend:
             chosen = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
             for sequence, token in zip(sequences, chosen, strict=True):
                 # A finished sequence stays in the batch until the last one ends; its further tokens are dropped.
-                if not sequence.finished:
+                if sequence.finish_reason is None:
                     sequence.append(token, self._eos_ids)
-            if all(sequence.finished for sequence in sequences):
+            if all(sequence.finish_reason is not None for sequence in sequences):
                 return
             logits, past = self._next_logits([token.token for token in chosen], past)
         raise RequestCancelled("the request was cancelled")

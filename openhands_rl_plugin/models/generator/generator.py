@@ -1,9 +1,9 @@
 """The generator: a scheduler thread that owns the model; requests and adapters come from any thread.
 
 with Generator(GeneratorConfig(model="path/to/model")) as generator:
-    generator.load_adapter("policy-v000001", Path("adapters/policy-v000001")).result()
-    ticket = generator.submit(prompt_ids, SamplingParams(max_tokens=64), adapter="policy-v000001")
-    answer = ticket.future.result()        # or: await asyncio.wrap_future(ticket.future)
+    generator.load_adapter("policy-v000001", Path("adapters/policy-v000001"))
+    handle = generator.submit(prompt_ids, DecodingParams(max_tokens=64), adapter="policy-v000001")
+    answer = handle.future.result()        # or: await asyncio.wrap_future(handle.future)
     answer.token_ids, answer.logprobs, answer.text, answer.finish_reason
 """
 
@@ -13,81 +13,324 @@ import queue
 import re
 import threading
 import time
-from collections import Counter
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import prometheus_client
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+import torch
+from torch import Tensor
 
-from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, RLError, boundary, describe
 from openhands_rl_plugin.core.files import is_file
-from openhands_rl_plugin.core.machine import forget_unused
+from openhands_rl_plugin.core.machine import forget_unused, return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import (
+    GenerationFailed,
     InvalidUserInput,
     NotFound,
     Overloaded,
+    RequestCancelled,
     ServingError,
     StartError,
 )
-from openhands_rl_plugin.models.generator.lora import LoadedAdapter
-from openhands_rl_plugin.models.generator.model import ServedModel
-from openhands_rl_plugin.models.generator.scheduler import Scheduler
+from openhands_rl_plugin.models.generator.model import LoadedAdapter, ServedModel, StepRow
 from openhands_rl_plugin.models.generator.sequence import (
     DecodingParams,
     DeltaCallback,
     Generation,
     RequestHandle,
+    SampledToken,
     SequenceState,
+    sample,
+    score_tokens,
 )
 from openhands_rl_plugin.models.generator.threads import in_passing_thread
+
+_LOG = redacting_logger(__name__)
+BLOCK_TOKENS = 16
+_BLOCK_BYTES = 2048
+"""What Python and torch keep for a block beside its keys and values."""
+BlockKey = tuple[LoadedAdapter | None, bytes]
+"""The adapter, and a digest of all ids up to the end of the block."""
+
+
+class PrefixCache:
+    """Keys and values of blocks of ids, each behind the same earlier ids under the same adapter.
+
+    Evicts the least recently used blocks when ``max_bytes`` is exceeded. Not thread-safe.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._bytes = 0
+        # Oldest first. A prefix is touched from its end, so a block is never older than those that follow it.
+        self._blocks: OrderedDict[BlockKey, Tensor] = OrderedDict()
+
+    def match(self, owner: LoadedAdapter | None, ids: Sequence[int]) -> tuple[list[Tensor], BlockKey | None]:
+        """The blocks of the longest cached prefix of ``ids`` (never all of it: the last token must be computed).
+
+        Then the first full block that is not cached, ``None`` where all are: two prompts that need the same one are
+        recognised by it.
+        """
+        keys = self._keys(owner, ids, len(ids) - 1)
+        found = list(takewhile(self._blocks.__contains__, keys))
+        self._touch(found)
+        return [self._blocks[key] for key in found], keys[len(found)] if len(found) < len(keys) else None
+
+    def insert(self, owner: LoadedAdapter | None, ids: Sequence[int], read: Callable[[int, int], Tensor]) -> None:
+        """Add the full blocks of ``ids`` that are new; ``read(start, stop)`` copies their keys and values."""
+        keys = self._keys(owner, ids, len(ids))
+        for at, key in enumerate(keys):
+            if key not in self._blocks:
+                self._blocks[key] = read(at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS)
+                self._bytes += self._blocks[key].nbytes + _BLOCK_BYTES
+        self._touch(keys)
+        while self._bytes > self.max_bytes:
+            self._remove(next(iter(self._blocks)))
+
+    def drop(self, owner: LoadedAdapter) -> None:
+        """Remove all blocks of an adapter version."""
+        for key in [key for key in self._blocks if key[0] is owner]:
+            self._remove(key)
+
+    def _keys(self, owner: LoadedAdapter | None, ids: Sequence[int], limit: int) -> list[BlockKey]:
+        data, digest, keys = array("q", ids).tobytes(), blake2b(digest_size=16), list[BlockKey]()
+        for at in range(limit // BLOCK_TOKENS if self.max_bytes else 0):
+            digest.update(data[at * BLOCK_TOKENS * 8 : (at + 1) * BLOCK_TOKENS * 8])
+            keys.append((owner, digest.digest()))
+        return keys
+
+    def _touch(self, keys: Sequence[BlockKey]) -> None:
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
+
+    def _remove(self, key: BlockKey) -> None:
+        self._bytes -= self._blocks.pop(key).nbytes + _BLOCK_BYTES
+
+
+# Rows of float32 logits per step for prompt logprobs: 64 rows of a vocabulary of 150,000 take 38 MB.
+_OBSERVED_ROWS = 64
+# On a CPU, while the server is busy: what was freed lies between what is in use. To return it takes 10 ms.
+_SECONDS_OF_FREED_MEMORY = 5.0
+Batch = list[tuple[SequenceState, StepRow]]
+
+
+class Scheduler:
+    """Continuous batching: chooses the sequences and tokens of the next step. Not thread-safe."""
+
+    def __init__(self, model: ServedModel, *, max_batch: int, prefill_tokens: int, cache_bytes: int) -> None:
+        self._model = model
+        self._prefill_tokens = prefill_tokens
+        self._free = set(range(max_batch))
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
+        self._left: list[SequenceState] = []
+        self.cache = PrefixCache(cache_bytes)
+        self._returned = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.waiting and not self.running
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the slots of running sequences. May be read from any thread."""
+        return sum(sequence.computed for sequence in tuple(self.running))
+
+    def use(self, model: ServedModel) -> None:
+        """Compute with other weights of the same model from now on. Call it when idle: what is cached is forgotten."""
+        self._model = model
+        self.cache = PrefixCache(self.cache.max_bytes)
+
+    @torch.inference_mode()
+    def step(self) -> list[SequenceState]:
+        """Admit sequences, compute one step, sample. Returns the sequences that ended; their futures are done.
+
+        A step that fails ends all sequences that run. Raises ``CaughtFailure`` when the model computes nothing more.
+        """
+        self._left = []
+        self._remove_cancelled()
+        try:
+            with boundary(FailureKind.MODEL, "generation step"):
+                self._admit()
+                if self.running:
+                    self._compute(self._schedule())
+                self._finish_completed()
+        except CaughtFailure as caught:
+            for sequence in tuple(self.running):
+                self._fail(sequence, caught)
+            with boundary(FailureKind.MODEL, "generation"):
+                self._model.step([StepRow(0, 0, [0], None, range(1))])
+        if (
+            self._left
+            and self._model.device.type == "cpu"
+            and time.monotonic() - self._returned > _SECONDS_OF_FREED_MEMORY
+        ):
+            return_freed_memory()
+            self._returned = time.monotonic()
+        return self._left
+
+    def release_memory(self) -> None:
+        """Free the memory that only running sequences need; keeps the prefix cache. Call it when idle."""
+        self._model.slots.clear()
+        return_freed_memory()
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def abort(self) -> list[SequenceState]:
+        """Cancel all sequences; returns them."""
+        self._left = []
+        for sequence in (*self.waiting, *self.running):
+            sequence.handle.cancel()
+        self._remove_cancelled()
+        return self._left
+
+    def _compute(self, batch: Batch) -> None:
+        """One step of these sequences."""
+        logits = self._model.step([row for _, row in batch])
+        offset = 0
+        ready: list[tuple[SequenceState, int]] = []
+        for sequence, row in batch:
+            following = sequence.ids[row.start + 1 : min(row.stop + 1, sequence.prompt_len)]
+            if following and (count := sequence.params.prompt_logprobs) is not None:
+                sequence.observed += score_tokens(logits[offset : offset + len(following)], following, count)
+            offset += len(row.wanted)
+            sequence.computed = row.stop
+            if not sequence.pending:
+                ready.append((sequence, offset - 1))
+        if not ready:
+            return
+        indices = [index for _, index in ready]
+        rows = logits if indices == list(range(logits.shape[0])) else logits[indices]
+        chosen = sample(rows, [each.params for each, _ in ready], [each.random for each, _ in ready])
+        for (sequence, _), sampled in zip(ready, chosen, strict=True):
+            self._take(sequence, sampled)
+
+    def _take(self, sequence: SequenceState, sampled: SampledToken) -> None:
+        """Append what was sampled."""
+        try:
+            with boundary(FailureKind.MODEL, "generation of one sequence"):
+                if len(sequence.ids) == sequence.prompt_len:
+                    self._cache_prefix(sequence)
+                sequence.append(sampled, self._model.eos_ids)
+        except CaughtFailure as caught:
+            self._fail(sequence, caught)
+
+    def _fail(self, sequence: SequenceState, caught: CaughtFailure) -> None:
+        _LOG.error("a sequence failed: %s", caught.failure.message, exc_info=caught.__cause__)
+        self._leave(sequence)
+        sequence.handle.future.set_exception(GenerationFailed(f"The generation failed: {caught.failure.message}"))
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """Take a sequence out; its slot is free again."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        if sequence.slot >= 0:
+            self._free.add(sequence.slot)
+        self._left.append(sequence)
+
+    def _remove_cancelled(self) -> None:
+        for sequence in [each for each in (*self.waiting, *self.running) if each.handle.cancelled]:
+            self._leave(sequence)
+            sequence.handle.future.set_exception(RequestCancelled("the request was cancelled"))
+
+    def _admit(self) -> None:
+        """Assign free slots to waiting sequences, oldest first, and copy the cached prefixes of their prompts.
+
+        A sequence whose next block is being computed for another one waits for it: of equal prompts that arrive
+        together (several samples of one turn) only the first is computed.
+        """
+        under_way = {self._cached(each)[1] for each in self.running if each.pending > 1} if self.waiting else set()
+        for sequence in tuple(self.waiting):
+            if not self._free:
+                return
+            blocks, missing = self._cached(sequence)
+            if missing is not None and missing in under_way:
+                continue
+            under_way.add(missing)
+            sequence.slot = min(self._free)
+            self._free.remove(sequence.slot)
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            self._model.slots.ensure(len(sequence.ids))
+            for index, block in enumerate(blocks):
+                self._model.slots.write(sequence.slot, index * BLOCK_TOKENS, block)
+            sequence.computed = sequence.cached = len(blocks) * BLOCK_TOKENS
+
+    def _cached(self, sequence: SequenceState) -> tuple[list[Tensor], BlockKey | None]:
+        if sequence.params.prompt_logprobs is not None:
+            return [], None  # every position must be computed
+        return self.cache.match(sequence.adapter, sequence.ids[: sequence.prompt_len])
+
+    def _schedule(self) -> Batch:
+        """All decoding sequences, and prefill chunks up to the budget of prompt tokens (oldest first)."""
+        budget = self._prefill_tokens
+        batch: Batch = []
+        for sequence in self.running:
+            scored = sequence.params.prompt_logprobs is not None and sequence.computed < sequence.prompt_len
+            count = sequence.pending
+            if count > 1:
+                count = min(count, budget, _OBSERVED_ROWS if scored else count)
+                budget -= count
+            if count > 0:
+                wanted = range(0 if scored else count - 1, count) if scored or count == sequence.pending else range(0)
+                ids = sequence.ids[sequence.computed : sequence.computed + count]
+                batch.append((sequence, StepRow(sequence.slot, sequence.computed, ids, sequence.adapter, wanted)))
+        return batch
+
+    def _finish_completed(self) -> None:
+        for sequence in [each for each in self.running if each.finish_reason is not None]:
+            self._cache_prefix(sequence)
+            result = sequence.result()
+            self._leave(sequence)
+            sequence.handle.future.set_result(result)
+
+    def _cache_prefix(self, sequence: SequenceState) -> None:
+        slots, slot = self._model.slots, sequence.slot
+        ids = sequence.ids[: sequence.computed]
+        self.cache.insert(sequence.adapter, ids, lambda start, stop: slots.read(slot, start, stop))
+
 
 _BOUNDS = (0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class GeneratorMetrics(Collector):
-    """Counts sequences as they end. ``model``: the name of the served weights."""
+class GeneratorMetrics:
+    """Counts sequences as they end, under vLLM's names. ``model``: the name of the first weights; ``slots``: tokens."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, scheduler: Scheduler, slots: int) -> None:
         self.registry = prometheus_client.CollectorRegistry()
-        self._model = model
-        self._read: list[tuple[str, str, Callable[[], float]]] = []
-        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
-        self._sampled = self._counter("vllm:generation_tokens", "Sampled tokens of ended requests.")
-        self._asked = self._counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up.")
-        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens that were in the prefix cache.")
+
+        def made[M: prometheus_client.Counter | prometheus_client.Gauge | prometheus_client.Histogram](
+            kind: type[M], name: str, about: str, **options: Sequence[float]
+        ) -> M:
+            metric = kind(f"vllm:{name}", about, ("model_name",), registry=self.registry, **options)  # pyright: ignore
+            return metric.labels(model)
+
+        counter, gauge, histogram = prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram
+        self._prompt = made(counter, "prompt_tokens", "Prompt tokens of ended requests.")
+        self._sampled = made(counter, "generation_tokens", "Sampled tokens of ended requests.")
+        self._asked = made(counter, "prefix_cache_queries", "Prompt tokens that were looked up.")
+        self._hits = made(counter, "prefix_cache_hits", "Prompt tokens that were in the prefix cache.")
+        self._first = made(histogram, "time_to_first_token_seconds", "Seconds to the first token.", buckets=_BOUNDS)
+        self._whole = made(histogram, "e2e_request_latency_seconds", "Seconds to the last token.", buckets=_BOUNDS)
+        running = made(gauge, "num_requests_running", "Requests that are computed.")
+        running.set_function(lambda: len(scheduler.running))
+        waiting = made(gauge, "num_requests_waiting", "Requests that wait for a place.")
+        waiting.set_function(lambda: len(scheduler.waiting))
+        usage = made(gauge, "kv_cache_usage_perc", "Share of the slots in use; 1 is all.")
+        usage.set_function(lambda: scheduler.tokens / slots)
         about, labels = "Finished requests by reason; abort: they did not.", ("model_name", "finished_reason")
-        self._ended = prometheus_client.Counter("vllm:request_success", about, labels, registry=self.registry)
-        self._first = self._histogram("vllm:time_to_first_token_seconds", "Seconds to the first token.")
-        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "Seconds to the last token.")
-        self.registry.register(self)
-
-    def _counter(self, name: str, about: str) -> prometheus_client.Counter:
-        return prometheus_client.Counter(name, about, ("model_name",), registry=self.registry).labels(self._model)
-
-    def _histogram(self, name: str, about: str) -> prometheus_client.Histogram:
-        histogram = prometheus_client.Histogram(name, about, ("model_name",), buckets=_BOUNDS, registry=self.registry)
-        return histogram.labels(self._model)
-
-    def read(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """A value that is read when it is asked for; by its name, a gauge or a counter."""
-        self._read.append((name, about, value))
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """What is read when it is asked for."""
-        for name, about, value in self._read:
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(name, about, labels=("model_name",))
-            family.add_metric((self._model,), value())
-            yield family
+        self._model, self._ended = model, counter("vllm:request_success", about, labels, registry=self.registry)
 
     def ended(self, sequence: SequenceState) -> None:
         """Count a sequence that left the scheduler: finished, failed or cancelled."""
@@ -101,16 +344,14 @@ class GeneratorMetrics(Collector):
         self._whole.observe(time.monotonic() - sequence.submitted)
 
 
-_LOG = redacting_logger(__name__)
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
 
 
-@dataclass(frozen=True)
-class _Replacement:
+class _Replacement(NamedTuple):
     """A loaded model that takes the place of the served one as soon as nothing is computed."""
 
     model: ServedModel
-    done: Future[None] = field(default_factory=Future)
+    done: Future[None]
 
 
 class Generator:
@@ -129,12 +370,12 @@ class Generator:
             prefill_tokens=config.prefill_tokens or (256 if self.model.device.type == "cpu" else 2048),
             cache_bytes=config.cache_bytes,
         )
-        self.metrics = self._measured()
+        self.metrics = GeneratorMetrics(config.base_name, self._scheduler, config.max_batch * self.max_model_len)
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._adapters: dict[str, LoadedAdapter] = {}
         self._in_flight: Counter[LoadedAdapter | None] = Counter()
-        self._pins: Counter[LoadedAdapter] = Counter()
+        """Requests that are computed, wait, or are being prepared (``pin_adapter``)."""
         self._draining: dict[LoadedAdapter, Future[None]] = {}
         self._inbox: queue.SimpleQueue[SequenceState | _Replacement | None] = queue.SimpleQueue()
         self._replacement: _Replacement | None = None
@@ -146,14 +387,6 @@ class Generator:
         """Set when the thread has ended: after ``close``, or because it failed."""
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
-
-    def _measured(self) -> GeneratorMetrics:
-        told = GeneratorMetrics(self.config.base_name)
-        scheduler, most = self._scheduler, self.config.max_batch * self.max_model_len
-        told.read("vllm:num_requests_running", "Requests that are computed.", lambda: scheduler.counts[0])
-        told.read("vllm:num_requests_waiting", "Requests that wait for a place.", lambda: scheduler.counts[1])
-        told.read("vllm:kv_cache_usage_perc", "Share of the slots in use; 1 is all.", lambda: scheduler.tokens / most)
-        return told
 
     def submit(
         self,
@@ -198,12 +431,12 @@ class Generator:
         """Keep an adapter from being unloaded while a request for it is prepared. Raises NotFound."""
         with self._lock:
             adapter = self._find(name)
-            self._pins[adapter] += 1
+            self._in_flight[adapter] += 1
         try:
             yield adapter
         finally:
             with self._lock:
-                self._pins[adapter] -= 1
+                self._in_flight[adapter] -= 1
                 self._inbox.put(None)
 
     @property
@@ -235,7 +468,13 @@ class Generator:
         with self._loading:
             with self._lock:
                 self._check_open()
-                self._check_new(name)
+                if name in self._adapters:
+                    raise InvalidUserInput(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
+                if len(self._adapters) >= self.config.max_adapters:
+                    raise InvalidUserInput(
+                        f"{self.config.max_adapters} lora adapters are loaded, which is this server's limit; unload "
+                        "one first."
+                    )
             adapter = in_passing_thread(lambda: self.model.read_adapter(name, path))
             with self._lock:
                 self._adapters[name] = adapter
@@ -272,7 +511,7 @@ class Generator:
                 self._check_open()
                 if self._adapters or self._draining:
                     raise InvalidUserInput("LoRA adapters of the served weights are loaded; unload them first.")
-            waiting = _Replacement(self._read_model(path))
+            waiting = _Replacement(self._read_model(path), Future())
             with self._lock:
                 self._check_open()
                 self.weights = name
@@ -288,9 +527,8 @@ class Generator:
         directory = self._first if first else path
         if not is_file(directory / "config.json"):
             raise NotFound(f"There is no model in {str(directory)[:200]}.", param="model_path")
-        name = self.config.model if first else str(path)
+        config = self.config.model_copy(update={"model": self.config.model if first else str(path)})
         try:
-            config = self.config.model_copy(update={"model": name})
             fresh = in_passing_thread(lambda: ServedModel(config, directory))
         except (StartError, RuntimeError) as error:  # RuntimeError: torch has no memory for both
             raise ServingError(f"The weights cannot be served: {describe(error)}", param="model_path") from error
@@ -326,14 +564,6 @@ class Generator:
         if self._closing:
             raise Overloaded("The server is stopping.")
 
-    def _check_new(self, name: str) -> None:
-        if name in self._adapters:
-            raise InvalidUserInput(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
-        if len(self._adapters) >= self.config.max_adapters:
-            raise InvalidUserInput(
-                f"{self.config.max_adapters} lora adapters are loaded, which is this server's limit; unload one first."
-            )
-
     def _check_prompt(self, ids: tuple[int, ...], params: DecodingParams) -> None:
         if not ids:
             raise ServingError("The prompt is empty.", param="prompt")
@@ -345,16 +575,15 @@ class Generator:
             )
         if params.max_tokens < 1:
             raise ServingError(f"max_tokens must be at least 1, got {params.max_tokens}.", param="max_tokens")
-        top = self.model.vocabulary
-        bad = next((i for i in ids if not 0 <= i < top), None)
-        if bad is not None:
+        if (bad := next((i for i in ids if not 0 <= i < self.model.vocabulary), None)) is not None:
             raise ServingError(f"Token id {bad} is out of vocabulary", param="prompt")
 
     def _run(self) -> None:
         try:
             with boundary(FailureKind.MODEL, "generator"):
-                while self._poll_inbox():
-                    self._finish_requests(self._scheduler.step())
+                while not self._closing:
+                    self._take_in()
+                    self._count_down(self._scheduler.step())
         except RLError as error:  # callers must not wait for ever
             self._failure = error
             _LOG.critical("the generator has stopped", exc_info=error.__cause__)
@@ -363,31 +592,27 @@ class Generator:
                 self._closing = True
             while not self._inbox.empty():
                 self._enqueue(self._inbox.get())
-            self._finish_requests(self._scheduler.abort())
+            self._count_down(self._scheduler.abort())
             for drained in self._draining.values():
                 drained.set_result(None)
             if self._replacement is not None:
                 self._replacement.done.set_exception(Overloaded("The server is stopping."))
             self.stopped.set()
 
-    def _poll_inbox(self) -> bool:
-        """Move submitted requests to the scheduler, waiting while it is idle; False ends the thread."""
+    def _take_in(self) -> None:
+        """Move submitted requests to the scheduler, waiting while it is idle.
+
+        Requests behind a replacement stay in the inbox until it is done: only the new weights compute them.
+        """
         if self._scheduler.idle and self._replacement is None:
             self._enqueue(self._next_item())
         while self._replacement is None and not self._inbox.empty():
             self._enqueue(self._inbox.get())
         if self._scheduler.idle and self._replacement is not None:
-            self._replace(self._replacement)
-        self._finish_requests(())
-        return not self._closing
-
-    def _replace(self, replacement: _Replacement) -> None:
-        """Requests after it are still in the inbox, so they are computed with the new weights only."""
-        self._replacement = None
-        self.model = replacement.model
-        self._scheduler.use(replacement.model)
-        forget_unused()
-        replacement.done.set_result(None)
+            (self.model, done), self._replacement = self._replacement, None
+            self._scheduler.use(self.model)
+            forget_unused()
+            done.set_result(None)
 
     def _next_item(self) -> SequenceState | _Replacement | None:
         """The next submitted request. After ``rest_after`` idle seconds the KV cache's memory is released first."""
@@ -402,18 +627,17 @@ class Generator:
         if isinstance(item, _Replacement):
             self._replacement = item
         elif item is not None:
-            self._scheduler.add(item)
+            self._scheduler.waiting.append(item)
 
-    def _finish_requests(self, left: Sequence[SequenceState]) -> None:
-        """Count finished sequences down, and complete the unloading of adapters without requests or pins."""
+    def _count_down(self, left: Sequence[SequenceState]) -> None:
+        """Count finished sequences down, and complete the unloading of adapters that nothing in flight needs."""
         with self._lock:
             for sequence in left:
                 self.metrics.ended(sequence)
                 self._in_flight[sequence.adapter] -= 1
-            done = [a for a in self._draining if not self._in_flight[a] and not self._pins[a]]
-            futures = [self._draining.pop(adapter) for adapter in done]
+            done = {each: self._draining.pop(each) for each in tuple(self._draining) if not self._in_flight[each]}
             for adapter in done:
-                del self._in_flight[adapter], self._pins[adapter]
-        for adapter, drained in zip(done, futures, strict=True):
+                del self._in_flight[adapter]
+        for adapter, drained in done.items():
             self._scheduler.cache.drop(adapter)
             drained.set_result(None)

@@ -1,16 +1,23 @@
-"""A Hugging Face causal LM rebuilt for serving: slot attention, fused layers, several LoRA adapters at once."""
+"""A Hugging Face causal LM rebuilt for serving: attention over slots, packed layers, several LoRA adapters at once."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,20 +26,321 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from openhands_rl_plugin.core.errors import UsageError
-from openhands_rl_plugin.models.generator.attention import ATTENTION_NAME, KVCache, StepPlan, StepRow
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, UsageError, boundary
+from openhands_rl_plugin.core.files import is_file
+from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.errors import StartError
-from openhands_rl_plugin.models.generator.lora import (
-    LoadedAdapter,
-    LoRAMapping,
-    LoRASegment,
-    read_adapter,
-    replace_linears,
-)
+from openhands_rl_plugin.models.generator.errors import NotFound, ServingError, StartError
 from openhands_rl_plugin.models.short_windows import short_windows
 
 log = logging.getLogger(__name__)
+GROWTH_TOKENS = 256
+
+
+class KVCache:
+    """``keys``, ``values``: [layers, slots, kv_heads, capacity, head_dim].
+
+    Slots lie side by side so that a decoding step attends over a view of neighbouring slots, without a copy.
+    The capacity (tokens per slot) grows with the longest sequence; on a CPU, memory is taken only where it is used.
+
+    On a CPU, bfloat16 keys are kept as float32: for the one query of a decoding row, the float32 product is more than
+    twice as fast as the bfloat16 one, and its scores are not rounded.
+    """
+
+    def __init__(
+        self, *, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.float32_keys = device.type == "cpu" and dtype == torch.bfloat16
+        self._shape = (layers, slots, kv_heads, head_dim)
+        self.clear()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into each slot now."""
+        return self.values.shape[3]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token of capacity takes, in all slots and layers together."""
+        return math.prod(self._shape) * (self.keys.element_size() + self.values.element_size())
+
+    def ensure(self, tokens: int) -> None:
+        """Grow every slot to hold at least ``tokens`` tokens; what is stored stays."""
+        if tokens > self.capacity:
+            capacity = max(-(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS, self.capacity * 3 // 2)
+            old, self.keys = self.keys, self._zeros(capacity, self.keys.dtype)
+            self.keys[:, :, :, : old.shape[3]] = old
+            old, self.values = self.values, self._zeros(capacity, self.dtype)
+            self.values[:, :, :, : old.shape[3]] = old
+
+    def clear(self) -> None:
+        """Forget all sequences, and give their memory back."""
+        self.keys = self._zeros(0, torch.float32 if self.float32_keys else self.dtype)
+        self.values = self._zeros(0, self.dtype)
+
+    def read(self, slot: int, start: int, stop: int) -> Tensor:
+        """A copy of the tokens ``start:stop`` of a slot: [layers, 2 (keys, values), kv_heads, tokens, head_dim]."""
+        block = self.keys[:, slot, :, start:stop].to(self.dtype), self.values[:, slot, :, start:stop]
+        return torch.stack(block, 1)
+
+    def write(self, slot: int, start: int, block: Tensor) -> None:
+        """Put a block that ``read`` gave into a slot, from token ``start`` on."""
+        stop = start + block.shape[3]
+        self.keys[:, slot, :, start:stop] = block[:, 0]
+        self.values[:, slot, :, start:stop] = block[:, 1]
+
+    def _zeros(self, capacity: int, dtype: torch.dtype) -> Tensor:
+        layers, slots, heads, dim = self._shape
+        # Zeros: attention reads past a row's end under a mask, and a stray NaN there would survive it.
+        shape = (layers, slots, heads, capacity, dim)
+        if self.device.type != "cpu" or not capacity:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # These take memory page by page as they are written; torch writes all of its own. A shared mapping is a file.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+ATTENTION_NAME = "openhands_rl_slots"
+
+# A kernel call costs as much as attending to about this many tokens (measured on 2 cores: 90 us per call, 0.11 us per
+# token and row), so rows are batched while their padding costs less.
+CALL_COST_TOKENS = 400
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The new tokens ``ids`` of one sequence in this step, at positions ``start ..`` of ``slot``, under ``adapter``.
+
+    ``wanted``: ascending indices into ``ids`` whose next-token logits are returned.
+    """
+
+    slot: int
+    start: int
+    ids: Sequence[int]
+    adapter: LoadedAdapter | None
+    wanted: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
+
+    @property
+    def stop(self) -> int:
+        """Tokens in the slot after the step."""
+        return self.start + len(self.ids)
+
+
+class StepPlan:
+    """Where each token of a flat step goes: those of rows with one token come first, then prompt chunks.
+
+    ``groups``: rows with one token that lie in neighbouring slots, as (their places in the step, the rows).
+    ``chunks``: (first place, row).
+    """
+
+    def __init__(self, store: KVCache, rows: Sequence[StepRow]) -> None:
+        self.store = store
+        decoding = [row for row in rows if row.count == 1]
+        self.decoding = len(decoding)
+        self.slots = torch.tensor([row.slot for row in decoding], device=store.device)
+        self.positions = torch.tensor([row.start for row in decoding], device=store.device)
+        placed = sorted(enumerate(decoding), key=lambda item: item[1].slot)
+        self.groups = [
+            (torch.tensor([at for at, _ in group], device=store.device), [row for _, row in group])
+            for group in _groups(placed)
+        ]
+        self.chunks: list[tuple[int, StepRow]] = []
+        offset = self.decoding
+        for row in rows[self.decoding :]:
+            self.chunks.append((offset, row))
+            offset += row.count
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def mask(self, rows: Sequence[StepRow], window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive [tokens of the rows, longest]: what each token does not see. All layers have the same."""
+        key = (rows[0].slot, window)
+        if key not in self._masks:
+            positions = [position for row in rows for position in range(row.start, row.stop)]
+            query = torch.tensor(positions, device=self.store.device)[:, None]
+            at = torch.arange(max(row.stop for row in rows), device=self.store.device)
+            hidden = at > query if window is None else (at > query) | (at <= query - window)
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[key] = zeros.masked_fill_(hidden, float("-inf"))
+        return self._masks[key]
+
+
+def _groups(placed: Sequence[tuple[int, StepRow]]) -> Iterator[Sequence[tuple[int, StepRow]]]:
+    """Batch rows of neighbouring slots while the padding costs less than another call would."""
+    first = 0
+    for index in range(1, len(placed) + 1):
+        if index < len(placed) and placed[index][1].slot == placed[index - 1][1].slot + 1:
+            longest, following = max(row.stop for _, row in placed[first:index]), placed[index][1].stop
+            rows = index - first
+            if (rows + 1) * max(longest, following) - rows * longest - following <= CALL_COST_TOKENS:
+                continue
+        yield placed[first:index]
+        first = index
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    plan: StepPlan,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in every layer.
+
+    query: [1, heads, tokens, dim]; key, value: [1, kv_heads, tokens, dim], the step's flat tokens. Stores keys and
+    values in their slots, returns ([1, tokens, heads, dim], None). Raises ``ValueError`` for soft-capped
+    scores and attention sinks.
+    """
+    if softcap is not None or s_aux is not None:
+        raise ValueError("attention with soft-capped scores or sinks is not supported")
+    layer = cast(int, module.layer_idx)
+    keys, values = plan.store.keys[layer], plan.store.values[layer]
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if plan.decoding:
+        keys[plan.slots, :, plan.positions] = k[: plan.decoding].to(keys.dtype)
+        values[plan.slots, :, plan.positions] = v[: plan.decoding]
+    for tokens, rows in plan.groups:
+        out[tokens] = _attend_group(plan, rows, q.index_select(0, tokens), keys, values, scaling, sliding_window)
+    for offset, row in plan.chunks:
+        tokens, stored = slice(offset, offset + row.count), slice(row.start, row.stop)
+        keys[row.slot, :, stored] = key[0, :, tokens]
+        values[row.slot, :, stored] = value[0, :, tokens]
+        out[tokens] = _attend_chunk(plan, row, q[tokens], keys, values, scaling, sliding_window)
+    return out[None], None
+
+
+def _attend_group(
+    plan: StepPlan,
+    group: Sequence[StepRow],
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """q: [rows, heads, dim], one query a row -> the same. Heads that share keys become further queries."""
+    rows, heads, dim = q.shape
+    slots, longest = slice(group[0].slot, group[0].slot + rows), max(row.stop for row in group)
+    key, value = keys[slots, :, :longest], values[slots, :, :longest]
+    query = q.view(rows, keys.shape[1], heads // keys.shape[1], dim)
+    mask = None
+    if len({row.stop for row in group}) > 1 or (window is not None and longest > window):
+        mask = plan.mask(group, window, keys.dtype)[:, None, None]
+    if not plan.store.float32_keys:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).reshape(rows, heads, dim)
+    scores = torch.matmul(query.float().mul_(dim**-0.5 if scale is None else scale), key.transpose(-1, -2))
+    if mask is not None:
+        scores += mask
+    return torch.matmul(scores.softmax(-1).to(value.dtype), value).reshape(rows, heads, dim)
+
+
+def _attend_chunk(
+    plan: StepPlan, row: StepRow, q: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """q: [count, heads, dim] -> the same shape. Keys are expanded to the heads as a view."""
+    count, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    shape = (kv_heads, heads // kv_heads, row.stop, dim)
+    causal = row.start == 0 and (window is None or row.stop <= window)
+    result = F.scaled_dot_product_attention(
+        q.transpose(0, 1).reshape(kv_heads, heads // kv_heads, count, dim),
+        keys[row.slot, :, : row.stop].to(values.dtype).unsqueeze(1).expand(shape),
+        values[row.slot, :, : row.stop].unsqueeze(1).expand(shape),
+        attn_mask=None if causal else plan.mask([row], window, values.dtype),
+        is_causal=causal,
+        scale=scale,
+    )
+    return result.reshape(heads, count, dim).transpose(0, 1)
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)
+
+# The batch size that oneDNN optimises the packed layout for: a typical decoding batch. Other sizes work, too.
+PACK_ROWS = 16
+_PREFIX = "base_model.model."
+type LoRAPair = tuple[Tensor, Tensor]
+"""One adapter in one layer: [rank, in], and [out, rank] already multiplied by the adapter's scaling."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedAdapter:
+    """One loaded adapter version. Immutable: requests in flight keep the version they started with.
+
+    ``layers``: layer name -> its low-rank pair. Compared and hashed by identity.
+    """
+
+    name: str
+    path: str
+    layers: dict[str, LoRAPair] = field(repr=False)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN's blocked layout is faster for this weight: bfloat16 on a CPU with native bfloat16."""
+    return (
+        weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+class Projection(nn.Module):
+    """``y = x W^T + b`` plus the low-rank terms of the adapters in use; replaces the ``nn.Linear`` of that ``name``.
+
+    ``segments``: ranges of the step's token rows with their adapters, shared by all layers of a model.
+    """
+
+    def __init__(self, name: str, linear: nn.Linear, segments: list[tuple[slice, LoadedAdapter]]) -> None:
+        super().__init__()
+        self.name = name
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._segments = segments
+        weight = linear.weight.detach()
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._packed = can_pack(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self._packed else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in] -> [..., out]; the leading dimensions, flattened, are the token rows of the step."""
+        if self._packed:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        else:
+            y = F.linear(x, self._weight, self._bias)
+        for rows, adapter in self._segments:
+            if (pair := adapter.layers.get(self.name)) is not None:
+                hidden = F.linear(x.view(-1, x.shape[-1])[rows], pair[0])
+                y.view(-1, y.shape[-1])[rows].addmm_(hidden, pair[1].t())
+        return y
+
+
+def _replace_linears(model: nn.Module, segments: list[tuple[slice, LoadedAdapter]]) -> dict[str, Projection]:
+    """Replace every ``nn.Linear`` of ``model`` in place; returns replaced module name -> its projection.
+
+    Subclasses of ``nn.Linear`` (quantised layers) are not replaced.
+    """
+    projections: dict[str, Projection] = {}
+    for parent_name, parent in list(model.named_modules()):
+        prefix = f"{parent_name}." if parent_name else ""
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear:
+                projections[prefix + name] = projection = Projection(prefix + name, linear, segments)
+                setattr(parent, name, projection)
+    return projections
+
 
 # Allowed relative difference between logits of the rebuilt and the original model: (mean, largest) over positions.
 # In half precision another order of sums makes a router choose other experts here and there, so that the mean decides.
@@ -54,7 +362,7 @@ class ServedModel:
         self.device = _pick_device(config.device)
         self.dtype = _pick_dtype(config.dtype, self.device)
         self.tokenizer, self.model = _load(str(directory or config.model), self.dtype, self.device)
-        self.directory = directory or _directory_of(config.model)
+        self.directory = directory or Path(cached_file(self.name, "config.json") or self.name).parent
         self.eos_ids = eos_ids(self.model, self.tokenizer)
         self.vocabulary = cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
         text_config = self.model.config.get_text_config()
@@ -69,7 +377,7 @@ class ServedModel:
         )
         self.max_model_len = self._longest(config)
         self._max_batch = config.max_batch
-        self._lora_mapping = LoRAMapping()
+        self._segments: list[tuple[slice, LoadedAdapter]] = []
         self._rebuild()
 
     def _longest(self, config: GeneratorConfig) -> int:
@@ -86,10 +394,60 @@ class ServedModel:
         return min(wanted, fitting)
 
     def read_adapter(self, name: str, path: Path) -> LoadedAdapter:
-        """Load an adapter for this model. Safe to call from another thread while steps are computed."""
-        return read_adapter(
-            name, path, base_model=self.name, projections=self._projections, dtype=self.dtype, device=self.device
-        )
+        """Load the adapter in ``path``. Safe to call from another thread while steps are computed.
+
+        Raises ``NotFound`` when there is no adapter, ``ServingError`` when it does not fit the model; messages have
+        one line.
+        """
+        if not is_file(path / CONFIG_FILE):
+            raise NotFound(f"Loading lora {name} failed: No adapter found for {str(path)[:200]}", param="lora_path")
+        try:
+            with boundary(FailureKind.MODEL, "adapter"):
+                return LoadedAdapter(name, str(path.absolute()), self._read_pairs(path))
+        except CaughtFailure as caught:
+            problem = f"it cannot be used: {caught.failure.message}"
+            raise ServingError(f"Loading lora {name} failed: {problem}", param="lora_path") from caught
+        except ConfigError as error:
+            raise ServingError(f"Loading lora {name} failed: {error}", param="lora_path") from error
+
+    def _read_pairs(self, path: Path) -> dict[str, LoRAPair]:
+        """Raises ``ConfigError`` for what does not fit."""
+        if not is_file(path / WEIGHTS_FILE):
+            raise ConfigError(f"{path} has no {WEIGHTS_FILE} (pickled weights are not loaded)")
+        config = read_adapter_config(path)
+        if refusal := config.refusal():
+            raise ConfigError(refusal)
+        trained_on = config.base_model_name_or_path
+        if trained_on and not same_model(trained_on, self.name):
+            raise ConfigError(f"it was trained on {trained_on}, but this server serves {self.name}")
+        try:
+            weights = load_file(path / WEIGHTS_FILE)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{WEIGHTS_FILE} cannot be read: {error}") from error
+        halves: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in weights.items():
+            module, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            if half not in ("lora_A", "lora_B") or tensor.dim() != 2 or module not in self._projections:
+                raise ConfigError(f"the model has no linear layer for the weight {key}")
+            halves.setdefault(module, {})[half] = tensor
+        if not halves or any(len(both) != 2 for both in halves.values()):
+            raise ConfigError(f"{WEIGHTS_FILE} has no pairs of lora_A and lora_B")
+        return {
+            module: self._pair(module, both["lora_A"], both["lora_B"], config.r, config.scaling)
+            for module, both in halves.items()
+        }
+
+    def _pair(self, module: str, a: Tensor, b: Tensor, rank: int, scaling: float) -> LoRAPair:
+        layer = self._projections[module]
+        if a.shape != (rank, layer.in_features) or b.shape != (layer.out_features, rank):
+            raise ConfigError(
+                f"{module} is {layer.in_features} -> {layer.out_features} in the model and the rank {rank} in "
+                f"{CONFIG_FILE}, but {a.shape[1]} -> {a.shape[0]}, {b.shape[1]} -> {b.shape[0]} in the adapter"
+            )
+        made = a.float().to(self.device, self.dtype), (b.float() * scaling).to(self.device, self.dtype)
+        if not all(half.isfinite().all() for half in made):
+            raise ConfigError(f"{module} has weights that are not finite, or that {self.dtype} cannot hold")
+        return made
 
     @torch.inference_mode()
     def step(self, rows: Sequence[StepRow]) -> Tensor:
@@ -98,29 +456,30 @@ class ServedModel:
         Stores the new tokens' keys and values in the slots. Returns float32 logits [wanted positions, vocabulary]
         in the order of ``rows``, each row's in the order of its ``wanted``.
         """
-        order = sorted(range(len(rows)), key=lambda i: (not rows[i].is_short, id(rows[i].adapter), rows[i].slot))
-        self.slots.ensure(max(row.start + len(row.ids) for row in rows))
-        plan = StepPlan(self.slots, [rows[i] for i in order])
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].count > 1, id(rows[i].adapter), rows[i].slot))
+        self.slots.ensure(max(row.stop for row in rows))
         ids: list[int] = []
         positions: list[int] = []
         offsets = [0] * len(rows)
         for i in order:
             offsets[i] = len(ids)
             ids.extend(rows[i].ids)
-            positions.extend(range(rows[i].start, rows[i].start + len(rows[i].ids)))
+            positions.extend(range(rows[i].start, rows[i].stop))
         wanted = [offsets[i] + index for i, row in enumerate(rows) for index in row.wanted]
-        self._lora_mapping.segments = _segments([rows[i] for i in order])
-        return self._forward(ids, positions, wanted, plan)
-
-    @torch.inference_mode()
-    def _forward(self, ids: list[int], positions: list[int], wanted: list[int], plan: StepPlan) -> Tensor:
+        self._segments.clear()
+        start = 0
+        for adapter, group in groupby((rows[i] for i in order), key=lambda row: row.adapter):
+            stop = start + sum(row.count for row in group)
+            if adapter is not None:
+                self._segments.append((slice(start, stop), adapter))
+            start = stop
         tensor = torch.tensor([ids, positions], device=self.device)
         output = self.model(
             input_ids=tensor[:1],
             position_ids=tensor[1:],
             use_cache=False,
             logits_to_keep=torch.tensor(wanted or [0], device=self.device),
-            plan=plan,
+            plan=StepPlan(self.slots, [rows[i] for i in order]),
         )
         return output.logits[0, : len(wanted)].float()
 
@@ -131,30 +490,28 @@ class ServedModel:
         Two sequences are computed in pieces, side by side in slots: recurrent layers, whose state is not in the slots,
         give other logits then, and so does attention that ignores a window.
         """
+        architecture = f"{self.name}: this architecture ({self.model.config.model_type})"
         length = min(_CHECKED_TOKENS, self.max_model_len)
         texts = [[(factor * i + 3) % self.vocabulary for i in range(length)] for factor in (7, 11)]
         try:
             with short_windows(self.model):
                 expected = [self.model(torch.tensor([each], device=self.device), use_cache=False) for each in texts]
                 self.model.set_attn_implementation(ATTENTION_NAME)
-                self._projections = replace_linears(self.model, self._lora_mapping)
+                self._projections: Mapping[str, Projection] = _replace_linears(self.model, self._segments)
                 actual = self._in_pieces(texts)
         except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-            raise StartError(f"{self._architecture} cannot be served: {_first_line(error)}") from error
-        found = torch.cat(
-            [_differences(mine, theirs.logits[0].float()) for mine, theirs in zip(actual, expected, strict=True)]
-        )
+            raise StartError(f"{architecture} cannot be served: {_first_line(error)}") from error
+        # At each position, relative to the size of the logits there.
+        theirs = torch.cat([each.logits[0].float() for each in expected])
+        size = theirs.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        found = (torch.cat(actual) - theirs).norm(dim=-1) / size
         mean, largest = _SELF_CHECK_TOLERANCE[self.dtype]
         difference = found.max().item()
         if not (found.mean().item() <= mean and difference <= largest):
             raise StartError(
-                f"{self._architecture} cannot be served: its logits differ by {difference:.0%} when a text is "
+                f"{architecture} cannot be served: its logits differ by {difference:.0%} when a text is "
                 "computed in pieces; serve it with vLLM"
             )
-
-    @property
-    def _architecture(self) -> str:
-        return f"{self.name}: this architecture ({self.model.config.model_type})"
 
     def _in_pieces(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The logits [T, vocabulary] of each text, in three steps: two chunks of other lengths, a token."""
@@ -175,25 +532,15 @@ class ServedModel:
         return made
 
 
-def _differences(mine: Tensor, theirs: Tensor) -> Tensor:
-    """[T]: at each position, relative to the size of the logits there."""
-    size = theirs.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return (mine - theirs).norm(dim=-1) / size
+def same_model(trained_on: str, served: str) -> bool:
+    """Whether two names or paths may mean one model: equal, the same directory, or an equal last component.
 
-
-def _segments(rows: Sequence[StepRow]) -> tuple[LoRASegment, ...]:
-    """Ranges of neighbouring token rows with the same adapter; rows without an adapter are omitted."""
-    segments: list[LoRASegment] = []
-    start = 0
-    for index, row in enumerate(rows):
-        stop = start + len(row.ids)
-        if row.adapter is not None:
-            if index and segments and rows[index - 1].adapter is row.adapter:
-                segments[-1] = LoRASegment(segments[-1].start, stop, row.adapter.layers)
-            else:
-                segments.append(LoRASegment(start, stop, row.adapter.layers))
-        start = stop
-    return tuple(segments)
+    Shapes are always checked later; this detects a different model with the same shapes.
+    """
+    first, second = Path(trained_on), Path(served)
+    if trained_on != served and first.exists() and second.exists():
+        return first.resolve() == second.resolve()
+    return first.name == second.name
 
 
 def _pick_device(device: str) -> torch.device:
@@ -233,11 +580,6 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
     torch.nn.Module.to(model, device)
     model.eval().requires_grad_(False)
     return tokenizer, model
-
-
-def _directory_of(name: str) -> Path:
-    """Where a loaded model came from: of a hub name, the snapshot in the cache."""
-    return Path(cached_file(name, "config.json") or name).parent
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

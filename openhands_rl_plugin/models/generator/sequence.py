@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from openhands_rl_plugin.models.generator.lora import LoadedAdapter
+from openhands_rl_plugin.models.generator.model import LoadedAdapter
 
 # Sizes of the first two ``topk`` calls for top-p and top-k, since a top-k of the whole vocabulary is slow:
 # 256 candidates hold the nucleus of nearly every step, 4096 of most others; the rest needs the whole vocabulary.
@@ -82,36 +82,17 @@ class ScoredToken:
     top: TopTokens
 
 
-class RandomNumbers:
-    """The uniform numbers of one sequence, which are the same with the same seed however many are drawn at once.
-
-    Those that were drawn for tokens which are not taken come again: ``keep``. Not thread-safe.
-    """
-
-    def __init__(self, seed: int | None) -> None:
-        """``seed``: ``None`` for one from the system's entropy."""
-        self._generator = torch.Generator()
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed % 2**63)
-        self._drawn: list[Tensor] = []
-        self._next = 0
-
-    def draw(self) -> Tensor:
-        """The next number, in [0, 1): [1]."""
-        if self._next == len(self._drawn):
-            self._drawn.append(torch.rand(1, generator=self._generator))
-        self._next += 1
-        return self._drawn[self._next - 1]
-
-    def keep(self, count: int) -> None:
-        """Of the numbers that were drawn since the last call the first ``count`` are used; the others come again."""
-        del self._drawn[:count]
-        self._next = 0
+def random_numbers(seed: int | None) -> torch.Generator:
+    """Those of one sequence: the same with the same seed; ``None``: a seed from the system's entropy."""
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed % 2**63)
+    return generator
 
 
-def sample(logits: Tensor, params: Sequence[DecodingParams], random: Sequence[RandomNumbers]) -> list[SampledToken]:
+def sample(logits: Tensor, params: Sequence[DecodingParams], random: Sequence[torch.Generator]) -> list[SampledToken]:
     """logits: float32 [rows, vocabulary], one row per element of ``params``.
 
     The reported logprobs are ``log_softmax(logits)``: temperature 1, before top_p and top_k, whatever was sampled
@@ -121,7 +102,7 @@ def sample(logits: Tensor, params: Sequence[DecodingParams], random: Sequence[Ra
     chosen = logits.argmax(-1)
     warm = [i for i, p in enumerate(params) if p.warm]
     if warm:
-        uniform = torch.cat([random[i].draw() for i in warm]).to(logits.device)
+        uniform = torch.cat([torch.rand(1, generator=random[i]) for i in warm]).to(logits.device)
         temperature = torch.tensor([params[i].temperature for i in warm], device=logits.device)
         scaled = (logits if len(warm) == len(params) else logits[warm]) / temperature[:, None]
         picked = _draw(scaled, uniform)
@@ -236,14 +217,8 @@ class Detokenizer:
 
     def _withheld(self) -> int:
         """Length of the longest end of the text that is the beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            tail = self._whole[max(0, len(self._whole) - len(stop) + 1) :]
-            at = tail.find(stop[0])
-            while at >= 0 and not stop.startswith(tail[at:]):
-                at = tail.find(stop[0], at + 1)
-            longest = max(longest, len(tail) - at if at >= 0 else 0)
-        return longest
+        begun = (n for stop in self._stop for n in range(1, len(stop)) if self._whole.endswith(stop[:n]))
+        return max(begun, default=0)
 
 
 class FinishReason(StrEnum):
@@ -299,7 +274,7 @@ class RequestHandle:
     """A submitted request: wait for ``future``, or ``cancel()`` it."""
 
     future: Future[Generation]
-    _cancelled: list[bool] = field(default_factory=lambda: [False])
+    cancelled: bool = False
 
     def __post_init__(self) -> None:
         # The scheduler sets the result; a caller that stops waiting must not cancel the future under it.
@@ -307,12 +282,7 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Stop at the next step; ``future`` then raises ``RequestCancelled``. No effect when finished."""
-        self._cancelled[0] = True
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether ``cancel`` was called."""
-        return self._cancelled[0]
+        self.cancelled = True
 
 
 class SequenceState:
@@ -332,7 +302,7 @@ class SequenceState:
         self.ids = list(prompt_ids)
         self.params = params
         self.adapter = adapter
-        self.random = RandomNumbers(params.seed)
+        self.random = random_numbers(params.seed)
         self.handle = RequestHandle(Future())
         self.submitted = time.monotonic()
         self.first_token: float | None = None
@@ -346,7 +316,8 @@ class SequenceState:
         self._limit = limit
         self._on_delta = on_delta
         self._shown = 0
-        self._finish: FinishReason | None = None
+        self.finish_reason: FinishReason | None = None
+        """Why the answer is complete; ``None`` while it is not."""
         self._stop_reason: str | int | None = None
 
     @property
@@ -355,30 +326,24 @@ class SequenceState:
         return len(self.ids) - self.computed
 
     @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the answer is complete; ``None`` while it is not."""
-        return self._finish
-
-    @property
     def finished(self) -> bool:
         """Whether the answer is complete."""
-        return self._finish is not None
+        return self.finish_reason is not None
 
     def append(self, sampled: SampledToken, eos_ids: frozenset[int]) -> None:
         """Take the next sampled token and decide whether the answer ends with it."""
         self.first_token = self.first_token or time.monotonic()
-        self.random.keep(1 if self.params.warm else 0)
         self.ids.append(sampled.token)
         self._sampled.append(sampled)
         if sampled.token in eos_ids and not self.params.ignore_eos:
-            self._finish = FinishReason.STOP
+            self.finish_reason = FinishReason.STOP
         elif sampled.token in self.params.stop_token_ids:
-            self._finish, self._stop_reason = FinishReason.STOP, sampled.token
+            self.finish_reason, self._stop_reason = FinishReason.STOP, sampled.token
         elif self._text.add(sampled.token):
-            self._finish, self._stop_reason = FinishReason.STOP, self._text.stopped_by
+            self.finish_reason, self._stop_reason = FinishReason.STOP, self._text.stopped_by
         elif len(self._sampled) >= self._limit:
-            self._finish = FinishReason.LENGTH
-        if self._finish is not None:
+            self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None:
             whole = self._tokenizer.decode([s.token for s in self._sampled], skip_special_tokens=True)
             self._text.finish(str(whole))
         if self._on_delta is not None:
@@ -387,12 +352,12 @@ class SequenceState:
 
     def result(self) -> Generation:
         """The finished answer."""
-        assert self._finish is not None
+        assert self.finish_reason is not None
         return Generation(
             prompt_ids=tuple(self.ids[: self.prompt_len]),
             sampled=tuple(self._sampled),
             text=self._text.text,
-            finish_reason=self._finish,
+            finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             prompt=None if self.params.prompt_logprobs is None else tuple(self.observed),
             cached_tokens=self.cached,

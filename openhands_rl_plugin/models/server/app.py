@@ -23,7 +23,7 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import DEFAULT_ADAPTERS, ServerConfig
 from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
-from openhands_rl_plugin.models.generator.lora import LoadedAdapter
+from openhands_rl_plugin.models.generator.model import LoadedAdapter
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, RequestHandle
 from openhands_rl_plugin.models.server.http import ERROR_HANDLERS, json_response, unless_disconnected
 from openhands_rl_plugin.models.server.prompts import PromptRenderer

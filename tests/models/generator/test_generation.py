@@ -12,10 +12,10 @@ from peft import PeftModel
 from tiny_model import write_model
 from transformers import AutoModelForCausalLM
 
-from openhands_rl_plugin.models.generator.attention import KVCache
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.model import KVCache
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, FinishReason, Generation, RequestHandle
 
 pytestmark = pytest.mark.contract

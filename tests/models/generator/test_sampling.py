@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from openhands_rl_plugin.models.generator.sequence import DecodingParams, RandomNumbers, sample, score_tokens
+from openhands_rl_plugin.models.generator.sequence import DecodingParams, random_numbers, sample, score_tokens
 
 DRAWS = 4000
 OF_MANY = 1500
@@ -11,7 +11,7 @@ OF_MANY = 1500
 
 
 def frequencies(logits: torch.Tensor, params: DecodingParams) -> torch.Tensor:
-    random = RandomNumbers(0)
+    random = random_numbers(0)
     rows = sample(logits.expand(DRAWS, -1), [params] * DRAWS, [random] * DRAWS)
     return torch.bincount(torch.tensor([row.token for row in rows]), minlength=len(logits)) / DRAWS
 
@@ -48,7 +48,7 @@ def test_min_p_top_k_and_top_p(params: DecodingParams, kept: int) -> None:
 
 def test_a_flat_nucleus_wider_than_the_first_candidates() -> None:
     logits = torch.linspace(0, -1e-3, 6000)
-    random, params = RandomNumbers(0), DecodingParams(top_p=0.5)
+    random, params = random_numbers(0), DecodingParams(top_p=0.5)
     drawn = {row.token for row in sample(logits.expand(OF_MANY, -1), [params] * OF_MANY, [random] * OF_MANY)}
     assert len(drawn) > 1000 and max(drawn) < 3010
 
@@ -56,7 +56,7 @@ def test_a_flat_nucleus_wider_than_the_first_candidates() -> None:
 def test_top_p_is_a_share_of_what_a_wide_top_k_leaves() -> None:
     """64 tokens have 0.6; with 336 of 0.4 / 5936 each they have 0.62, of which 0.59 are 40 of those."""
     probabilities = torch.tensor([0.6 / 64] * 64 + [0.4 / 5936] * 5936)
-    random, params = RandomNumbers(0), DecodingParams(top_k=400, top_p=0.59)
+    random, params = random_numbers(0), DecodingParams(top_k=400, top_p=0.59)
     logits = probabilities.log().expand(OF_MANY, -1)
     drawn = {row.token for row in sample(logits, [params] * OF_MANY, [random] * OF_MANY)}
     assert len(drawn) == 40
@@ -64,7 +64,7 @@ def test_top_p_is_a_share_of_what_a_wide_top_k_leaves() -> None:
 
 def test_a_flat_distribution_that_min_p_leaves_whole() -> None:
     logits = torch.linspace(0, -0.1, 6000)
-    random, params = RandomNumbers(0), DecodingParams(min_p=0.95, top_p=0.5)
+    random, params = random_numbers(0), DecodingParams(min_p=0.95, top_p=0.5)
     drawn = {row.token for row in sample(logits.expand(OF_MANY, -1), [params] * OF_MANY, [random] * OF_MANY)}
     left = int((logits.softmax(-1) >= 0.95 * logits.softmax(-1)[0]).sum())
     assert len(drawn) > 700 and left * 0.48 < max(drawn) < left * 0.5
@@ -80,7 +80,7 @@ def test_min_p_is_of_the_probabilities_at_the_temperature() -> None:
 def test_rows_keep_their_own_parameters() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0])
     params = [DecodingParams(temperature=0), DecodingParams(top_k=1), DecodingParams(temperature=5, seed=1)]
-    rows = sample(logits.expand(3, -1), params, [RandomNumbers(p.seed) for p in params])
+    rows = sample(logits.expand(3, -1), params, [random_numbers(p.seed) for p in params])
     assert [rows[0].token, rows[1].token] == [1, 1]
     expected = logits.log_softmax(-1)
     assert [row.logprob for row in rows] == pytest.approx([float(expected[row.token]) for row in rows], abs=1e-5)

@@ -105,8 +105,8 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
     "changes",
     [
         *({"lora_alpha": None}, {"lora_alpha": "8"}, {"lora_alpha": 1e308}, {"lora_alpha": 10**400}, {"r": True}),
-        *({"base_model_name_or_path": 5}, {"rank_pattern": {"(": 4}}, {"rank_pattern": {".*": None}}),
-        *({"alpha_pattern": 7}, {"alpha_pattern": {"q_proj": float("nan")}}, {"target_modules": 3}),
+        {"base_model_name_or_path": 5},
+        *({"alpha_pattern": {"q_proj": 7}}, {"rank_pattern": {"q_proj": 2}}, {"target_modules": 3}),
         # The base weights that these belong to are others.
         *(
             {"init_lora_weights": kind}
@@ -114,12 +114,8 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
         ),
         *({"use_dora": True}, {"use_bdlora": {"nblocks": 2}}, {"peft_type": "IA3"}, {"modules_to_save": ["lm_head"]}),
         *({"alora_invocation_tokens": [1]}, {"option_of_tomorrow": 1}),
-        # Not the rank of the tensors, which is 4; not their layers.
-        *({"r": 0}, {"r": -4}, {"r": 0.5}, {"r": 8}, {"rank_pattern": {"q_proj": 2}}, {"target_modules": ["q_proj"]}),
-        *({"exclude_modules": ["q_proj"]}, {"layers_to_transform": [0]}, {"target_modules": None}),
-        # Regular expressions are data, and this one takes for ever.
-        *({name: r"(.*a|.*o|.*e|.*d|.*l)*#" * 9} for name in ("target_modules", "exclude_modules", "layers_pattern")),
-        *({name: {r"(([a-z_]+)*[a-z_.0-9]*)*#": 4}} for name in ("rank_pattern", "alpha_pattern")),
+        # Not the rank of the tensors, which is 4.
+        *({"r": 0}, {"r": -4}, {"r": 0.5}, {"r": 8}),
     ],
     ids=lambda changes: "-".join(map(str, changes.items()))[:60] if isinstance(changes, dict) else None,
 )
@@ -136,8 +132,6 @@ def test_a_config_of_another_adapter_is_refused_with_one_line(
     [
         {"init_lora_weights": "gaussian", "unsloth_fixed": True, "lora_dropout": 0.1},
         {"init_lora_weights": "orthogonal", "use_rslora": True},
-        {"rank_pattern": {"layers.1.self_attn.q_proj": 6, "q_proj": 2}, "alpha_pattern": {"1.mlp.up_proj": 3.5}},
-        {"alpha_pattern": {"^q_proj": 1, "^model.layers.0.self_attn.q_proj": 16, "proj": 2, "down.proj": 5}},
         {"target_modules": "all-linear"},
         {"layers_to_transform": [1], "layers_pattern": "layers"},
         {"layers_to_transform": 0, "exclude_modules": ["k_proj", "layers.0.mlp.gate_proj"]},
