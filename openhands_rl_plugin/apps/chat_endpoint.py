@@ -43,23 +43,25 @@ from openhands_rl_plugin.environments.tools.environment import ToolResult as Too
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError, UpstreamFailure
-from openhands_rl_plugin.models.server.http import (
+from openhands_rl_plugin.models.server.wire import (
     ERROR_HANDLERS,
+    LARGEST,
     SSE_DONE,
-    error_body,
-    json_response,
-    sse_event,
-    unless_disconnected,
-)
-from openhands_rl_plugin.models.server.requests import LARGEST, Messages, ModelName, OpenAIModel, StreamOptions
-from openhands_rl_plugin.models.server.responses import (
     Body,
+    Messages,
+    ModelName,
+    OpenAIModel,
+    StreamOptions,
     assistant_body,
     chat_body,
     chunk_body,
     chunk_choice,
+    error_body,
+    json_response,
     models_body,
     now,
+    sse_event,
+    unless_disconnected,
     usage_body,
 )
 from openhands_rl_plugin.rollout.session import AgentSession

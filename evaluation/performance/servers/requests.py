@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from openhands_rl_plugin.apps.chat_endpoint import AgentCompletionRequest
 from openhands_rl_plugin.contrib.webshop.server import ShopRequest, StepBody
-from openhands_rl_plugin.models.server.requests import (
+from openhands_rl_plugin.models.server.wire import (
     ChatCompletionRequest,
     CompletionRequest,
     LoadLoRAAdapterRequest,

@@ -23,10 +23,16 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.servers import listening, serving
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, SampledToken
-from openhands_rl_plugin.models.server.http import ERROR_HANDLERS, json_response
-from openhands_rl_plugin.models.server.prompts import PromptRenderer
-from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
-from openhands_rl_plugin.models.server.responses import Formatter, chat_body, new_id, usage
+from openhands_rl_plugin.models.server.app import PromptRenderer
+from openhands_rl_plugin.models.server.wire import (
+    ERROR_HANDLERS,
+    ChatCompletionRequest,
+    Formatter,
+    chat_body,
+    json_response,
+    new_id,
+    usage,
+)
 
 check_release("verl", "0.9")
 from verl.experimental.agent_loop.agent_loop import (  # noqa: E402  # pyright: ignore[reportMissingImports]

@@ -27,9 +27,8 @@ from openhands_rl_plugin.models.generator.errors import Overloaded, RequestCance
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.model import eos_ids
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, SequenceState, sample
-from openhands_rl_plugin.models.server.prompts import PromptRenderer
-from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
-from openhands_rl_plugin.models.server.responses import answer_message
+from openhands_rl_plugin.models.server.app import PromptRenderer
+from openhands_rl_plugin.models.server.wire import ChatCompletionRequest, answer_message
 
 DEFAULT_MAX_TOKENS = 512
 _UNBOUNDED = 2**31

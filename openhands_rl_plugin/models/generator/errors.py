@@ -5,10 +5,6 @@ from __future__ import annotations
 from openhands_rl_plugin.core.errors import RLError
 
 
-class RequestCancelled(Exception):
-    """The request was cancelled, or the generator closed, before the generation was complete."""
-
-
 class ServingError(RLError):
     """A refused request (or start); ``str()`` is one line that names the cause. ``param``: the field at fault."""
 
@@ -35,6 +31,10 @@ class NotFound(ServingError, status=404, kind="NotFoundError"):
 
 class Overloaded(ServingError, status=503, kind="ServiceUnavailableError"):
     """The queue is full, or the server is stopping."""
+
+
+class RequestCancelled(ServingError, status=503, kind="ServiceUnavailableError"):
+    """The request was cancelled, or the generator closed, before the generation was complete."""
 
 
 class StartError(ServingError, status=500, kind="InternalServerError"):

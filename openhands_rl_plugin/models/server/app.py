@@ -1,12 +1,15 @@
-"""The HTTP endpoints over a generator."""
+"""The HTTP endpoints over a generator: prompts rendered, requests submitted, answers whole or streamed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from anyio import CapacityLimiter, to_thread
 from pydantic import BaseModel
@@ -15,35 +18,139 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import listening, read_body, serving
+from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
+from openhands_rl_plugin.core.templates.parsing import RenderError
+from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import DEFAULT_ADAPTERS, ServerConfig
-from openhands_rl_plugin.models.generator.errors import InvalidUserInput, NotFound, Overloaded, ServingError
+from openhands_rl_plugin.models.generator.errors import (
+    InvalidUserInput,
+    NotFound,
+    Overloaded,
+    ServingError,
+    StartError,
+)
 from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
 from openhands_rl_plugin.models.generator.model import LoadedAdapter
-from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, RequestHandle
-from openhands_rl_plugin.models.server.http import ERROR_HANDLERS, json_response, unless_disconnected
-from openhands_rl_plugin.models.server.prompts import PromptRenderer
-from openhands_rl_plugin.models.server.requests import (
+from openhands_rl_plugin.models.generator.sequence import DecodingParams, Delta, Generation, RequestHandle
+from openhands_rl_plugin.models.server.wire import (
+    ERROR_HANDLERS,
+    SSE_DONE,
+    Body,
     ChatCompletionRequest,
     CompletionRequest,
-    LoadLoRAAdapterRequest,
+    Conversation,
+    Formatter,
+    LoRAAdapterRequest,
+    SamplingFields,
     TokenizeRequest,
-    UnloadLoRAAdapterRequest,
     UpdateWeightsRequest,
+    chat_body,
+    chunk_body,
+    chunk_choice,
+    error_body,
+    json_response,
+    models_body,
+    new_id,
+    now,
+    parse_tool_calls,
+    present,
+    safe_length,
+    sse_event,
+    tool_call_bodies,
+    unless_disconnected,
+    usage,
 )
-from openhands_rl_plugin.models.server.responses import Formatter, chat_body, models_body, new_id, now, usage
-from openhands_rl_plugin.models.server.streaming import DeltaQueue, cancelling, chat_events, text_events
 
 log = redacting_logger(__name__)
 # Seconds that an adapter keeps taking requests after it was asked to be unloaded.
 _UNLOAD_GRACE = 0.25
 _LONG_BODY = 256 * 1024
+_LEAST_PER_TOKEN = 16
+"""Characters that a token may stand for at least, whatever the longest one in the vocabulary has."""
+Ids = tuple[int, ...]
+Events = asyncio.Queue[tuple[int, Delta | Future[Generation]]]
+"""What the generator makes of the choices of a stream: (index of the choice, new tokens, or its end)."""
 
-PromptJob = tuple[tuple[int, ...], DecodingParams]
+
+class PromptRenderer:
+    """Renders conversations and texts to token ids with the model's tokenizer. Safe in any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_model_len: int, chat_template: str | None) -> None:
+        """``chat_template``: a file in the place of the model's own template, or the name of one of those. Raises
+        ``StartError``."""
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        try:
+            named = isinstance(tokenizer.chat_template, dict) and chat_template in tokenizer.chat_template
+            read = None if named or not chat_template else Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartError(f"cannot read the chat template {chat_template}: {error}") from error
+        self._template = read or chat_template
+        self._warned = False
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._most_characters = max_model_len * max(longest, _LEAST_PER_TOKEN)
+
+    def chat(self, request: Conversation) -> Ids:
+        """The token ids of a conversation, with the generation prompt. Raises ``ServingError``."""
+        if not (self._template or self._tokenizer.chat_template):
+            raise ServingError(
+                "This model has no chat template; start the server with --chat-template, or use /v1/completions."
+            )
+        tools = [tool.model_dump() for tool in request.tools or ()]
+        wires = [message.wire for message in request.messages]
+        more = {**(request.chat_template_kwargs or {}), "continue_final_message": request.continue_final_message}
+        cue, tokenizer = request.add_generation_prompt, cast(TemplateTokenizer, self._tokenizer)
+        try:
+            text = chat_text(tokenizer, wires, tools, cue=cue, template=self._template, options=more)
+        except RenderError as error:
+            raise ServingError(f"The chat template rejected the messages: {error}", param="messages") from error
+        if tools and not self._warned and "tools" not in tokenizer.get_chat_template(self._template, tools):
+            self._warned = True
+            log.warning("the chat template does not render tools: use one that does (--chat-template)")
+        return self.text(text, special=False)
+
+    def text(self, text: str, *, special: bool) -> Ids:
+        """The token ids of a text, with or without special tokens. Raises ``ServingError`` when it cannot fit."""
+        if len(text) > self._most_characters:
+            raise ServingError(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, your request has "
+                f"{len(text)} characters, which are more tokens than that. Please reduce the length of the input.",
+                param="input_tokens",
+            )
+        # Unlike ``encode``, a batch leaves the interpreter to other threads while it works.
+        return tuple(self._tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
+
+    def params(
+        self, request: SamplingFields, *, prompt_len: int, max_tokens: int | None, top_logprobs: int | None
+    ) -> DecodingParams:
+        """Sampling parameters; ``max_tokens=None``: all that fits. Raises ``ServingError`` when it does not fit."""
+        room = self._max_model_len - prompt_len
+        if max_tokens is not None and max_tokens > room:
+            raise ServingError(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
+                f"{max_tokens + prompt_len} tokens ({prompt_len} in the messages, {max_tokens} in the completion). "
+                "Please reduce the length of the messages or completion.",
+                param="max_tokens",
+            )
+        return DecodingParams(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
+            max_tokens=max(room, 1) if max_tokens is None else max_tokens,
+            seed=request.seed,
+            stop=request.stop,
+            stop_token_ids=request.stop_token_ids or (),
+            ignore_eos=request.ignore_eos,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+        )
 
 
 def build_app(config: ServerConfig, generator: Generator) -> Starlette:
@@ -64,6 +171,19 @@ def build_app(config: ServerConfig, generator: Generator) -> Starlette:
     )
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A request under way: the name to answer with, its prompts, ``n`` handles for each of them."""
+
+    model: str
+    prompts: Sequence[Ids]
+    handles: Sequence[RequestHandle]
+
+    def cancel(self) -> None:
+        for handle in self.handles:
+            handle.cancel()
+
+
 class ModelEndpoints:
     """One method per path."""
 
@@ -77,62 +197,49 @@ class ModelEndpoints:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await self._read(request, ChatCompletionRequest)
-        queue = DeltaQueue() if body.stream else None
-        weights = self._generator.weights
-        with self._model(body.model) as (adapter, model):
-            ids = await self._prompt(request, self._prompts.chat, body)
-            top = (body.top_logprobs or 0) if body.logprobs else None
-            limit = body.max_completion_tokens or body.max_tokens
-            params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
-            jobs = _samples(ids, params, body.n or 1)
-            handles = self._submit(jobs, adapter, queue, weights)
-        formatter = self._formatter(body.return_tokens_as_token_ids)
-        if queue:
-            return _stream(chat_events(queue, body, model, ids, formatter, len(jobs)), handles)
-        answers = await self._answers(request, handles)
+        events: Events | None = asyncio.Queue() if body.stream else None
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        limit = body.max_completion_tokens or body.max_tokens
+        asked = await self._ask(request, body, lambda: [self._prompts.chat(body)], limit, top, events)
+        formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        if events is not None:
+            return StreamingResponse(_chat_events(events, body, asked, formatter), media_type="text/event-stream")
+        answers = await self._answers(request, asked)
         logprobs, token_ids = bool(body.logprobs), bool(body.return_token_ids)
         choices = [
             formatter.chat_choice(index, answer, logprobs=logprobs, token_ids=token_ids, tools=body.callable)
             for index, answer in enumerate(answers)
         ]
         observed = formatter.prompt_logprobs(answers[0].prompt)
-        counts = usage(answers, len(jobs))
-        more = {"prompt_logprobs": observed, "prompt_token_ids": list(ids) if token_ids else None}
-        return json_response(chat_body(new_id("chatcmpl"), model, choices, counts, **more))
+        more = {"prompt_logprobs": observed, "prompt_token_ids": list(asked.prompts[0]) if token_ids else None}
+        return json_response(chat_body(new_id("chatcmpl"), asked.model, choices, usage(answers, len(answers)), **more))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await self._read(request, CompletionRequest)
-        queue = DeltaQueue() if body.stream else None
-        weights = self._generator.weights
-        with self._model(body.model) as (adapter, model):
-            prompts = await self._prompt(request, self._prompts.completion, body)
-            if not prompts:
-                raise ServingError("The prompt is empty.", param="prompt")
-            jobs: list[PromptJob] = []
-            for ids in prompts:
-                params = self._prompts.params(
-                    body, prompt_len=len(ids), max_tokens=body.max_tokens or 16, top_logprobs=body.logprobs
-                )
-                jobs.extend(_samples(ids, params, body.n or 1))
-            handles = self._submit(jobs, adapter, queue, weights)
-        formatter = self._formatter(body.return_tokens_as_token_ids)
-        if queue:
-            return _stream(text_events(queue, body, model, prompts, formatter, len(jobs)), handles)
-        answers = await self._answers(request, handles)
+
+        def prompts() -> list[Ids]:
+            special = body.add_special_tokens
+            return [self._prompts.text(p, special=special) if isinstance(p, str) else p for p in body.prompt]
+
+        asked = await self._ask(request, body, prompts, body.max_tokens or 16, body.logprobs)
+        formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        answers = await self._answers(request, asked)
         choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
-        head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": model}
+        head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": asked.model}
         return json_response({**head, "choices": choices, "usage": usage(answers, body.n or 1)})
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         body = await self._read(request, TokenizeRequest)
-        with self._model(body.model):
+
+        def prompt() -> Ids:
             if body.prompt is None:
-                ids = await self._prompt(request, self._prompts.chat, body)
-            else:
-                special = body.add_special_tokens is not False
-                ids = await self._prompt(request, partial(self._prompts.text, special=special), body.prompt)
+                return self._prompts.chat(body)
+            return self._prompts.text(body.prompt, special=body.add_special_tokens is not False)
+
+        with self._model(body.model):
+            ids = await self._render(request, prompt)
         longest = self._generator.max_model_len
         return json_response({"count": len(ids), "max_model_len": longest, "tokens": list(ids)})
 
@@ -147,7 +254,7 @@ class ModelEndpoints:
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
-        body = await self._read(request, LoadLoRAAdapterRequest)
+        body = await self._read(request, LoRAAdapterRequest)
         if not body.lora_name or not body.lora_path:
             raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
         if body.lora_name == self._base_name:
@@ -161,7 +268,7 @@ class ModelEndpoints:
 
         Requests that were sent before this one, but are still on their way through other connections, are served.
         """
-        body = await self._read(request, UnloadLoRAAdapterRequest)
+        body = await self._read(request, LoRAAdapterRequest)
         if not body.lora_name:
             raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
         if all(adapter.name != body.lora_name for adapter in self._generator.adapters):
@@ -208,10 +315,10 @@ class ModelEndpoints:
     async def _read[B: BaseModel](self, request: Request, kind: type[B]) -> B:
         return await read_body(await request.body(), kind.model_validate_json)
 
-    async def _prompt[A, P](self, request: Request, make: Callable[[A], P], asked: A) -> P:
+    async def _render[P](self, request: Request, make: Callable[[], P]) -> P:
         """Token ids, made off the event loop: of long requests one after another, so that short ones pass them."""
         limiter = self._long_prompts if len(await request.body()) > _LONG_BODY else None
-        return await to_thread.run_sync(make, asked, limiter=limiter)
+        return await to_thread.run_sync(make, limiter=limiter)
 
     @contextmanager
     def _model(self, name: str | None) -> Iterator[tuple[LoadedAdapter | None, str]]:
@@ -227,52 +334,118 @@ class ModelEndpoints:
     def _base_name(self) -> str:
         return self._generator.weights or self._config.base_name
 
-    def _formatter(self, as_ids: bool | None) -> Formatter:
-        return Formatter(self._generator.tokenizer, as_ids=bool(as_ids))
-
-    def _submit(
+    async def _ask(
         self,
-        jobs: Sequence[PromptJob],
-        adapter: LoadedAdapter | None,
-        queue: DeltaQueue | None,
-        weights: str | None,
-    ) -> list[RequestHandle]:
-        """Submit all or none, for these ``weights`` of the generator."""
-        handles: list[RequestHandle] = []
-        try:
-            for index, (ids, params) in enumerate(jobs):
-                callback = queue.callback(index) if queue else None
-                handles.append(self._generator.submit(ids, params, adapter=adapter, weights=weights, on_delta=callback))
-        except ServingError:
-            _cancel(handles)
-            raise
-        if queue:
-            for index, handle in enumerate(handles):
-                queue.watch(index, handle)
-        return handles
+        request: Request,
+        body: SamplingFields,
+        prompts: Callable[[], list[Ids]],
+        limit: int | None,
+        top: int | None,
+        events: Events | None = None,
+    ) -> _Asked:
+        """Submit ``n`` choices of each prompt, or none. With a seed, choice i has seed + i (as in vLLM)."""
+        weights, loop = self._generator.weights, asyncio.get_running_loop()
 
-    async def _answers(self, request: Request, handles: Sequence[RequestHandle]) -> list[Generation]:
-        """Wait for all tickets; cancel them when the client disconnects."""
+        def put(index: int, event: Delta | Future[Generation]) -> None:
+            # A closed loop means that the server is shutting down and the stream has no reader.
+            if events is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+        with self._model(body.model) as (adapter, model):
+            handles: list[RequestHandle] = []
+            asked = _Asked(model, await self._render(request, prompts), handles)
+            if not asked.prompts:
+                raise ServingError("The prompt is empty.", param="prompt")
+            try:
+                for ids in asked.prompts:
+                    params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
+                    for at in range(body.n or 1):
+                        own = params.with_seed(None if params.seed is None else params.seed + at)
+                        show = None if events is None else partial(put, len(handles))
+                        submit = self._generator.submit
+                        handles.append(submit(ids, own, adapter=adapter, weights=weights, on_delta=show))
+            except ServingError:
+                asked.cancel()
+                raise
+        for index, handle in enumerate(handles):
+            handle.future.add_done_callback(partial(put, index))
+        return asked
+
+    async def _answers(self, request: Request, asked: _Asked) -> list[Generation]:
+        """Wait for all choices; cancel them when the client disconnects."""
         try:
             return await unless_disconnected(
-                request, asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in handles))
+                request, asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in asked.handles))
             )
         finally:
-            _cancel(handles)
+            asked.cancel()
 
 
-def _samples(ids: tuple[int, ...], params: DecodingParams, count: int) -> list[PromptJob]:
-    """``count`` jobs of one prompt; with a seed, choice i has seed + i (as in vLLM)."""
-    return [(ids, params.with_seed(None if params.seed is None else params.seed + i)) for i in range(count)]
+@dataclass
+class _Choice:
+    """State of a streamed choice; with tools, text that may become a tool call is buffered."""
+
+    tools: Sequence[JsonObject]
+    whole: str = ""
+    sent: int = 0
+
+    def add(self, text: str) -> str:
+        """Append ``text``; returns the content that can be sent now."""
+        self.whole += text
+        stop = safe_length(self.whole) if self.tools else len(self.whole)
+        fresh = self.whole[self.sent : stop]
+        self.sent = max(self.sent, stop)
+        return fresh
+
+    def rest(self) -> tuple[str, list[Body]]:
+        """At the end: the buffered text, and the tool calls that were parsed from it."""
+        parsed = parse_tool_calls(self.whole, self.tools)
+        calls = tool_call_bodies(parsed.calls)
+        return parsed.spoken[self.sent :], [{"index": i, **call} for i, call in enumerate(calls)]
 
 
-def _cancel(handles: Sequence[RequestHandle]) -> None:
-    for handle in handles:
-        handle.cancel()
+async def _chat_events(
+    events: Events, request: ChatCompletionRequest, asked: _Asked, formatter: Formatter
+) -> AsyncIterator[str]:
+    """The events of a chat completion, up to and including ``[DONE]``; an error event where a choice fails.
 
-
-def _stream(events, handles: Sequence[RequestHandle]) -> StreamingResponse:
-    return StreamingResponse(cancelling(events, lambda: _cancel(handles)), media_type="text/event-stream")
+    Cancels the choices when the client disconnects.
+    """
+    head = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk", "created": now(), "model": asked.model}
+    choices = [_Choice(request.callable) for _ in asked.handles]
+    finished: dict[int, Generation] = {}
+    try:
+        for index in range(len(choices)):
+            first = chunk_choice(index, delta={"role": "assistant", "content": ""})
+            ids = list(asked.prompts[0]) if index == 0 and request.return_token_ids else None
+            yield sse_event(chunk_body(head, [first], prompt_token_ids=ids))
+        while len(finished) < len(choices):
+            index, event = await events.get()
+            if isinstance(event, Delta):
+                choice = chunk_choice(
+                    index,
+                    delta=present({"content": choices[index].add(event.text) or None}),
+                    logprobs=formatter.chat_logprobs(event.sampled) if request.logprobs else None,
+                    token_ids=[one.token for one in event.sampled] if request.return_token_ids else None,
+                )
+            else:
+                finished[index] = answer = event.result()
+                text, calls = choices[index].rest()
+                choice = chunk_choice(
+                    index,
+                    "tool_calls" if calls else answer.finish_reason,
+                    delta=present({"content": text or None, "tool_calls": calls or None}),
+                    stop_reason=answer.stop_reason,
+                )
+            yield sse_event(chunk_body(head, [choice]))
+        if request.stream_options and request.stream_options.include_usage:
+            counts = usage([finished[at] for at in range(len(choices))], len(choices))
+            yield sse_event(chunk_body(head, [], usage=counts))
+        yield SSE_DONE
+    except ServingError as error:
+        yield sse_event(error_body(error.status, error.message, error.kind))
+    finally:
+        asked.cancel()
 
 
 def load_versions_in_use(generator: Generator, store: AdapterStore) -> None:

@@ -40,7 +40,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
-from openhands_rl_plugin.models.server.responses import answer_message
+from openhands_rl_plugin.models.server.wire import answer_message
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.training.data.batch import is_cut_short, samples_of

@@ -10,8 +10,8 @@ import pytest
 from tiny_model import write_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from openhands_rl_plugin.models.server.prompts import PromptRenderer
-from openhands_rl_plugin.models.server.requests import ChatCompletionRequest
+from openhands_rl_plugin.models.server.app import PromptRenderer
+from openhands_rl_plugin.models.server.wire import ChatCompletionRequest
 from openhands_rl_plugin.training.data.demonstrations import TokenMaker
 
 

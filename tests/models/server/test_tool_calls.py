@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from openhands_rl_plugin.core.templates.json_calls import render_tool_call
 from openhands_rl_plugin.core.templates.rendering import template_for
 from openhands_rl_plugin.core.types import ToolCall
-from openhands_rl_plugin.models.server.responses import ParsedText, parse_tool_calls, safe_length
+from openhands_rl_plugin.models.server.wire import ParsedText, parse_tool_calls, safe_length
 
 TOOLS = [{"type": "function", "function": {"name": "execute_bash", "parameters": {"type": "object"}}}]
 

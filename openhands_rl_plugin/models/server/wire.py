@@ -1,0 +1,496 @@
+"""The bodies of requests, responses and errors: OpenAI's fields and vLLM's extensions. It imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from openhands_rl_plugin.core.messages import calls_in
+from openhands_rl_plugin.core.templates.json_calls import OPEN, fenced_call, parse_tool_call_json
+from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
+from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
+from openhands_rl_plugin.models.generator.errors import ServingError
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import, and clients of this module need neither
+    from transformers import PreTrainedTokenizerFast
+
+    from openhands_rl_plugin.models.generator.sequence import Generation, SampledToken, ScoredToken
+
+Body = dict[str, Any]
+"""A JSON object of a response."""
+SSE_DONE = "data: [DONE]\n\n"
+"""The last event of every stream."""
+
+
+def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
+    """``body`` as a response."""
+    return Response(to_json(body, inf_nan_mode="null"), status, media_type="application/json")
+
+
+def sse_event(body: Mapping[str, Any]) -> str:
+    """``body`` as a server-sent event."""
+    return f"data: {to_json(body, inf_nan_mode='null').decode()}\n\n"
+
+
+async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``; raises ``ClientDisconnect``, with ``work`` cancelled, when the client disconnects."""
+    working = asyncio.ensure_future(work)
+    disconnected = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        disconnected.cancel()
+        await asyncio.wait({working, disconnected})
+        if not working.cancelled():
+            working.exception()  # a gather that is cancelled ends with an error, which the log would have otherwise
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def error_body(status: int, message: str, kind: str, param: str | None = None) -> Body:
+    """``{"error": {"message", "type", "param", "code"}}``."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+async def _on_serving_error(_: Request, error: ServingError) -> Response:
+    return json_response(error_body(error.status, error.message, error.kind, error.param), error.status)
+
+
+async def _on_invalid_body(_: Request, error: ValidationError) -> Response:
+    """400 with the first three problems, each with its field."""
+    problems = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:3]]
+    first = error.errors()[0]["loc"]
+    body = error_body(400, "; ".join(problems), "BadRequestError", str(first[0]) if first else None)
+    return json_response(body, 400)
+
+
+async def _on_http_exception(_: Request, error: HTTPException) -> Response:
+    """An unknown path or method."""
+    kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+    return json_response(error_body(error.status_code, error.detail, kind), error.status_code)
+
+
+async def _on_disconnect(_: Request, __: ClientDisconnect) -> Response:
+    """For the access log only: the client has closed the connection."""
+    return Response(status_code=499)
+
+
+ERROR_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
+    ServingError: _on_serving_error,
+    ValidationError: _on_invalid_body,
+    HTTPException: _on_http_exception,
+    ClientDisconnect: _on_disconnect,
+}
+"""The ``exception_handlers`` of a Starlette application."""
+
+MAX_CHOICES = 64
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+LONGEST_STOP = 1024
+MAX_STOP_IDS = 1024
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 10_000
+LARGEST = 2**31 - 1
+"""Of every number without a narrower bound: what 32 bits hold fits wherever it is used."""
+TokenId = Annotated[int, Field(ge=-1, le=LARGEST)]
+ModelName = Annotated[str, Field(max_length=1024)]
+# A list ends at its first wrong element: a million of them would be a million errors.
+TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]
+_Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+_Zero, _One = Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1, le=1)]
+
+
+def _listed(value: object) -> object:
+    """One text, or one list of token ids, as a list of these."""
+    if isinstance(value, list):
+        return [value] if value and isinstance(value[0], int) else value
+    return () if value is None else (value,)
+
+
+class OpenAIModel(BaseModel):
+    """Base of all request and response bodies."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(OpenAIModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class ContentPart(OpenAIModel):
+    """A part of a message: text, or reasoning, whose fields are its server's own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "input_text", "output_text", "thinking", "redacted_thinking", "reasoning", "refusal"]
+
+
+class ChatMessage(OpenAIModel):
+    """One message of the conversation; its calls and its reasoning are read by ``core.messages``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | Annotated[tuple[ContentPart, ...], Field(fail_fast=True)] | None = None
+
+    @property
+    def wire(self) -> dict[str, Any]:
+        """The message as it was sent."""
+        return self.model_dump(exclude_unset=True)
+
+    @model_validator(mode="after")
+    def _check_calls(self) -> Self:
+        try:
+            calls_in(self.wire)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError("tool_calls are not those of OpenAI's messages") from error
+        return self
+
+
+Messages = Annotated[tuple[ChatMessage, ...], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class FunctionDefinition(OpenAIModel):
+    """Name, description and parameters of a tool."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+
+
+class Tool(OpenAIModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class SamplingFields(OpenAIModel):
+    """Sampling fields that chat and text completions share."""
+
+    model: ModelName | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=LARGEST, description="0 and -1 are off.")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[tuple[_Stop, ...], BeforeValidator(_listed), Field(fail_fast=True, max_length=MAX_STOPS)] = ()
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    presence_penalty: _Zero | None = None
+    frequency_penalty: _Zero | None = None
+    repetition_penalty: _One | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
+    logit_bias: dict[str, JsonValue] | None = Field(None, max_length=0)
+    response_format: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if self.response_format and self.response_format.get("type") != "text":
+            raise ValueError("response_format other than text is not supported by this server")
+        return self
+
+
+class Conversation(OpenAIModel):
+    """What is rendered by the chat template."""
+
+    messages: Messages = Field(default=(), min_length=1)
+    tools: Annotated[tuple[Tool, ...], Field(fail_fast=True)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _check_cue(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        return self
+
+
+class ChatCompletionRequest(Conversation, SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: Messages = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tool_choice: Literal["none", "auto"] | None = None
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that an answer may call."""
+        return [tool.model_dump() for tool in self.tools or () if self.tool_choice != "none"]
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("when using `top_logprobs`, `logprobs` must be set to true.")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("`prompt_logprobs` are not available when `stream=True`.")
+        return self
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions. ``prompt``: one text, several texts, one list of token ids or several."""
+
+    prompt: Annotated[
+        tuple[str | TokenIds, ...],
+        BeforeValidator(_listed),
+        Field(fail_fast=True, max_length=MAX_PROMPTS),
+    ]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: Literal[False] | None = Field(False, description="Not supported; `prompt_logprobs` are.")
+    stream: Literal[False] | None = Field(False, description="Not supported; that of a chat is.")
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Conversation):
+    """POST /tokenize, with a text or a conversation."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class LoRAAdapterRequest(OpenAIModel):
+    """POST /v1/load_lora_adapter; with the name alone, /v1/unload_lora_adapter."""
+
+    lora_name: ModelName = ""
+    lora_path: Annotated[str, Field(max_length=4096)] = ""
+
+
+class UpdateWeightsRequest(OpenAIModel):
+    """POST /update_weights_from_disk. ``weight_version``: the name of the weights in ``model_path``."""
+
+    model_path: Annotated[str, Field(max_length=4096)]
+    weight_version: ModelName
+
+
+class Formatter:
+    """Writes tokens as text. ``as_ids``: tokens in logprobs are written ``token_id:<id>`` (vLLM's option)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def chat_logprobs(self, sampled: Sequence[SampledToken]) -> Body:
+        """OpenAI's ``logprobs`` object of chat choices."""
+        content = [
+            {**self._token(one.token, one.logprob), "top_logprobs": [self._token(*each) for each in one.top]}
+            for one in sampled
+        ]
+        return {"content": content}
+
+    def text_logprobs(self, sampled: Sequence[SampledToken]) -> Body:
+        """OpenAI's ``logprobs`` object of text choices.
+
+        As in vLLM, the sampled token is always among the alternatives.
+        """
+        tokens = [self._text(one.token) for one in sampled]
+        return {
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+            "token_logprobs": [one.logprob for one in sampled],
+            "tokens": tokens,
+            "top_logprobs": [
+                {self._text(token): logprob for token, logprob in ((one.token, one.logprob), *one.top)}
+                for one in sampled
+            ],
+        }
+
+    def prompt_logprobs(self, observed: Sequence[ScoredToken | None] | None) -> list[Body | None] | None:
+        """vLLM's shape: None for the first token, then the token (and alternatives) by id; rank 1 is the likeliest."""
+        if observed is None:
+            return None
+        return [None if one is None else self._prompt_entry(one) for one in observed]
+
+    def chat_choice(
+        self, index: int, answer: Generation, *, logprobs: bool, token_ids: bool, tools: Sequence[JsonObject]
+    ) -> Body:
+        """A whole chat choice; tool calls are parsed when the request offered tools."""
+        parsed = parse_tool_calls(answer.text, tools)
+        return {
+            "index": index,
+            "message": assistant_body(parsed.content, parsed.calls),
+            "logprobs": self.chat_logprobs(answer.sampled) if logprobs else None,
+            "finish_reason": "tool_calls" if parsed.calls else answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            "token_ids": list(answer.token_ids) if token_ids else None,
+        }
+
+    def text_choice(self, index: int, answer: Generation, request: CompletionRequest) -> Body:
+        """A whole text choice."""
+        return {
+            "index": index,
+            "text": answer.text,
+            "logprobs": self.text_logprobs(answer.sampled) if request.logprobs is not None else None,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            "prompt_logprobs": self.prompt_logprobs(answer.prompt),
+            "token_ids": list(answer.token_ids) if request.return_token_ids else None,
+            "prompt_token_ids": list(answer.prompt_ids) if request.return_token_ids else None,
+        }
+
+    def _prompt_entry(self, one: ScoredToken) -> Body:
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)]
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._decode(token)}
+            for token, logprob, rank in (*ranked, (one.token, one.logprob, one.rank))
+        }
+
+    def _token(self, token: int, logprob: float) -> Body:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", errors="replace"))}
+
+    def _text(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._decode(token)
+
+    def _decode(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+
+def tool_call_bodies(calls: Sequence[ToolCall]) -> list[Body]:
+    """Parsed calls with new identifiers."""
+    return [
+        {"id": new_id("call"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+
+
+def assistant_body(content: str | None, calls: Sequence[ToolCall]) -> Body:
+    """The model's message."""
+    return {"role": "assistant", "content": content, "refusal": None, "tool_calls": tool_call_bodies(calls) or None}
+
+
+def usage(answers: Sequence[Generation], choices_per_prompt: int) -> Body:
+    """Counts of a request's answers: each prompt once, all sampled tokens, prompt tokens from the prefix cache."""
+    firsts = answers[::choices_per_prompt]
+    counted = usage_body(
+        sum(len(answer.prompt_ids) for answer in firsts), sum(len(answer.sampled) for answer in answers)
+    )
+    return counted | {"prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in firsts)}}
+
+
+def usage_body(prompt: int, sampled: int) -> Body:
+    """Token counts of a request, all choices together."""
+    return {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
+
+
+def chat_body(identifier: str, model: str, choices: Sequence[Body], counts: Body, **more: object) -> Body:
+    """The response of /v1/chat/completions."""
+    head = {"id": identifier, "object": "chat.completion", "created": now(), "model": model}
+    return {**head, "choices": choices, "usage": counts, **more}
+
+
+def chunk_body(head: Body, choices: Sequence[Body], **more: object) -> Body:
+    """One chunk of a streamed response; ``head``: its id, object, time and model. What is ``None`` is left out."""
+    return {**head, "choices": choices, **present(more)}
+
+
+def chunk_choice(index: int, finish_reason: str | None = None, **more: object) -> Body:
+    """The part of one choice in a chunk. Clients expect ``finish_reason`` in each."""
+    return {"index": index, "finish_reason": finish_reason, **present(more)}
+
+
+def present(fields: Body) -> Body:
+    """The fields that are not ``None``."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def models_body(cards: Sequence[Body]) -> Body:
+    """The response of /v1/models; a card has an ``id`` and a ``root``, and an adapter a ``parent``."""
+    head = {"object": "model", "created": now(), "owned_by": "openhands_rl_plugin", "parent": None}
+    return {"object": "list", "data": [{**head, "max_model_len": None, **card} for card in cards]}
+
+
+def new_id(prefix: str) -> str:
+    """A new identifier such as ``chatcmpl-...``."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    """Seconds since the epoch."""
+    return int(time.time())
+
+
+_OPEN = re.compile(re.escape(OPEN), re.IGNORECASE)
+_FENCED = re.compile(r"\s*+(?:`{0,2}\Z|```(?:j|js|jso|json)?\s*+(?:\Z|\{))", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ParsedText:
+    """The text around the calls without white space at its ends (None when there is none), and the calls.
+
+    ``spoken`` is that text as the model wrote it: what a stream has sent is the beginning of it.
+    """
+
+    content: str | None
+    calls: tuple[ToolCall, ...]
+    spoken: str = ""
+
+
+def parse_tool_calls(text: str, tools: Sequence[JsonObject]) -> ParsedText:
+    """Split an answer to a request that offered ``tools`` into text and calls.
+
+    Without tools, or if any call is malformed, everything is content.
+    """
+    parsed = parse_tool_call_json(text) if tools else ParsedAnswer(text)
+    if (call := fenced_call(text, tools)) is not None:
+        return ParsedText(None, (call,))
+    if parsed.problems or not parsed.calls:
+        return ParsedText(text, (), text)
+    spoken = parsed.before + parsed.after
+    return ParsedText(spoken.strip() or None, parsed.calls, spoken)
+
+
+def answer_message(text: str, tools: Sequence[JsonObject], *, turn: int) -> Message:
+    """The answer to a request that offered ``tools``, as the server gives it; ``turn`` numbers its calls."""
+    parsed = parse_tool_calls(text, tools)
+    calls = tuple(call.model_copy(update={"id": f"call_{turn}_{at}"}) for at, call in enumerate(parsed.calls))
+    return Message(role="assistant", content=parsed.content, tool_calls=calls)
+
+
+def safe_length(text: str) -> int:
+    """How much of an unfinished answer is surely plain content: up to a call or what may become one."""
+    if _FENCED.match(text):
+        return 0
+    if match := _OPEN.search(text):
+        return match.start()
+    for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
+        if text[-length:].lower() == OPEN[:length]:
+            return len(text) - length
+    return len(text)
