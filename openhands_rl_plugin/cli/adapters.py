@@ -1,4 +1,4 @@
-"""``openhands-rl adapters list|publish|rollback``: the versions of an adapter."""
+"""``openhands-rl adapters list|publish|rollback|export``: the versions of an adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openhands_rl_plugin.cli.options.fields import checked, option_of
 from openhands_rl_plugin.cli.options.versions import LATEST, find_version
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ EPILOG = """examples:
       --base-url http://10.0.0.5:8000/v1 --base-url http://10.0.0.6:8000/v1 --server vllm
   openhands-rl adapters rollback --config config.toml
   openhands-rl adapters rollback --config config.toml --to 3
+  openhands-rl adapters export --adapters ./adapters --merged ./merged
 
 A version comes into use when every server reproduces the trainer's logprobs of its probe (a fixed text); otherwise all
 servers keep the old one. vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. SGLang needs --enable-lora
@@ -34,7 +35,7 @@ servers keep the old one. vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_U
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The action, the folder of the versions, and the servers."""
-    parser.add_argument("action", choices=["list", "publish", "rollback"], help="what to do")
+    parser.add_argument("action", choices=["list", "publish", "rollback", "export"], help="what to do")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml; options given here override it")
     parser.add_argument(
         "--adapters", metavar="DIR", help="folder of the versions (default: [rl.serving] adapters_path)"
@@ -45,20 +46,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kinds = get_args(ServingSettings.model_fields["server"].annotation)
     parser.add_argument("--server", choices=kinds, help="kind of the servers (default: detected)")
-    parser.add_argument("--version", metavar="VERSION", help="publish: a number, a name or latest (default: latest)")
+    parser.add_argument(
+        "--version", metavar="VERSION", help="publish, export: a number, a name or latest (the default)"
+    )
     parser.add_argument(
         "--to", metavar="VERSION", help="rollback: a number or a name (default: the one before the current)"
+    )
+    parser.add_argument(
+        "--merged", type=Path, metavar="DIR", help="export: new folder for the base model with the version's weights"
+    )
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="export: the base model (default: the one that was trained)"
     )
 
 
 async def run(args: argparse.Namespace) -> int:
-    """List, publish or roll back. Raises ``RLError`` when options, versions or servers are wrong."""
+    """List, publish, roll back or export. Raises ``RLError`` when options, versions or servers are wrong."""
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     serving = _settings(args)
     store = AdapterStore(serving.adapters_directory.resolve())
     if args.action == "list":
         await _list(store, serving)
+        return 0
+    if args.action == "export":
+        _export(store, serving.adapter, args)
         return 0
     if args.action == "publish":
         adapter = find_version(store, serving.adapter, args.version or LATEST, "--version")
@@ -106,6 +118,16 @@ async def _list(store: AdapterStore, serving: ServingSettings) -> None:
         for row, each in zip(rows, versions, strict=True):
             row.append(", ".join(url for url, names in servers if each.name in names))
     console().print(table(columns, rows, numbers=("step",)))
+
+
+def _export(store: AdapterStore, name: str, args: argparse.Namespace) -> None:
+    if args.merged is None:
+        raise ConfigError("export: --merged DIR names the new folder")
+    adapter = find_version(store, name, args.version or LATEST, "--version")
+    with from_extra("train"):
+        from openhands_rl_plugin.models.adapters.merged import write_merged
+    write_merged(adapter, args.merged, args.model)
+    print(f"{adapter.name} is in {args.merged}, a whole model")
 
 
 def _settings(args: argparse.Namespace) -> ServingSettings:

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.arrays import Floats, Mask
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, TrainingError
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Adapter, Sample, Trajectory
-from openhands_rl_plugin.models.adapters.servers import Connection, prompt_logprobs
+from openhands_rl_plugin.models.adapters.servers import Connection, RefusedByServer, prompt_logprobs
 from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, TokenMaker, turns_for
@@ -66,8 +66,10 @@ class ServedTeacher:
     async def encode(self, text: str) -> list[int] | None:
         """As ``Teacher.encode``, by ``POST /tokenize``."""
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        answer = await self._http.post("/tokenize", body)
-        return answer.json().get("tokens") if answer.is_success else None
+        try:
+            return await self._http.ask("tokenize", body, lambda answer: answer.get("tokens"), "there is no /tokenize")
+        except RefusedByServer:
+            return None
 
     async def aclose(self) -> None:
         """Close the connections."""

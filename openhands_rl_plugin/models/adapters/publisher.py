@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -26,7 +26,9 @@ from openhands_rl_plugin.models.adapters.servers import (
     Capacity,
     Connection,
     EmbeddedServer,
+    NotPutBack,
     ServerKind,
+    WeightsServer,
     open_server,
 )
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -232,8 +234,8 @@ class AdapterPublisher:
             self._store.keep_probe(adapter, probe)
         probe = probe or self._store.probe(adapter)
         servers = await self._open_servers()
-        await on_all(servers, lambda server: self._prepare(server, adapter))
-        await on_all(servers, lambda server: self._load(server, adapter, undo))
+        await _on_all(servers, lambda server: self._prepare(server, adapter))
+        await _on_all(servers, lambda server: self._load(server, adapter, undo))
         differences = await self._probe_servers(servers, adapter, probe) if probe else []
         return servers, max(differences, default=None)
 
@@ -246,7 +248,7 @@ class AdapterPublisher:
 
     async def retire(self, name: str) -> None:
         """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
-        await on_all(await self._open_servers(), lambda server: server.unload(name))
+        await _on_all(await self._open_servers(), lambda server: server.unload(name))
 
     async def check_servers(self, able: Sequence[str]) -> None:
         """Raise ``PublishError`` where one is ``openhands-rl serve`` and that is not among those that are ``able``."""
@@ -263,7 +265,7 @@ class AdapterPublisher:
         Asked with the model ``name`` after beginnings of ``token_ids``. Raises ``PublishError``.
         """
         servers = await self._open_servers()
-        found = await on_all(servers, lambda server: server.unscaled(name, token_ids))
+        found = await _on_all(servers, lambda server: server.unscaled(name, token_ids))
         return tuple(server.url for server, unscaled in zip(servers, found, strict=True) if unscaled)
 
     async def served_model(self, adapter: Adapter) -> str:
@@ -273,35 +275,27 @@ class AdapterPublisher:
     async def loaded(self) -> tuple[tuple[str, frozenset[str]], ...]:
         """The servers, each with the names of the adapters that it serves now."""
         servers = await self._open_servers()
-        held = await on_all(servers, lambda server: server.loaded())
+        held = await _on_all(servers, lambda server: server.loaded())
         return tuple((server.url, frozenset(names)) for server, names in zip(servers, held, strict=True))
 
     async def _open_servers(self) -> tuple[AdapterServer, ...]:
         if not self._servers:
-            self._servers = tuple(await on_all(self._connections, lambda each: open_server(each, self._kind)))
+            self._servers = tuple(await _on_all(self._connections, self._open))
         return self._servers
 
-    def _check(self, adapter: Adapter) -> None:
-        """Raise ``PublishError`` for what no server can serve."""
-        check_servable(adapter)
+    async def _open(self, connection: Connection) -> AdapterServer:
+        return await open_server(connection, self._kind)
+
+    def _check(self, adapter: Adapter, capacity: Capacity | None = None) -> None:
+        """Raise ``PublishError`` for what no server, or one of this ``capacity``, can serve."""
+        check_servable(adapter, capacity)
 
     async def _prepare(self, server: AdapterServer, adapter: Adapter) -> None:
         """Check that the server can load one more adapter, and unload unused versions to make room."""
         capacity = await server.capacity()
-        check_servable(adapter, capacity)
-        if capacity.in_batch is not None and capacity.in_batch < self._keep:
-            log.warning(
-                "%s runs %d adapters at a time and %d versions are kept: requests of the others wait; raise its "
-                "--max-loras (SGLang: --max-loras-per-batch)",
-                server.url,
-                capacity.in_batch,
-                self._keep,
-            )
-        if capacity.loaded is not None:
-            await self._make_room(server, adapter, capacity)
-
-    async def _make_room(self, server: AdapterServer, adapter: Adapter, capacity: Capacity) -> None:
-        assert capacity.loaded is not None
+        self._check(adapter, capacity)
+        if capacity.loaded is None:
+            return
         loaded = set(await server.loaded()) - {adapter.name}
         current = self._store.current(_name(adapter))
         free = [each.name for each in self._versions_of(adapter) if each.name in loaded and each != current]
@@ -309,9 +303,10 @@ class AdapterPublisher:
             await server.unload(free[0])
             loaded.discard(free.pop(0))
         if len(loaded) >= capacity.loaded:
-            raise PublishError(
-                f"{adapter.name} was not published: {server.url} holds {capacity.loaded} adapters at most and serves "
-                f"{', '.join(sorted(loaded))}; start it with --max-loaded-loras {len(loaded) + 1}"
+            raise _publish_error(
+                adapter,
+                f"{server.url} holds {capacity.loaded} adapters at most and serves {', '.join(sorted(loaded))}; start "
+                f"it with --max-loaded-loras {len(loaded) + 1}",
             )
 
     async def _retire_older(
@@ -331,7 +326,7 @@ class AdapterPublisher:
                 unloaded[name] = True
 
         try:
-            await on_all(servers, retire)
+            await _on_all(servers, retire)
         except PublishError as error:
             # The new version is in use, so this is no reason to refuse it.
             log.warning("%s is in use, but an older version stays loaded: %s", adapter.name, error)
@@ -345,8 +340,18 @@ class AdapterPublisher:
         if path is not None:
             # Another run's version of the same name, perhaps at the same path, or this one before it was moved.
             await server.unload(adapter.name)
-        # A failed load may leave the adapter behind too.
-        undo.push_async_callback(_unload_quietly, server, adapter.name)
+
+        async def unload(
+            kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            try:
+                await server.unload(adapter.name)
+            except NotPutBack as lost:
+                raise PublishError(f"{lost}. It was not accepted because {error}") from error
+            except PublishError as problem:
+                log.warning("%s may still be loaded: %s", adapter.name, problem)
+
+        undo.push_async_exit(unload)  # a failed load may leave the adapter behind too
         await server.load(adapter)
         self._store.note_loaded(adapter, server.url)
 
@@ -361,10 +366,9 @@ class AdapterPublisher:
                 older[0], older[1].logprobs, self._served_logprobs.get((server.url, older[0]))
             )
             served_logprobs[server.url, adapter.name] = served
-            difference = check_served_logprobs(adapter.name, served, probe, previous)
-            return difference
+            return check_served_logprobs(adapter.name, served, probe, previous)
 
-        differences = await on_all(servers, probe_server)
+        differences = await _on_all(servers, probe_server)
         self._served_logprobs = served_logprobs
         found = {server.url: each for server, each in zip(servers, differences, strict=True)}
         try:
@@ -398,12 +402,7 @@ def publisher_for(
     )
 
 
-async def _unload_quietly(server: AdapterServer, name: str) -> None:
-    with suppress(PublishError):
-        await server.unload(name)
-
-
-async def on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -> list[T]:
+async def _on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -> list[T]:
     """The results of ``act`` on all servers at once; when it raises, every call has ended."""
     ended = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
     failures = [each for each in ended if isinstance(each, BaseException)]
@@ -430,73 +429,22 @@ class WeightsPublisher(AdapterPublisher):
         """Also raises ``PublishError`` for a server of another kind, and puts the ``base`` weights back in place."""
 
         async def require(server: AdapterServer) -> None:
-            embedded = _embedded(server)
-            if held := sorted(await embedded.loaded()):
-                raise PublishError(
-                    f"{embedded.url} holds adapters ({', '.join(held[:3])}), which fit its present weights only: "
-                    "unload them, or start a server for this run"
-                )
-            if base is not None and (await embedded.weights())[0] != base[0]:
-                await embedded.replace_weights(*base)
+            assert isinstance(server, WeightsServer)
+            await server.require_no_adapters()
+            if base is not None and (await server.weights())[0] != base[0]:
+                await server.replace_weights(*base)
 
-        await on_all(await self._open_servers(), require)
+        await _on_all(await self._open_servers(), require)
 
-    async def retire(self, name: str) -> None:
-        """Nothing to do: a version is replaced by the next one."""
-
-    async def served_model(self, adapter: Adapter) -> str:
-        """The version's name."""
-        return adapter.name
-
-    def _check(self, adapter: Adapter) -> None:
+    def _check(self, adapter: Adapter, capacity: Capacity | None = None) -> None:
         if not (Path(adapter.path) / "config.json").is_file():
-            raise PublishError(f"{adapter.name} was not published: there is no whole model in {adapter.path}")
+            raise _publish_error(adapter, f"there is no whole model in {adapter.path}")
 
-    async def _prepare(self, server: AdapterServer, adapter: Adapter) -> None:
-        _embedded(server)
-
-    async def _load(self, server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -> None:
-        embedded = _embedded(server)
-        before = await embedded.weights()
-        if before == (adapter.name, adapter.path) and self._store.was_loaded(adapter, server.url):
-            return
-
-        async def put_back(
-            kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None:
-            await _put_back(embedded, *before, error)
-
-        undo.push_async_exit(put_back)
-        await embedded.replace_weights(adapter.name, adapter.path)
-        self._store.note_loaded(adapter, server.url)
-
-    async def _retire_older(
-        self, servers: Sequence[AdapterServer], adapter: Adapter
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return (), ()
-
-
-def _embedded(server: AdapterServer) -> EmbeddedServer:
-    if isinstance(server, EmbeddedServer):
-        return server
-    raise PublishError(
-        f'{server.url} takes adapters only: [rl.training] method = "full" publishes whole models, which only '
-        '`openhands-rl serve` loads from a directory; serve the model with it, or set method = "lora"'
-    )
-
-
-async def _put_back(server: EmbeddedServer, name: str, path: str, why: BaseException | None) -> None:
-    """Serve the former weights again. Raises ``PublishError`` where that fails after ``why``, another one."""
-    try:
-        await server.replace_weights(name, path)
-    except PublishError as error:
-        with suppress(PublishError):
-            if await server.weights() == (name, path):
-                return  # they were never replaced
-        told = (
-            f"the former weights {name} could not be put back ({error}), so what {server.url} serves now was not "
-            f"accepted: restart it (`openhands-rl serve --model {path}`), then start the same command again"
-        )
-        if isinstance(why, PublishError):
-            raise PublishError(f"{told}. It was not accepted because {why}") from error
-        log.error("%s", told)
+    async def _open(self, connection: Connection) -> AdapterServer:
+        server = await super()._open(connection)
+        if not isinstance(server, EmbeddedServer):
+            raise PublishError(
+                f'{server.url} takes adapters only: [rl.training] method = "full" publishes whole models, which only '
+                '`openhands-rl serve` loads from a directory; serve the model with it, or set method = "lora"'
+            )
+        return WeightsServer(connection)

@@ -5,100 +5,91 @@ A kind is a class; ``open_server`` chooses it by name, or by ``owned_by`` in the
 
 from __future__ import annotations
 
-import asyncio
 import math
-import re
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol
 from urllib.parse import urlsplit
 
-import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
-from openhands_rl_plugin.core.errors import PublishError, describe
+from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Adapter, Frozen
-from openhands_rl_plugin.models.engines.server_models import ListedModels
+from openhands_rl_plugin.models.engines.client import (
+    JSON,
+    Connections,
+    HttpUpstream,
+    ServerError,
+    close_connections,
+    whole,
+)
+from openhands_rl_plugin.models.engines.openai_wire import dump_object
+from openhands_rl_plugin.models.engines.server_models import ListedModel, ListedModels
 
 _LONGEST_CAUSE = 300
 _AWAY = frozenset({429, 502, 503, 504})
+_NOT_FOUND = 404
+
+
+class RefusedByServer(PublishError):
+    """The answer's status was no success. ``text``: the beginning of its body."""
+
+    def __init__(self, what: str, status: int, text: str) -> None:
+        super().__init__(f"{what}: HTTP {status} {text}")
+        self.status, self.text = status, text
 
 
 class Connection:
     """Requests below ``base_url``, which may end in ``/v1`` or not. ``timeout`` is in seconds a request.
 
-    Every request raises ``PublishError``; where nobody answered, its ``__cause__`` is an ``httpx.TransportError``, and
-    where a status says that the server is away or too busy, an ``httpx.HTTPStatusError``: both may pass.
+    Every request raises ``PublishError``, whose ``__cause__`` is a ``ServerError`` where nobody answered, or a status
+    says that the server is away or too busy: both may pass.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None, timeout: float = 120.0) -> None:
         parts = urlsplit(base_url)
         self.root = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl().rstrip("/")
-        # A plain-text server is on this machine or its network: no proxy, and no time spent on certificates.
-        secure = parts.scheme == "https"
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = timeout
-        self._client = httpx.AsyncClient(
-            base_url=self.root, headers=headers, timeout=timeout, verify=secure, trust_env=secure
-        )
+        self._connections: Connections = {}
+        self._server = HttpUpstream(self.root, api_key, timeout, connections=self._connections)
 
     async def aclose(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
+        """Close the connections of this event loop."""
+        await close_connections(self._connections)
 
-    async def get(self, path: str) -> httpx.Response:
-        """The answer, whatever its status."""
-        return await self._send("GET", path)
-
-    async def post(self, path: str, body: dict[str, object]) -> httpx.Response:
-        """The answer, whatever its status."""
-        return await self._send("POST", path, body)
-
-    def read[M: BaseModel](self, response: httpx.Response, kind: type[M], what: str) -> M:
-        """The body of a successful answer; ``what`` says what is wrong when it is none."""
-        self.require(response, what)
+    async def ask[T](self, path: str, body: Mapping[str, object] | None, pick: Callable[[Any], T], what: str) -> T:
+        """What ``pick`` takes from the JSON of an answer; ``GET`` without a body. ``what`` says what is wrong where
+        there is no such answer."""
+        answer = await self.send(path, body, what)
         try:
-            return kind.model_validate_json(response.content)
-        except ValidationError as error:
-            path = response.request.url.path
-            raise PublishError(f"{what}: {self.root}{path} answered something else than expected") from error
+            return pick(from_json(answer))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise PublishError(f"{what}: {self.root}/{path} answered something else than expected") from error
 
-    def require(self, response: httpx.Response, what: str) -> None:
-        """Raise unless the status is one of success."""
-        if not response.is_success:
-            cause = " ".join(response.text[:_LONGEST_CAUSE].split())
-            problem = f"{what}: HTTP {response.status_code} {cause}"
-            away = response.status_code in _AWAY
-            raise PublishError(problem) from (
-                httpx.HTTPStatusError(problem, request=response.request, response=response) if away else None
-            )
-
-    async def _send(self, method: str, path: str, body: dict[str, object] | None = None) -> httpx.Response:
+    async def send(self, path: str, body: Mapping[str, object] | None, what: str) -> bytes:
+        """The body of an answer. Raises ``RefusedByServer`` for a status of no success."""
+        method, content = ("GET", b"") if body is None else ("POST", dump_object(body))
         try:
-            async with asyncio.timeout(self._timeout):
-                return await self._client.request(method, path, json=body)
-        except (TimeoutError, httpx.HTTPError) as error:
-            raise PublishError(
-                f"nothing answers at {self.root} ({describe(error)}): start the server, for example with "
-                "`openhands-rl serve`, or set base_url in [rl.serving]"
-            ) from error
+            async with self._server.open(method, path, (JSON,), content) as response:
+                return await whole(response)
+        except ServerError as error:
+            if error.headers is None:
+                raise PublishError(
+                    f"nothing answers at {self.root} ({error}): start the server, for example with "
+                    "`openhands-rl serve`, or set base_url in [rl.serving]"
+                ) from error
+            text = " ".join(error.body[:_LONGEST_CAUSE].decode("utf-8", "replace").split())
+            raise RefusedByServer(what, error.status, text) from error if error.status in _AWAY else None
 
 
 ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 
 _SAME = 0.05  # mean nats that rounding moves logprobs of equal requests by, at most
 
-_MAX_LORA = re.compile(r'^vllm:lora_requests_info\{[^}]*\bmax_lora="(\d+)"', re.MULTILINE)
-
 
 class Capacity(Frozen):
-    """The LoRA limits that a server reports; ``None`` for what it does not report. ``targets``: names of modules.
-
-    ``loaded`` bounds the adapters in memory, ``in_batch`` those in one batch: requests for others wait.
-    """
+    """The LoRA limits that a server reports; ``None`` for what it does not report. ``targets``: names of modules."""
 
     loaded: int | None = None
-    in_batch: int | None = None
     rank: int | None = None
     targets: frozenset[str] | None = None
 
@@ -137,34 +128,6 @@ class AdapterServer(Protocol):
         ...
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class _PromptLogprob(_Answer):
-    logprob: float
-
-
-class _Choice(_Answer):
-    prompt_logprobs: list[dict[int, _PromptLogprob] | None]
-
-
-class _TopLogprobs(_Answer):
-    top_logprobs: list[dict[str, float]]
-
-
-class _ChoiceLogprobs(_Answer):
-    logprobs: _TopLogprobs
-
-
-class _Alternatives(_Answer):
-    choices: list[_ChoiceLogprobs] = Field(min_length=1)
-
-
-class _Completion(_Answer):
-    choices: list[_Choice] = Field(min_length=1)
-
-
 class _HTTPServer:
     def __init__(self, connection: Connection) -> None:
         self._http = connection
@@ -174,6 +137,16 @@ class _HTTPServer:
         """``GET /v1/models``: a model with a parent is an adapter."""
         return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
 
+    async def capacity(self) -> Capacity:
+        """Not reported."""
+        return Capacity()
+
+    async def _base(self) -> ListedModel:
+        bases = (await _cards(self._http)).bases
+        if len(bases) != 1:
+            raise PublishError(f"{self.url} serves {len(bases)} base models, not one")
+        return bases[0]
+
 
 async def prompt_logprobs(http: Connection, model: str, token_ids: Sequence[int]) -> list[float | None]:
     """``prompt_logprobs`` of a completion of one token: those of ids 1 .. T-1; ``None`` where there is none.
@@ -181,40 +154,42 @@ async def prompt_logprobs(http: Connection, model: str, token_ids: Sequence[int]
     A server that cuts a prompt short gives fewer. Raises ``PublishError``.
     """
     body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-    what = f"{model} cannot be probed at {http.root}"
-    answer = http.read(await http.post("/v1/completions", body), _Completion, what)
-    entries = answer.choices[0].prompt_logprobs[1:]
-    found = [(entry or {}).get(token) for entry, token in zip(entries, token_ids[1:], strict=False)]
-    return [each.logprob if each is not None and math.isfinite(each.logprob) else None for each in found]
+
+    def pick(answer: Any) -> list[float | None]:
+        entries = answer["choices"][0]["prompt_logprobs"][1:]
+        found = [(entry or {}).get(str(token)) for entry, token in zip(entries, token_ids[1:], strict=False)]
+        values = [None if each is None else each["logprob"] for each in found]
+        return [each if each is not None and math.isfinite(each) else None for each in values]
+
+    return await http.ask("v1/completions", body, pick, f"{model} cannot be probed at {http.root}")
 
 
 class VLLMServer(_HTTPServer):
-    """vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``."""
+    """vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``.
+
+    It loads more adapters than fit into a batch: it evicts the least recently used ones and reads them again.
+    """
 
     _HINT: ClassVar[str] = "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 
-    async def capacity(self) -> Capacity:
-        """From the metrics, which hold ``max_loras`` after the first LoRA request; the highest rank is not reported.
-
-        vLLM loads more adapters than that: it evicts the least recently used ones and reads them again.
-        """
-        response = await self._http.get("/metrics")
-        found = _MAX_LORA.search(response.text) if response.is_success else None
-        return Capacity(in_batch=int(found[1]) if found else None)
-
     async def load(self, adapter: Adapter) -> None:
         """``POST /v1/load_lora_adapter``."""
-        body: dict[str, object] = {"lora_name": adapter.name, "lora_path": adapter.path}
-        response = await self._http.post("/v1/load_lora_adapter", body)
-        no_route = response.status_code == httpx.codes.NOT_FOUND and adapter.name not in response.text
-        hint = self._HINT if no_route else ""
-        self._http.require(response, f"the server at {self.url} refused {adapter.name}{hint}")
+        body = {"lora_name": adapter.name, "lora_path": adapter.path}
+        try:
+            await self._http.send("v1/load_lora_adapter", body, f"the server at {self.url} refused {adapter.name}")
+        except RefusedByServer as error:
+            if error.status == _NOT_FOUND and adapter.name not in error.text:  # there is no such route
+                raise PublishError(f"{error}{self._HINT}") from error
+            raise
 
     async def unload(self, name: str) -> None:
         """``POST /v1/unload_lora_adapter``."""
-        response = await self._http.post("/v1/unload_lora_adapter", {"lora_name": name})
-        if response.status_code != httpx.codes.NOT_FOUND:
-            self._http.require(response, f"{name} was not unloaded from {self.url}")
+        try:
+            what = f"{name} was not unloaded from {self.url}"
+            await self._http.send("v1/unload_lora_adapter", {"lora_name": name}, what)
+        except RefusedByServer as error:
+            if error.status != _NOT_FOUND:
+                raise
 
     async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
         """``prompt_logprobs`` of a completion of one token."""
@@ -224,25 +199,27 @@ class VLLMServer(_HTTPServer):
         return [each for each in found if each is not None]
 
     async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
-        """By the likeliest tokens: only ``--logprobs-mode processed_logprobs`` gives them others at temperature 3."""
-        cold, hot = [await self._likeliest(name, token_ids, temperature) for temperature in (1.0, 3.0)]
-        return sum(abs(one - other) for one, other in zip(cold, hot, strict=True)) < _SAME * len(cold)
-
-    async def _likeliest(self, name: str, token_ids: Sequence[int], temperature: float) -> list[float]:
-        """The largest reported logprob after each of a few beginnings."""
+        """By the likeliest tokens after a few beginnings: only ``--logprobs-mode processed_logprobs`` gives them others
+        at temperature 3."""
         body: dict[str, object] = {
             "model": name,
             "prompt": [list(token_ids[:length]) for length in range(1, len(token_ids) + 1, len(token_ids) // 8 + 1)],
             "max_tokens": 1,
-            "temperature": temperature,
             "top_p": 1.0,
             **NEUTRAL_PARAMETERS,
             "ignore_eos": True,
             "logprobs": 1,
         }
+
+        def pick(answer: Any) -> list[float]:
+            return [max(choice["logprobs"]["top_logprobs"][0].values()) for choice in answer["choices"]]
+
         what = f"the logprobs of {self.url} cannot be checked"
-        answer = self._http.read(await self._http.post("/v1/completions", body), _Alternatives, what)
-        return [max(choice.logprobs.top_logprobs[0].values()) for choice in answer.choices]
+        cold, hot = [
+            await self._http.ask("v1/completions", {**body, "temperature": temperature}, pick, what)
+            for temperature in (1.0, 3.0)
+        ]
+        return sum(abs(one - other) for one, other in zip(cold, hot, strict=True)) < _SAME * len(cold)
 
     async def served_model(self, name: str) -> str:
         """The adapter's name."""
@@ -255,50 +232,62 @@ class EmbeddedServer(VLLMServer):
     NAME: ClassVar[str] = "`openhands-rl serve`"
     _HINT: ClassVar[str] = ""
 
-    async def capacity(self) -> Capacity:
-        """Not reported."""
-        return Capacity()
-
     async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
         """Always."""
         return True
 
     async def weights(self) -> tuple[str, str]:
         """The name and the path of the weights that are served without an adapter."""
-        bases = (await _cards(self._http)).bases
-        if len(bases) != 1:
-            raise PublishError(f"{self.url} serves {len(bases)} models, not one")
-        return bases[0].id, bases[0].root or ""
+        base = await self._base()
+        return base.id, base.root or ""
 
     async def replace_weights(self, name: str, path: str) -> None:
         """Serve the model in ``path`` as ``name``, instead of the weights that are served."""
-        body: dict[str, object] = {"model_path": path, "weight_version": name}
-        response = await self._http.post("/update_weights_from_disk", body)
-        self._http.require(response, f"the server at {self.url} refused {name}")
+        body = {"model_path": path, "weight_version": name}
+        await self._http.send("update_weights_from_disk", body, f"the server at {self.url} refused {name}")
 
 
-class _Update(_Answer):
-    success: bool
-    error_message: str | None = None
+class NotPutBack(PublishError):
+    """The weights that a refused version took the place of are not served again."""
 
 
-class _ServerInfo(_Answer):
-    """``max_lora_rank`` and ``lora_target_modules`` are what the server was started with, or inferred."""
+class WeightsServer(EmbeddedServer):
+    """``openhands-rl serve`` with whole models: one takes the place of what is served, which unloading puts back."""
 
-    enable_lora: bool | None = None
-    max_loaded_loras: int | None = None
-    max_loras_per_batch: int | None = None
-    max_lora_rank: int | None = None
-    lora_target_modules: frozenset[str] | None = None
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._before = "", "", ""
 
+    async def loaded(self) -> Mapping[str, str]:
+        """The weights that are served."""
+        return dict([await self.weights()])
 
-class _Meta(_Answer):
-    # (logprob, token id, text); the first token has no logprob.
-    input_token_logprobs: list[tuple[float | None, int, str | None]]
+    async def load(self, adapter: Adapter) -> None:
+        """Replace the weights."""
+        self._before = adapter.name, *await self.weights()
+        await self.replace_weights(adapter.name, adapter.path)
 
+    async def unload(self, name: str) -> None:
+        """Serve what the last one that was loaded took the place of; an earlier name is gone already."""
+        loaded, before, path = self._before
+        if name != loaded:
+            return
+        try:
+            if await self.weights() != (before, path):
+                await self.replace_weights(before, path)
+        except PublishError as error:
+            raise NotPutBack(
+                f"the former weights {before} could not be put back ({error}), so what {self.url} serves now was not "
+                f"accepted: restart it (`openhands-rl serve --model {path}`), then start the same command again"
+            ) from error
 
-class _Generated(_Answer):
-    meta_info: _Meta
+    async def require_no_adapters(self) -> None:
+        """Raise ``PublishError`` where adapters are loaded, which fit the present weights only."""
+        if held := sorted(await super().loaded()):
+            raise PublishError(
+                f"{self.url} holds adapters ({', '.join(held[:3])}), which fit its present weights only: "
+                "unload them, or start a server for this run"
+            )
 
 
 class SGLangServer(_HTTPServer):
@@ -306,32 +295,34 @@ class SGLangServer(_HTTPServer):
 
     async def capacity(self) -> Capacity:
         """From ``/server_info``, which earlier versions call ``/get_server_info``."""
-        response = await self._http.get("/server_info")
-        if response.status_code == httpx.codes.NOT_FOUND:
-            response = await self._http.get("/get_server_info")
-        info = self._http.read(response, _ServerInfo, f"SGLang at {self.url} does not report its options")
-        if info.enable_lora is False:
-            raise PublishError(
-                f"SGLang at {self.url} serves no adapters: start it with --enable-lora --max-lora-rank N "
-                "--lora-target-modules all"
-            )
-        targets = info.lora_target_modules
-        return Capacity(
-            loaded=info.max_loaded_loras,
-            in_batch=info.max_loras_per_batch,
-            rank=info.max_lora_rank,
-            targets=None if not targets or "all" in targets else targets,
-        )
+
+        def pick(info: Any) -> Capacity:
+            if info.get("enable_lora") is False:
+                raise PublishError(
+                    f"SGLang at {self.url} serves no adapters: start it with --enable-lora --max-lora-rank N "
+                    "--lora-target-modules all"
+                )
+            named = frozenset(info.get("lora_target_modules") or ("all",))
+            limits = {"loaded": info.get("max_loaded_loras"), "rank": info.get("max_lora_rank")}
+            return Capacity.model_validate({**limits, "targets": None if "all" in named else named})
+
+        what = f"SGLang at {self.url} does not report its options"
+        try:
+            return await self._http.ask("server_info", None, pick, what)
+        except RefusedByServer as error:
+            if error.status != _NOT_FOUND:
+                raise
+        return await self._http.ask("get_server_info", None, pick, what)
 
     async def load(self, adapter: Adapter) -> None:
         """``POST /load_lora_adapter``, unpinned: a pinned adapter holds a place in every batch."""
         body: dict[str, object] = {"lora_name": adapter.name, "lora_path": adapter.path, "pinned": False}
-        await self._update("/load_lora_adapter", body, f"the server at {self.url} refused {adapter.name}")
+        await self._update("load_lora_adapter", body, f"the server at {self.url} refused {adapter.name}")
 
     async def unload(self, name: str) -> None:
         """``POST /unload_lora_adapter``. It has no status of its own for a name that is not loaded."""
         try:
-            await self._update("/unload_lora_adapter", {"lora_name": name}, f"{name} was not unloaded from {self.url}")
+            await self._update("unload_lora_adapter", {"lora_name": name}, f"{name} was not unloaded from {self.url}")
         except PublishError:
             if name in await self.loaded():
                 raise
@@ -345,13 +336,14 @@ class SGLangServer(_HTTPServer):
             "logprob_start_len": 0,
             "lora_path": name,
         }
-        what = f"{name} cannot be probed at {self.url}"
-        entries = self._http.read(await self._http.post("/generate", body), _Generated, what).meta_info
-        found = entries.input_token_logprobs[1:]
-        logprobs = [logprob for logprob, _, _ in found if logprob is not None]
-        if [token for _, token, _ in found] != list(token_ids[1:]) or len(logprobs) != len(found):
-            raise PublishError(f"{what}: its input_token_logprobs are not those of the prompt")
-        return logprobs
+
+        def pick(answer: Any) -> list[float]:
+            found = answer["meta_info"]["input_token_logprobs"][1:]  # the first token has none
+            if [token for _, token, _ in found] != list(token_ids[1:]):
+                raise ValueError("it has other tokens")
+            return [float(logprob) for logprob, _, _ in found]
+
+        return await self._http.ask("generate", body, pick, f"{name} cannot be probed at {self.url}")
 
     async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
         """Not as it is started by default."""
@@ -359,19 +351,17 @@ class SGLangServer(_HTTPServer):
 
     async def served_model(self, name: str) -> str:
         """``BASE:ADAPTER``. SGLang answers with the base model, and no error, for the adapter's name alone."""
-        bases = (await _cards(self._http)).bases
-        if len(bases) != 1 or ":" in bases[0].id:
+        base = (await self._base()).id
+        if ":" in base:
             raise PublishError(
                 f"SGLang at {self.url} cannot be asked for {name}: give it one base model without ':' in its name, "
                 "with --served-model-name"
             )
-        return f"{bases[0].id}:{name}"
+        return f"{base}:{name}"
 
-    async def _update(self, path: str, body: dict[str, object], what: str) -> None:
-        response = await self._http.post(path, body)
-        update = self._http.read(response, _Update, what)
-        if not update.success:
-            raise PublishError(f"{what}: {update.error_message or 'no reason given'}")
+    async def _update(self, path: str, body: Mapping[str, object], what: str) -> None:
+        if problem := await self._http.ask(path, body, lambda it: not it["success"] and f"{it['error_message']}", what):
+            raise PublishError(f"{what}: {problem}")
 
 
 _KINDS: Mapping[str, type[VLLMServer] | type[SGLangServer]] = {
@@ -384,13 +374,10 @@ _OWNERS = {"openhands_rl_plugin": "embedded", "vllm": "vllm", "sglang": "sglang"
 
 
 async def open_server(connection: Connection, kind: ServerKind = "auto") -> AdapterServer:
-    """The server behind a connection. Raises ``PublishError`` when its kind cannot be told."""
-    return _KINDS[await _kind(connection) if kind == "auto" else kind](connection)
-
-
-async def _kind(connection: Connection) -> str:
-    bases = (await _cards(connection)).bases
-    owners = {card.owned_by or "" for card in bases}
+    """The server behind a connection. Raises ``PublishError`` for one of no known kind."""
+    if kind != "auto":
+        return _KINDS[kind](connection)
+    owners = {card.owned_by or "" for card in (await _cards(connection)).bases}
     known = {_OWNERS[owner] for owner in owners if owner in _OWNERS}
     if len(known) != 1:
         listed = ", ".join(repr(owner[:40]) for owner in sorted(owners)) or "no model"
@@ -398,9 +385,9 @@ async def _kind(connection: Connection) -> str:
             f'{connection.root} does not say which server it is (owned_by: {listed}): set server = "vllm", "sglang" '
             'or "embedded" in [rl.serving]'
         )
-    return known.pop()
+    return _KINDS[known.pop()](connection)
 
 
 async def _cards(connection: Connection) -> ListedModels:
-    response = await connection.get("/v1/models")
-    return connection.read(response, ListedModels, f"the server at {connection.root} does not list its models")
+    what = f"the server at {connection.root} does not list its models"
+    return await connection.ask("v1/models", None, ListedModels.model_validate, what)

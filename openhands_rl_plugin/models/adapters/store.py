@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError, describe
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync, write_file
@@ -96,13 +96,8 @@ class AdapterStore:
     def get(self, versioned: str) -> Adapter:
         """The adapter of a versioned name. Raises ``StorageError`` when there is none or its manifest is damaged."""
         check_name(versioned)
-        manifest = self.root / versioned / MANIFEST
-        try:
-            adapter = Adapter.model_validate_json(manifest.read_text())
-        except FileNotFoundError as error:
-            raise StorageError(f"there is no adapter {versioned} below {self.root}") from error
-        except (OSError, ValidationError) as error:
-            raise StorageError(f"{manifest} cannot be read: {describe(error)}") from error
+        if (adapter := _read(self.root / versioned / MANIFEST, Adapter)) is None:
+            raise StorageError(f"there is no adapter {versioned} below {self.root}")
         # The directory may have been moved since it was written.
         return adapter.model_copy(update={"path": str(self.root / versioned)})
 
@@ -117,13 +112,8 @@ class AdapterStore:
 
     def current(self, name: str) -> Adapter | None:
         """The version in use, or ``None`` for the base model."""
-        pointer = self._pointer(name)
-        if not pointer.exists():
-            return None
-        try:
-            return self.get(Pointer.model_validate_json(pointer.read_text()).name)
-        except (OSError, ValidationError) as error:
-            raise StorageError(f"{pointer} cannot be read: {describe(error)}") from error
+        pointer = _read(self._pointer(name), Pointer)
+        return None if pointer is None else self.get(pointer.name)
 
     def in_use(self) -> tuple[Adapter, ...]:
         """The version in use of every name. Raises ``StorageError``."""
@@ -173,13 +163,7 @@ class AdapterStore:
 
     def probe(self, adapter: Adapter) -> Probe | None:
         """What ``keep_probe`` wrote. Raises ``StorageError`` when it is damaged."""
-        path = self.root / adapter.name / PROBE
-        try:
-            return Probe.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValidationError) as error:
-            raise StorageError(f"{path} cannot be read: {describe(error)}; remove it") from error
+        return _read(self.root / adapter.name / PROBE, Probe)
 
     def previous_probe(self, adapter: Adapter, token_ids: Sequence[int]) -> tuple[str, Probe] | None:
         """What a server would go on with that did not take ``adapter``, and its probe of the same text.
@@ -251,6 +235,16 @@ class AdapterStore:
 
     def _pointer(self, name: str) -> Path:
         return self.root / f"{check_name(name)}{_POINTER}"
+
+
+def _read[M: BaseModel](path: Path, kind: type[M]) -> M | None:
+    """``None`` where there is no such file. Raises ``StorageError``."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise StorageError(f"{path} cannot be read: {describe(error)}; remove it, or put a copy there") from error
 
 
 def weights_files(directory: Path) -> list[Path]:

@@ -9,11 +9,9 @@ and a field counts as refused only when that succeeds. A refused field is tried 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams, Tokens
 
@@ -36,18 +34,16 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
 _REFUSALS = frozenset({400, 403, 405, 415, 422})
 # Those that mostly have another cause: a missing model, a failure of the server.
 _REFUSALS_IF_NAMED = frozenset({404, 500, 501})
-_PAUSE = Backoff(first=300.0, longest=3600.0)
+_PAUSE = 300.0
 _PROBE_SECONDS = 60.0
 _MOST_MODELS = 256
 
 
-@dataclass(slots=True)
-class _FieldState:
-    """``until``: when a refused field is tried again; ``None`` when it was not refused. ``status``: of the error."""
+class _Refusal(NamedTuple):
+    """``until``: when the field is tried again. ``status``: of the error."""
 
-    until: float | None = None
-    failures: int = 0
-    status: int = 0
+    until: float
+    status: int
 
 
 class ExtensionTable:
@@ -55,54 +51,48 @@ class ExtensionTable:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._models: dict[str, defaultdict[str, _FieldState]] = {}
+        self._models: dict[str, dict[str, _Refusal]] = {}
 
     def attempt(self, model: str, wanted: Sequence[str]) -> ExtensionAttempt:
         """One request to ``model`` with the ``wanted`` fields, as far as it accepts them."""
         if len(self._models) > _MOST_MODELS:
             self._models.clear()
-        state = self._models.setdefault(model, defaultdict(_FieldState))
-        now = self._clock()
-        sent = [name for name in wanted if state[name].until is None]
-        due = [name for name in wanted if (until := state[name].until) is not None and until <= now]
-        for name in due[:1]:
-            # One at a time, so that a refusal tells which; other requests do without it in the meantime.
-            state[name].until = now + _PROBE_SECONDS
-        return ExtensionAttempt(state, self._clock, sent, due[:1])
+        refusals, now = self._models.setdefault(model, {}), self._clock()
+        sent = [name for name in wanted if name not in refusals]
+        # One at a time, so that a refusal tells which; other requests do without it in the meantime.
+        due = next((name for name in wanted if name in refusals and refusals[name].until <= now), None)
+        if due is not None:
+            refusals[due] = refusals[due]._replace(until=now + _PROBE_SECONDS)
+            sent.append(due)
+        return ExtensionAttempt(refusals, self._clock, sent, due)
 
     def refused(self) -> list[JsonObject]:
         """The fields that are not sent now: ``model``, ``field``, ``status`` of the error, ``retry_in`` seconds."""
         now = self._clock()
         return [
             {"model": model, "field": name, "status": each.status, "retry_in": max(0, round(each.until - now))}
-            for model, state in self._models.items()
-            for name, each in state.items()
-            if each.until is not None
+            for model, refusals in self._models.items()
+            for name, each in refusals.items()
         ]
 
 
 class ExtensionAttempt:
     """The fields of one request, which is repeated as long as ``is_refused`` says so. ``failures``: its other ones."""
 
-    def __init__(
-        self, state: dict[str, _FieldState], clock: Clock, trusted: Sequence[str], probed: Sequence[str]
-    ) -> None:
-        self._state = state
-        self._clock = clock
-        self._probed = frozenset(probed)
+    def __init__(self, refusals: dict[str, _Refusal], clock: Clock, fields: Sequence[str], probed: str | None) -> None:
+        self._refusals, self._clock, self._probed = refusals, clock, probed
         self._dropped: tuple[str, ...] = ()
         self._clear = True
         self._status = 0
         self.failures = 0
-        self.fields: tuple[str, ...] = (*trusted, *probed)
+        self.fields = tuple(fields)
 
     def why_missing(self, name: str) -> str:
         """Why an answer came without what the field asks for."""
-        state = self._state[name]
-        if name in self.fields or state.until is None:  # a user's own value is not in the fields
+        refusal = self._refusals.get(name)
+        if name in self.fields or refusal is None:  # a user's own value is not in the fields
             return f"the model server ignores {name}"
-        status = state.status
-        return f"the model server refuses {name}" + (f" with status {status}" if status else "")
+        return f"the model server refuses {name} with status {refusal.status}"
 
     def is_refused(self, status: int, body: bytes) -> bool:
         """Whether to send the request again, with the ``fields`` that are left."""
@@ -110,30 +100,23 @@ class ExtensionAttempt:
         named = [name for name in self.fields if any(word in text for word in _WORDS.get(name, (name,)))]
         if not self.fields or not (status in _REFUSALS or (status in _REFUSALS_IF_NAMED and named)):
             return False
-        probed = [name for name in self.fields if name in self._probed and not self._dropped]
+        self._status = status
+        probed = [self._probed] if self._probed in self.fields and not self._dropped else []
         cause = named if len(named) == 1 else probed
         # After an unclear refusal, those that were dropped may not have been the cause, or not all of it.
         self._clear &= bool(cause)
-        drop = cause if self._clear else self.fields
-        self._dropped += tuple(drop)
-        self._status = status
+        self._dropped += tuple(drop := cause if self._clear else self.fields)
         self.fields = tuple(name for name in self.fields if name not in drop)
         return True
 
     def succeeded(self) -> None:
         """Learn from the answer that a request with ``fields``, and without the refused ones, got."""
         for name in self.fields:
-            self._state[name] = _FieldState()
-        now = self._clock()
+            self._refusals.pop(name, None)
+        # Of several one may be the cause, so each is tried alone at the next requests.
+        unclear = not self._clear and len(self._dropped) > 1
         for name in self._dropped:
-            state = self._state[name]
-            state.status = self._status
-            if not self._clear and len(self._dropped) > 1:
-                state.until = now  # it may be one of them only, so each is tried alone at the next requests
-            elif state.until is None or name in self._probed or state.until <= now:
-                # Only once for requests that were refused side by side.
-                state.failures += 1
-                state.until = now + _PAUSE.pause(state.failures)
+            self._refusals[name] = _Refusal(self._clock() + (0.0 if unclear else _PAUSE), self._status)
 
 
 def extension_values(fields: Sequence[str], body: Mapping[str, object]) -> JsonObject:

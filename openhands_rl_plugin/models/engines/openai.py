@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -28,8 +27,6 @@ from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     SAMPLING,
     TOKEN_IDS,
-    Clock,
-    ExtensionTable,
     extension_values,
     missing_parts,
     sampling_as_sent,
@@ -63,7 +60,6 @@ class OpenAIEngine:
         backoff: seconds before the first retry; doubled each time, with jitter.
         sampling: defaults for parameters that a call does not set. Those beyond temperature and ``top_p`` that nobody
             sets are sent with their neutral values (``core.messages.NEUTRAL_PARAMETERS``), unless the server refuses.
-        clock: seconds, for when a refused field is requested again.
         token_ids: whether to ask for token ids and logprobs; ``False`` for an endpoint that records them itself.
 
     Close it with ``aclose``, on the event loop of its requests.
@@ -81,7 +77,6 @@ class OpenAIEngine:
         retries: int = 4,
         backoff: float = 0.5,
         sampling: SamplingParams | None = None,
-        clock: Clock = time.monotonic,
         token_ids: bool = True,
     ) -> None:
         self.model = model
@@ -90,7 +85,6 @@ class OpenAIEngine:
         self._retries = retries
         self._backoff = Backoff(backoff, _LONGEST_PAUSE)
         self._sampling = sampling or SamplingParams()
-        self._extensions = ExtensionTable(clock)
         self._tokens: tuple[str, ...] = (TOKEN_IDS, LOGPROBS) if token_ids else ()
         key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
         self._connections: Connections = {}
@@ -155,7 +149,7 @@ class OpenAIEngine:
     ) -> list[Completion]:
         """The completions; the texts of a streamed answer are shown as they come. What training needs and is missing is
         named in their metadata."""
-        asking = self._extensions.attempt(self.model, (*self._tokens, SAMPLING))
+        asking = self._server.extensions.attempt(self.model, (*self._tokens, SAMPLING))
         shown: list[str] = []
         while True:
             try:

@@ -21,6 +21,7 @@ from openhands_rl_plugin.models.engines.client import (
     HttpUpstream,
     ServerError,
     close_connections,
+    server_error,
     whole,
 )
 from openhands_rl_plugin.models.engines.openai_wire import dump_object
@@ -107,27 +108,28 @@ def local_weights(path: str | Path) -> Path | None:
     return directory.resolve() if path and (directory / "config.json").is_file() else None
 
 
-def listed_models(base_url: str, api_key: str | None, timeout: float) -> list[ListedModel] | None:
-    """The served models, or ``None`` when the server has no such list.
+def listed_models(
+    base_url: str, api_key: str | None, timeout: float, *, named_by: str = "the URL"
+) -> list[ListedModel] | None:
+    """The served models, or ``None`` when the server has no such list; ``named_by``: the option of the URL.
 
     Raises ``InfrastructureError`` when the server does not answer, ``ConfigError`` for a wrong URL or key.
     """
     try:
-        answer = _asked(base_url, api_key, timeout)
+        return ListedModels.model_validate_json(_asked(base_url, api_key, timeout, named_by=named_by)).data
+    except ValidationError:
+        return None
     except ServerError as error:
         if error.status in _NOT_OFFERED:
             return None
-        if error.status in (401, 403):
+        if error.status == 401:
             raise ConfigError(
-                f"{base_url} refuses the API key: name the variable that holds it in [rl.serving] api_key_env"
+                f"{base_url} refuses the API key ({error.status}): name the variable that holds it in [rl.serving] "
+                "api_key_env, with --api-key-env, or in [llm] api_key"
             ) from error
-        raise _away(error, "the URL") from error
-    try:
-        return ListedModels.model_validate_json(answer).data
-    except ValidationError as error:
-        raise ConfigError(
-            f"{base_url}/models did not answer a list of models; is it an OpenAI-compatible server?"
-        ) from error
+        # The first words are those of OpenAI's client, for litellm.
+        problem = str(error).removeprefix("Connection error (ConnectError): ")
+        raise InfrastructureError(f"{problem} Or correct {named_by}.") from error
 
 
 def _asked(
@@ -137,7 +139,7 @@ def _asked(
     *,
     path: str = "models",
     body: bytes = b"",
-    named_by: str = "the URL",
+    named_by: str,
 ) -> bytes:
     """The body of an answer. Raises ``ServerError``, and ``ConfigError`` for a wrong URL."""
 
@@ -180,7 +182,7 @@ def check_model_server(base_url: str, model: str, api_key: str | None = None, *,
         return
     body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
     try:
-        _asked(base_url, api_key, _PROBE_SECONDS, path="chat/completions", body=dump_object(body))
+        _asked(base_url, api_key, _PROBE_SECONDS, path="chat/completions", body=dump_object(body), named_by=named_by)
     except ServerError as error:
         if error.headers is None or error.is_temporary:
             return  # what is wrong shows in the episodes
@@ -199,26 +201,14 @@ def check_answers(base_url: str, api_key: str | None = None, *, named_by: str = 
     or sends a certificate that is not known here may answer to who sends the completions.
     """
     try:
-        listed = _asked(base_url, api_key, _SECONDS, named_by=named_by)
-        return [each.id for each in ListedModels.model_validate_json(listed).data]
-    except ValidationError:
-        return []
-    except ServerError as error:
-        if error.status == 401:
-            raise ConfigError(
-                f"{base_url} refuses the API key ({error.status}): name the variable that holds it with "
-                "--api-key-env, or in [llm] api_key"
-            ) from error
-        if error.headers is not None or _of_tls(error) or uses_proxy(base_url):
+        return [each.id for each in listed_models(base_url, api_key, _SECONDS, named_by=named_by) or ()]
+    except InfrastructureError as error:
+        answered = (cause := server_error(error)) is not None and cause.headers is not None
+        if answered or _of_tls(error) or uses_proxy(base_url):
             return []
-        raise _away(error, named_by) from error
+        raise
 
 
 def _of_tls(error: BaseException) -> bool:
     below = error.__cause__ or error.__context__
     return isinstance(error, ssl.SSLError) or (below is not None and _of_tls(below))
-
-
-def _away(error: ServerError, named_by: str) -> InfrastructureError:
-    told = str(error).removeprefix("Connection error (ConnectError): ")  # words of OpenAI's client, for litellm
-    return InfrastructureError(f"{told} Or correct {named_by}.")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
@@ -32,14 +31,6 @@ from openhands_rl_plugin.models.server.wire import ChatCompletionRequest, answer
 
 DEFAULT_MAX_TOKENS = 512
 _UNBOUNDED = 2**31
-
-
-class _GenerationBackend(Protocol):
-    max_model_len: int
-
-    async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]) -> list[Generation]: ...
-
-    def close(self) -> None: ...
 
 
 _NEUTRAL = SamplingParams.model_validate(NEUTRAL_PARAMETERS)
@@ -69,16 +60,20 @@ class TransformersEngine:
         base_model: str | None = None,
         sampling: SamplingParams | None = None,
     ) -> None:
+        self._owned: Generator | None = None
         if isinstance(model, str | Path | Generator):
-            owned = not isinstance(model, Generator)
-            generator = _started(model) if owned else model
-            self._backend: _GenerationBackend = _GeneratorBackend(generator, adapter, owned=owned)
-            self.tokenizer, name = tokenizer or generator.tokenizer, generator.config.model
+            if not isinstance(model, Generator):
+                model = self._owned = Generator(GeneratorConfig.model_validate({"model": str(model)}))
+            self.tokenizer, name = tokenizer or model.tokenizer, model.config.model
+            self._longest, self._generate = model.max_model_len, partial(_generated, model, adapter)
         else:
-            self.tokenizer = _fast(tokenizer)
-            self._backend, name = _ModelBackend(model, self.tokenizer), model.name_or_path or type(model).__name__
+            if not isinstance(tokenizer, PreTrainedTokenizerFast):
+                raise ConfigError("TransformersEngine needs a fast tokenizer beside a model object: pass tokenizer=...")
+            self.tokenizer, name = tokenizer, model.name_or_path or type(model).__name__
+            known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            self._longest, self._generate = int(known or _UNBOUNDED), _ModelBackend(model, tokenizer).generate
         self.policy = PolicyRef.from_served_name(base_model or name, adapter or name)
-        self._prompts = PromptRenderer(self.tokenizer, self._backend.max_model_len, None)
+        self._prompts = PromptRenderer(self.tokenizer, self._longest, None)
         self._sampling = sampling or SamplingParams()
 
     async def complete(
@@ -93,7 +88,7 @@ class TransformersEngine:
         wanted = merge_sampling(sampling, self._sampling)
         try:
             prompt_ids, params = self._request(messages, tools, n, wanted)
-            answers = await self._backend.generate(prompt_ids, params)
+            answers = await self._generate(prompt_ids, params)
         except (Overloaded, RequestCancelled) as error:
             raise InfrastructureError(str(error)) from error
         except (ServingError, ValidationError) as error:
@@ -103,7 +98,8 @@ class TransformersEngine:
 
     async def aclose(self) -> None:
         """Stop the generator, if this engine started it."""
-        await asyncio.to_thread(self._backend.close)
+        if self._owned is not None:
+            await asyncio.to_thread(self._owned.close)
 
     def _request(
         self, messages: Sequence[Message], tools: Sequence[JsonObject], n: int, wanted: SamplingParams
@@ -112,11 +108,10 @@ class TransformersEngine:
         body = request_body(self.policy.served_name, messages, tools=tools, n=1, sampling=wanted)
         request = ChatCompletionRequest.model_validate(body)
         ids = self._prompts.chat(request)
-        room = self._backend.max_model_len - len(ids)
+        room = self._longest - len(ids)
         if room < 1:
             raise ModelError(
-                f"the prompt has {len(ids)} tokens and the model takes {self._backend.max_model_len}: lower "
-                "max_prompt_length"
+                f"the prompt has {len(ids)} tokens and the model takes {self._longest}: lower max_prompt_length"
             )
         limit = min(wanted.max_tokens or DEFAULT_MAX_TOKENS, room)
         params = self._prompts.params(request, prompt_len=len(ids), max_tokens=limit, top_logprobs=None)
@@ -141,29 +136,15 @@ class TransformersEngine:
         )
 
 
-class _GeneratorBackend:
-    """A ``Generator``, its own or a shared one."""
-
-    def __init__(self, generator: Generator, adapter: str | None, *, owned: bool) -> None:
-        self.max_model_len = generator.max_model_len
-        self._generator = generator
-        self._adapter = adapter
-        self._owned = owned
-
-    async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]) -> list[Generation]:
-        handles = [self._generator.submit(prompt_ids, each, adapter=self._adapter) for each in params]
-        futures = [asyncio.wrap_future(handle.future) for handle in handles]
-        try:
-            # Shielded, because the generator sets its futures itself: a caller that stops waiting cancels the request.
-            return [await asyncio.shield(future) for future in futures]
-        finally:
-            for handle, future in zip(handles, futures, strict=True):
-                handle.cancel()
-                future.add_done_callback(_retrieve_exception)
-
-    def close(self) -> None:
-        if self._owned:
-            self._generator.close()
+async def _generated(
+    generator: Generator, adapter: str | None, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]
+) -> list[Generation]:
+    handles = [generator.submit(prompt_ids, each, adapter=adapter) for each in params]
+    try:
+        return await asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in handles))
+    finally:
+        for handle in handles:
+            handle.cancel()
 
 
 class _ModelBackend:
@@ -174,7 +155,6 @@ class _ModelBackend:
         self._tokenizer = tokenizer
         self._one_call = threading.Lock()
         self._eos_ids = eos_ids(model, tokenizer)
-        self.max_model_len = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _UNBOUNDED)
 
     async def generate(self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]) -> list[Generation]:
         cancelled = threading.Event()
@@ -182,9 +162,6 @@ class _ModelBackend:
             return await asyncio.to_thread(self._generate, prompt_ids, params, cancelled)
         finally:
             cancelled.set()
-
-    def close(self) -> None:
-        """Nothing to stop: the caller owns the model."""
 
     def _generate(
         self, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams], cancelled: threading.Event
@@ -223,26 +200,7 @@ class _ModelBackend:
                     sequence.append(token, self._eos_ids)
             if all(sequence.finish_reason is not None for sequence in sequences):
                 return
-            logits, past = self._next_logits([token.token for token in chosen], past)
+            ids = torch.tensor([token.token for token in chosen], device=self._model.device)[:, None]
+            output = self._model(input_ids=ids, past_key_values=past, use_cache=True)
+            logits, past = output.logits[:, -1].float(), output.past_key_values
         raise RequestCancelled("the request was cancelled")
-
-    def _next_logits(self, tokens: Sequence[int], past: object) -> tuple[Tensor, object]:
-        ids = torch.tensor(tokens, device=self._model.device)[:, None]
-        output = self._model(input_ids=ids, past_key_values=past, use_cache=True)
-        return output.logits[:, -1].float(), output.past_key_values
-
-
-def _started(model: str | Path) -> Generator:
-    return Generator(GeneratorConfig.model_validate({"model": str(model)}))
-
-
-def _fast(tokenizer: object) -> PreTrainedTokenizerFast:
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ConfigError("TransformersEngine needs a fast tokenizer beside a model object: pass tokenizer=...")
-    return tokenizer
-
-
-def _retrieve_exception(future: asyncio.Future[Generation]) -> None:
-    """Retrieve the exception of a cancelled request, so that asyncio does not report it as never retrieved."""
-    if not future.cancelled():
-        future.exception()

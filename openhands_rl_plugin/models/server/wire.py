@@ -116,6 +116,8 @@ ModelName = Annotated[str, Field(max_length=1024)]
 # A list ends at its first wrong element: a million of them would be a million errors.
 TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+_Stops = Annotated[tuple[_Stop, ...], Field(fail_fast=True), Field(max_length=MAX_STOPS)]
+_Prompts = Annotated[tuple[str | TokenIds, ...], Field(fail_fast=True), Field(max_length=MAX_PROMPTS)]
 _Zero, _One = Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1, le=1)]
 
 
@@ -168,7 +170,7 @@ class ChatMessage(OpenAIModel):
         return self
 
 
-Messages = Annotated[tuple[ChatMessage, ...], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Messages = Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), Field(max_length=MAX_MESSAGES)]
 
 
 class FunctionDefinition(OpenAIModel):
@@ -198,7 +200,7 @@ class SamplingFields(OpenAIModel):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[_Stop, ...], BeforeValidator(_listed), Field(fail_fast=True, max_length=MAX_STOPS)] = ()
+    stop: Annotated[_Stops, BeforeValidator(_listed)] = ()
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -262,11 +264,7 @@ class ChatCompletionRequest(Conversation, SamplingFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. ``prompt``: one text, several texts, one list of token ids or several."""
 
-    prompt: Annotated[
-        tuple[str | TokenIds, ...],
-        BeforeValidator(_listed),
-        Field(fail_fast=True, max_length=MAX_PROMPTS),
-    ]
+    prompt: Annotated[_Prompts, BeforeValidator(_listed)]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: Literal[False] | None = Field(False, description="Not supported; `prompt_logprobs` are.")
     stream: Literal[False] | None = Field(False, description="Not supported; that of a chat is.")

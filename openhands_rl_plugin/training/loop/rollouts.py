@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-import httpx
-
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
 from openhands_rl_plugin.core.judgements import scores_of
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Task, Trajectory
+from openhands_rl_plugin.models.engines.client import ServerError
 from openhands_rl_plugin.rollout.many import RolloutPlan
 from openhands_rl_plugin.training.loop.plan import LoopPlan
 
@@ -90,7 +89,7 @@ class OutageTolerantServer:
             try:
                 answer = await ask()
             except PublishError as error:
-                if not isinstance(error.__cause__, httpx.TransportError | httpx.HTTPStatusError):
+                if not isinstance(error.__cause__, ServerError):
                     raise
                 if self._there.is_set():
                     self._there.clear()

@@ -29,6 +29,7 @@ from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import ServerKind
 from openhands_rl_plugin.models.adapters.store import PROBE, PROBED, WEIGHTS_FILE, AdapterStore, ProbedOn
+from openhands_rl_plugin.models.engines.client import ServerError
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sequence import DecodingParams
@@ -344,7 +345,7 @@ async def test_a_replica_that_is_away_stops_the_publication(embedded: str, model
     async with AdapterPublisher([embedded, "http://127.0.0.1:9"], store) as publisher:
         with pytest.raises(PublishError, match="1 of 2 servers failed: nothing answers") as raised:
             await publisher.publish(stored(store, model, 0))
-    assert isinstance(raised.value.__cause__, httpx.TransportError)
+    assert isinstance(raised.value.__cause__, ServerError)
     assert served(embedded) == {"base"} and store.current("live") is None
 
 

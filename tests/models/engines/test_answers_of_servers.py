@@ -125,5 +125,5 @@ async def test_a_list_of_models_and_publishing_give_up_a_server_that_drips(kind:
             await asyncio.to_thread(listed_models, url, None, 0.3)
         connection = Connection(url, timeout=0.3)
         with pytest.raises(PublishError, match="nothing answers"):
-            await connection.get("/v1/models")
+            await connection.send("v1/models", None, "no list")
         await connection.aclose()

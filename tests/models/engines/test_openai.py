@@ -269,7 +269,8 @@ async def test_a_refused_field_is_tried_again():
         return respond(answer() if "logprobs" in body else answer(choice(logprobs=None)))
 
     async with raw_server(handler) as server:
-        player = engine(server.url, clock=lambda: now[0])
+        player = engine(server.url)
+        player._server.extensions._clock = lambda: now[0]
         (without,) = await player.complete(ASK)
         refuses[0] = False
         (still,) = await player.complete(ASK)
