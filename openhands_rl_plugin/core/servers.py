@@ -40,7 +40,6 @@ from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
     import uvicorn
-    from prometheus_client import CollectorRegistry
 
 _LOG = redacting_logger(__name__)
 ACCESS = "openhands_rl_plugin.access"
@@ -180,13 +179,13 @@ async def read_body[T](body: bytes, parse: Callable[[bytes], T]) -> T:
 class RequestMetrics:
     """Requests by method, route and status, and the access log, without bodies and keys.
 
-    ``routes``: the paths that metrics tell apart; any other is ``none``. ``more``: metrics that are shown as well.
+    ``routes``: the paths that metrics tell apart; any other is ``none``.
     """
 
-    def __init__(self, more: CollectorRegistry | None = None, routes: Collection[str] = ()) -> None:
+    def __init__(self, routes: Collection[str] = ()) -> None:
         from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 
-        self._registry, self._more = CollectorRegistry(), more
+        self._registry = CollectorRegistry()
         self._routes = frozenset(routes)
         self._log = redacting_logger(ACCESS)
         ProcessCollector(registry=self._registry)
@@ -202,7 +201,7 @@ class RequestMetrics:
         """All samples in Prometheus' text format."""
         from prometheus_client import generate_latest
 
-        return generate_latest(self._registry) + (generate_latest(self._more) if self._more is not None else b"")
+        return generate_latest(self._registry)
 
     def ended(self, method: str, path: str, status: int, seconds: float, peer: object, route: str = "") -> None:
         """One request is over. ``path``: without its query, where a key may stand. ``status`` 499: the client left."""
@@ -397,16 +396,14 @@ def serving(
     access: AccessRules | None = None,
     routes: Collection[str] = (),
     max_body_bytes: int = 16 * MIB,
-    registry: CollectorRegistry | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """Serve an ASGI application from a thread until the block ends; yields its URL as soon as it answers.
 
-    ``access``: who may use it; by default there is no key. ``routes``: the paths that ``/metrics`` tells apart; and
-    ``registry`` holds more metrics. ``options`` are those of ``uvicorn.Config``. Raises
-    ``InfrastructureError`` when it does not start.
+    ``access``: who may use it; by default there is no key. ``routes``: the paths that ``/metrics`` tells apart.
+    ``options`` are those of ``uvicorn.Config``. Raises ``InfrastructureError`` when it does not start.
     """
-    server = _server(app, access, RequestMetrics(registry, routes), max_body_bytes, options)
+    server = _server(app, access, RequestMetrics(routes), max_body_bytes, options)
     thread = threading.Thread(target=server.run, args=([listener],), name="http-server", daemon=True)
     thread.start()
     try:

@@ -23,7 +23,6 @@ from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
 from openhands_rl_plugin.models.adapters.servers import (
     AdapterServer,
-    Capacity,
     Connection,
     EmbeddedServer,
     NotPutBack,
@@ -100,8 +99,8 @@ def _mean_distance(some: Sequence[float], others: Sequence[float]) -> float:
 _UNVERIFIABLE = frozenset({"lm_head", "embed_tokens"})
 
 
-def check_servable(adapter: Adapter, capacity: Capacity | None = None) -> None:
-    """Raise ``PublishError`` unless a server (one of this ``capacity``) can serve ``adapter`` as it was trained."""
+def check_servable(adapter: Adapter) -> None:
+    """Raise ``PublishError`` unless a server can serve ``adapter`` as it was trained."""
     path = Path(adapter.path)
     if not (path / CONFIG_FILE).exists() and (path / "config.json").exists():
         raise _publish_error(adapter, f"it is a whole model and no adapter; start a server with {adapter.path}")
@@ -115,18 +114,6 @@ def check_servable(adapter: Adapter, capacity: Capacity | None = None) -> None:
     if found := sorted(targets & _UNVERIFIABLE):
         raise _publish_error(
             adapter, f"an adapter of {', '.join(found)} cannot be verified; leave it out of target_modules"
-        )
-    if capacity is None:
-        return
-    if capacity.rank is not None and config.r > capacity.rank:
-        raise _publish_error(
-            adapter,
-            f"its rank is {config.r} and the server takes {capacity.rank}; start it with --max-lora-rank {config.r}",
-        )
-    if capacity.targets is not None and (missing := sorted(targets - capacity.targets)):
-        raise _publish_error(
-            adapter,
-            f"the server has no adapters of {', '.join(missing)}; start it with --lora-target-modules all",
         )
 
 
@@ -234,7 +221,7 @@ class AdapterPublisher:
             self._store.keep_probe(adapter, probe)
         probe = probe or self._store.probe(adapter)
         servers = await self._open_servers()
-        await _on_all(servers, lambda server: self._prepare(server, adapter))
+        await _on_all(servers, lambda server: self._make_room(server, adapter))
         await _on_all(servers, lambda server: self._load(server, adapter, undo))
         differences = await self._probe_servers(servers, adapter, probe) if probe else []
         return servers, max(differences, default=None)
@@ -286,26 +273,24 @@ class AdapterPublisher:
     async def _open(self, connection: Connection) -> AdapterServer:
         return await open_server(connection, self._kind)
 
-    def _check(self, adapter: Adapter, capacity: Capacity | None = None) -> None:
-        """Raise ``PublishError`` for what no server, or one of this ``capacity``, can serve."""
-        check_servable(adapter, capacity)
+    def _check(self, adapter: Adapter) -> None:
+        """Raise ``PublishError`` for what no server can serve."""
+        check_servable(adapter)
 
-    async def _prepare(self, server: AdapterServer, adapter: Adapter) -> None:
-        """Check that the server can load one more adapter, and unload unused versions to make room."""
-        capacity = await server.capacity()
-        self._check(adapter, capacity)
-        if capacity.loaded is None:
+    async def _make_room(self, server: AdapterServer, adapter: Adapter) -> None:
+        """Unload unused versions where the server has no room for one more."""
+        if (most := await server.most_loaded()) is None:
             return
         loaded = set(await server.loaded()) - {adapter.name}
         current = self._store.current(_name(adapter))
         free = [each.name for each in self._versions_of(adapter) if each.name in loaded and each != current]
-        while len(loaded) >= capacity.loaded and free:
+        while len(loaded) >= most and free:
             await server.unload(free[0])
             loaded.discard(free.pop(0))
-        if len(loaded) >= capacity.loaded:
+        if len(loaded) >= most:
             raise _publish_error(
                 adapter,
-                f"{server.url} holds {capacity.loaded} adapters at most and serves {', '.join(sorted(loaded))}; start "
+                f"{server.url} holds {most} adapters at most and serves {', '.join(sorted(loaded))}; start "
                 f"it with --max-loaded-loras {len(loaded) + 1}",
             )
 
@@ -436,7 +421,7 @@ class WeightsPublisher(AdapterPublisher):
 
         await _on_all(await self._open_servers(), require)
 
-    def _check(self, adapter: Adapter, capacity: Capacity | None = None) -> None:
+    def _check(self, adapter: Adapter) -> None:
         if not (Path(adapter.path) / "config.json").is_file():
             raise _publish_error(adapter, f"there is no whole model in {adapter.path}")
 

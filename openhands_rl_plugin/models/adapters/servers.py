@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
-from openhands_rl_plugin.core.types import Adapter, Frozen
+from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.engines.client import (
     JSON,
     Connections,
@@ -86,14 +87,6 @@ ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 _SAME = 0.05  # mean nats that rounding moves logprobs of equal requests by, at most
 
 
-class Capacity(Frozen):
-    """The LoRA limits that a server reports; ``None`` for what it does not report. ``targets``: names of modules."""
-
-    loaded: int | None = None
-    rank: int | None = None
-    targets: frozenset[str] | None = None
-
-
 class AdapterServer(Protocol):
     """A server with adapters. Every method raises ``PublishError``."""
 
@@ -103,8 +96,8 @@ class AdapterServer(Protocol):
         """The loaded adapters: name -> the path that each was loaded from."""
         ...
 
-    async def capacity(self) -> Capacity:
-        """The server's LoRA limits."""
+    async def most_loaded(self) -> int | None:
+        """How many adapters it holds at most; ``None`` where it does not say."""
         ...
 
     async def load(self, adapter: Adapter) -> None:
@@ -137,9 +130,9 @@ class _HTTPServer:
         """``GET /v1/models``: a model with a parent is an adapter."""
         return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
 
-    async def capacity(self) -> Capacity:
-        """Not reported."""
-        return Capacity()
+    async def most_loaded(self) -> int | None:
+        """It does not say."""
+        return None
 
     async def _base(self) -> ListedModel:
         bases = (await _cards(self._http)).bases
@@ -293,26 +286,12 @@ class WeightsServer(EmbeddedServer):
 class SGLangServer(_HTTPServer):
     """SGLang, started with ``--enable-lora --max-lora-rank N --lora-target-modules all``."""
 
-    async def capacity(self) -> Capacity:
-        """From ``/server_info``, which earlier versions call ``/get_server_info``."""
-
-        def pick(info: Any) -> Capacity:
-            if info.get("enable_lora") is False:
-                raise PublishError(
-                    f"SGLang at {self.url} serves no adapters: start it with --enable-lora --max-lora-rank N "
-                    "--lora-target-modules all"
-                )
-            named = frozenset(info.get("lora_target_modules") or ("all",))
-            limits = {"loaded": info.get("max_loaded_loras"), "rank": info.get("max_lora_rank")}
-            return Capacity.model_validate({**limits, "targets": None if "all" in named else named})
-
-        what = f"SGLang at {self.url} does not report its options"
-        try:
-            return await self._http.ask("server_info", None, pick, what)
-        except RefusedByServer as error:
-            if error.status != _NOT_FOUND:
-                raise
-        return await self._http.ask("get_server_info", None, pick, what)
+    async def most_loaded(self) -> int | None:
+        """From ``/server_info``, which versions before 0.5 do not have."""
+        with suppress(RefusedByServer):
+            what = f"SGLang at {self.url} does not report its options"
+            return await self._http.ask("server_info", None, lambda info: info.get("max_loaded_loras"), what)
+        return None
 
     async def load(self, adapter: Adapter) -> None:
         """``POST /load_lora_adapter``, unpinned: a pinned adapter holds a place in every batch."""

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-import prometheus_client
 import torch
 from torch import Tensor
 
@@ -142,11 +141,6 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether there is nothing to compute."""
         return not self.waiting and not self.running
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the slots of running sequences. May be read from any thread."""
-        return sum(sequence.computed for sequence in tuple(self.running))
 
     def use(self, model: ServedModel) -> None:
         """Compute with other weights of the same model from now on. Call it when idle: what is cached is forgotten."""
@@ -301,49 +295,6 @@ class Scheduler:
         self.cache.insert(sequence.adapter, ids, lambda start, stop: slots.read(slot, start, stop))
 
 
-_BOUNDS = (0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-
-
-class GeneratorMetrics:
-    """Counts sequences as they end, under vLLM's names. ``model``: the name of the first weights; ``slots``: tokens."""
-
-    def __init__(self, model: str, scheduler: Scheduler, slots: int) -> None:
-        self.registry = prometheus_client.CollectorRegistry()
-
-        def made[M: prometheus_client.Counter | prometheus_client.Gauge | prometheus_client.Histogram](
-            kind: type[M], name: str, about: str, **options: Sequence[float]
-        ) -> M:
-            metric = kind(f"vllm:{name}", about, ("model_name",), registry=self.registry, **options)  # pyright: ignore
-            return metric.labels(model)
-
-        counter, gauge, histogram = prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram
-        self._prompt = made(counter, "prompt_tokens", "Prompt tokens of ended requests.")
-        self._sampled = made(counter, "generation_tokens", "Sampled tokens of ended requests.")
-        self._asked = made(counter, "prefix_cache_queries", "Prompt tokens that were looked up.")
-        self._hits = made(counter, "prefix_cache_hits", "Prompt tokens that were in the prefix cache.")
-        self._first = made(histogram, "time_to_first_token_seconds", "Seconds to the first token.", buckets=_BOUNDS)
-        self._whole = made(histogram, "e2e_request_latency_seconds", "Seconds to the last token.", buckets=_BOUNDS)
-        running = made(gauge, "num_requests_running", "Requests that are computed.")
-        running.set_function(lambda: len(scheduler.running))
-        waiting = made(gauge, "num_requests_waiting", "Requests that wait for a place.")
-        waiting.set_function(lambda: len(scheduler.waiting))
-        usage = made(gauge, "kv_cache_usage_perc", "Share of the slots in use; 1 is all.")
-        usage.set_function(lambda: scheduler.tokens / slots)
-        about, labels = "Finished requests by reason; abort: they did not.", ("model_name", "finished_reason")
-        self._model, self._ended = model, counter("vllm:request_success", about, labels, registry=self.registry)
-
-    def ended(self, sequence: SequenceState) -> None:
-        """Count a sequence that left the scheduler: finished, failed or cancelled."""
-        self._ended.labels(self._model, sequence.finish_reason or "abort").inc()
-        self._prompt.inc(sequence.prompt_len)
-        self._sampled.inc(len(sequence.ids) - sequence.prompt_len)
-        self._asked.inc(sequence.prompt_len)
-        self._hits.inc(sequence.cached)
-        if sequence.first_token is not None:
-            self._first.observe(sequence.first_token - sequence.submitted)
-        self._whole.observe(time.monotonic() - sequence.submitted)
-
-
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
 
 
@@ -370,7 +321,6 @@ class Generator:
             prefill_tokens=config.prefill_tokens or (256 if self.model.device.type == "cpu" else 2048),
             cache_bytes=config.cache_bytes,
         )
-        self.metrics = GeneratorMetrics(config.base_name, self._scheduler, config.max_batch * self.max_model_len)
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._adapters: dict[str, LoadedAdapter] = {}
@@ -573,8 +523,6 @@ class Generator:
                 f"{len(ids)} input tokens. Please reduce the length of the input messages.",
                 param="input_tokens",
             )
-        if params.max_tokens < 1:
-            raise ServingError(f"max_tokens must be at least 1, got {params.max_tokens}.", param="max_tokens")
         if (bad := next((i for i in ids if not 0 <= i < self.model.vocabulary), None)) is not None:
             raise ServingError(f"Token id {bad} is out of vocabulary", param="prompt")
 
@@ -633,7 +581,6 @@ class Generator:
         """Count finished sequences down, and complete the unloading of adapters that nothing in flight needs."""
         with self._lock:
             for sequence in left:
-                self.metrics.ended(sequence)
                 self._in_flight[sequence.adapter] -= 1
             done = {each: self._draining.pop(each) for each in tuple(self._draining) if not self._in_flight[each]}
             for adapter in done:

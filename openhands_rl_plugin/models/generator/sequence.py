@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -304,8 +303,6 @@ class SequenceState:
         self.adapter = adapter
         self.random = random_numbers(params.seed)
         self.handle = RequestHandle(Future())
-        self.submitted = time.monotonic()
-        self.first_token: float | None = None
         self.slot = -1
         self.computed = 0
         self.cached = 0
@@ -332,7 +329,6 @@ class SequenceState:
 
     def append(self, sampled: SampledToken, eos_ids: frozenset[int]) -> None:
         """Take the next sampled token and decide whether the answer ends with it."""
-        self.first_token = self.first_token or time.monotonic()
         self.ids.append(sampled.token)
         self._sampled.append(sampled)
         if sampled.token in eos_ids and not self.params.ignore_eos:

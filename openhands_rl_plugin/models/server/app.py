@@ -493,7 +493,6 @@ def open_server(config: ServerConfig, generator: Generator | None = None) -> Ite
                 access=access,
                 routes=[route.path for route in app.routes if isinstance(route, Route)],
                 max_body_bytes=config.max_body_bytes,
-                registry=served.metrics.registry,
                 lifespan="off",
             )
         )

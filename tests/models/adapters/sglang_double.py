@@ -31,13 +31,12 @@ BASE = "tiny-base"
 
 @dataclass
 class SGLangDouble:
-    """The server's state. ``info`` is what ``/server_info`` tells; ``old_info_route`` is that of earlier versions."""
+    """The server's state. ``info`` is what ``/server_info`` answers."""
 
     generator: Generator
     info: dict[str, object] = field(default_factory=lambda: {"enable_lora": True, "max_loaded_loras": 4})
     served_name: str = BASE
     owner: str = "sglang"
-    old_info_route: bool = False
     adapters: dict[str, str] = field(default_factory=dict)
     loads: int = 0
     answers_as: dict[str, str] = field(default_factory=dict)
@@ -46,11 +45,10 @@ class SGLangDouble:
     """Samples with this one, whatever a request says."""
 
     def app(self) -> Starlette:
-        info = "/get_server_info" if self.old_info_route else "/server_info"
         return Starlette(
             routes=[
                 Route("/v1/models", self._models),
-                Route(info, self._info),
+                Route("/server_info", self._info),
                 Route("/load_lora_adapter", self._load, methods=["POST"]),
                 Route("/unload_lora_adapter", self._unload, methods=["POST"]),
                 Route("/generate", self._generate, methods=["POST"]),
