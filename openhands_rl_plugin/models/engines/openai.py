@@ -108,10 +108,10 @@ class OpenAIEngine:
         while len(completions) < n:
             # Some servers ignore n and return one choice, or refuse it; the others are requested with other seeds.
             known, many = len(completions), 1 if self._single else n - len(completions)
-            asked = wanted if wanted.seed is None else wanted.model_copy(update={"seed": wanted.seed + known})
-            body = request_body(self.model, messages, tools=tools, n=many, sampling=asked)
+            seeded = wanted if wanted.seed is None else wanted.model_copy(update={"seed": wanted.seed + known})
+            body = request_body(self.model, messages, tools=tools, n=many, sampling=seeded)
             try:
-                completions += await self._asked(body, asked)
+                completions += await self._completions(body, seeded)
             except ModelError:
                 if many == 1:
                     raise
@@ -130,21 +130,21 @@ class OpenAIEngine:
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         # In a task of its own, so that the caller's time is not the server's.
         texts: asyncio.Queue[str] = asyncio.Queue()
-        asked = asyncio.create_task(self._asked(streamed, wanted, texts.put_nowait))
-        asked.add_done_callback(lambda _: texts.put_nowait(""))
+        request = asyncio.create_task(self._completions(streamed, wanted, texts.put_nowait))
+        request.add_done_callback(lambda _: texts.put_nowait(""))
         try:
             while text := await texts.get():
                 yield text
-            yield (await asked)[0]
+            yield (await request)[0]
         finally:
-            asked.cancel()
-            await asyncio.wait([asked])
+            request.cancel()
+            await asyncio.wait([request])
 
     async def aclose(self) -> None:
         """Close the connections."""
         await close_connections(self._connections)
 
-    async def _asked(
+    async def _completions(
         self, body: JsonObject, sampling: SamplingParams, show: Callable[[str], None] | None = None
     ) -> list[Completion]:
         """The completions; the texts of a streamed answer are shown as they come. What training needs and is missing is

@@ -116,7 +116,7 @@ def listed_models(
     Raises ``InfrastructureError`` when the server does not answer, ``ConfigError`` for a wrong URL or key.
     """
     try:
-        return ListedModels.model_validate_json(_asked(base_url, api_key, timeout, named_by=named_by)).data
+        return ListedModels.model_validate_json(_fetch(base_url, api_key, timeout, named_by=named_by)).data
     except ValidationError:
         return None
     except ServerError as error:
@@ -132,7 +132,7 @@ def listed_models(
         raise InfrastructureError(f"{problem} Or correct {named_by}.") from error
 
 
-def _asked(
+def _fetch(
     base_url: str,
     api_key: str | None,
     timeout: float,
@@ -182,7 +182,7 @@ def check_model_server(base_url: str, model: str, api_key: str | None = None, *,
         return
     body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
     try:
-        _asked(base_url, api_key, _PROBE_SECONDS, path="chat/completions", body=dump_object(body), named_by=named_by)
+        _fetch(base_url, api_key, _PROBE_SECONDS, path="chat/completions", body=dump_object(body), named_by=named_by)
     except ServerError as error:
         if error.headers is None or error.is_temporary:
             return  # what is wrong shows in the episodes

@@ -55,6 +55,7 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         self.float32_keys = device.type == "cpu" and dtype == torch.bfloat16
+        self.count = slots
         self._shape = (layers, slots, kv_heads, head_dim)
         self.clear()
 
@@ -376,7 +377,6 @@ class ServedModel:
             device=self.device,
         )
         self.max_model_len = self._longest(config)
-        self._max_batch = config.max_batch
         self._segments: list[tuple[slice, LoadedAdapter]] = []
         self._rebuild()
 
@@ -487,12 +487,13 @@ class ServedModel:
     def _rebuild(self) -> None:
         """Replace attention and linear layers, then compare the logits with those of the original model.
 
-        Two sequences are computed in pieces, side by side in slots: recurrent layers, whose state is not in the slots,
-        give other logits then, and so does attention that ignores a window.
+        Two sequences (one, where there is one slot) are computed in pieces, side by side: recurrent layers, whose state
+        is not in the slots, give other logits then, and so does attention that ignores a window.
         """
         architecture = f"{self.name}: this architecture ({self.model.config.model_type})"
         length = min(_CHECKED_TOKENS, self.max_model_len)
-        texts = [[(factor * i + 3) % self.vocabulary for i in range(length)] for factor in (7, 11)]
+        factors = (7, 11)[: self.slots.count]
+        texts = [[(factor * i + 3) % self.vocabulary for i in range(length)] for factor in factors]
         try:
             with short_windows(self.model):
                 expected = [self.model(torch.tensor([each], device=self.device), use_cache=False) for each in texts]
@@ -515,21 +516,16 @@ class ServedModel:
 
     def _in_pieces(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The logits [T, vocabulary] of each text, in three steps: two chunks of other lengths, a token."""
-        groups = [texts] if self._max_batch >= len(texts) else [[each] for each in texts]
-        made: list[Tensor] = []
-        for group in groups:
-            parts: list[list[Tensor]] = [[] for _ in group]
-            cuts = [(0, (at + 2) * len(text) // 5, len(text) - 1, len(text)) for at, text in enumerate(group)]
-            for step in range(3):
-                rows = [
-                    StepRow(slot, cut[step], text[cut[step] : cut[step + 1]], None, range(cut[step + 1] - cut[step]))
-                    for slot, (text, cut) in enumerate(zip(group, cuts, strict=True))
-                ]
-                found = torch.split(self.step(rows), [row.count for row in rows])
-                for part, logits in zip(parts, found, strict=True):
-                    part.append(logits)
-            made += [torch.cat(part) for part in parts]
-        return made
+        parts: list[list[Tensor]] = [[] for _ in texts]
+        cuts = [(0, (at + 2) * len(text) // 5, len(text) - 1, len(text)) for at, text in enumerate(texts)]
+        for step in range(3):
+            rows = [
+                StepRow(slot, cut[step], text[cut[step] : cut[step + 1]], None, range(cut[step + 1] - cut[step]))
+                for slot, (text, cut) in enumerate(zip(texts, cuts, strict=True))
+            ]
+            for part, logits in zip(parts, torch.split(self.step(rows), [row.count for row in rows]), strict=True):
+                part.append(logits)
+        return [torch.cat(part) for part in parts]
 
 
 def same_model(trained_on: str, served: str) -> bool:

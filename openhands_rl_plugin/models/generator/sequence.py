@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.models.generator.model import LoadedAdapter
 
-# Sizes of the first two ``topk`` calls for top-p and top-k, since a top-k of the whole vocabulary is slow:
-# 256 candidates hold the nucleus of nearly every step, 4096 of most others; the rest needs the whole vocabulary.
-_CANDIDATES = (256, 4096)
+# Size of the first ``topk`` for top-p and top-k, since one of the whole vocabulary is slow: 256 candidates hold the
+# nucleus of nearly every step, 16 times as many that of most others; the rest needs the whole vocabulary.
+_CANDIDATES = 256
 # Below it, temperature is 0 (as in vLLM): divided by less, logits leave the range of float32.
 _COLDEST = 1e-5
 
@@ -25,11 +25,11 @@ _COLDEST = 1e-5
 class DecodingParams:
     """The resolved sampling parameters of one sequence: ``core.types.SamplingParams`` with every default filled in.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 is off. ``min_p``: the least probability of a token that is sampled, as a
-    share of the likeliest one's; 0 is off. ``top_logprobs``: how many alternatives to report per token, None
-    for none. ``seed`` fixes the sequence whatever else is in the batch (up to floating-point ties). ``stop``: texts
-    that end the answer and are cut from it. ``prompt_logprobs``: alternatives to report per prompt token, ``None`` for
-    none.
+    ``temperature`` 0 is greedy. ``top_k`` 0 or less is off. ``min_p``: the least probability of a token that is
+    sampled, as a share of the likeliest one's; 0 is off. ``top_logprobs``: how many alternatives to report per token,
+    None for none. ``seed`` fixes the sequence whatever else is in the batch (up to floating-point ties). ``stop``:
+    texts that end the answer and are cut from it. ``prompt_logprobs``: alternatives to report per prompt token,
+    ``None`` for none.
     """
 
     temperature: float = 1.0
@@ -139,33 +139,31 @@ def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: 
     min_p: Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling", after the temperature.
     """
     vocabulary = scaled.shape[-1]
-    top_k = torch.tensor([min(p.top_k or vocabulary, vocabulary) for p in params], device=scaled.device)[:, None]
+    most = [min(p.top_k, vocabulary) if p.top_k > 0 else vocabulary for p in params]
+    top_k = torch.tensor(most, device=scaled.device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=scaled.device)[:, None]
     min_p = torch.tensor([p.min_p for p in params], device=scaled.device)[:, None]
     normaliser = scaled.logsumexp(-1, keepdim=True)
-    drawn = torch.empty(len(params), dtype=torch.long, device=scaled.device)
-    rows = torch.arange(len(params), device=scaled.device)
-    for width in (*(w for w in _CANDIDATES if w < vocabulary), vocabulary):
-        values, tokens = scaled[rows].topk(width, -1)
-        probabilities = (values - normaliser[rows]).exp()
-        k, share = top_k[rows], top_p[rows]
-        least = min_p[rows] * probabilities[:, :1]
-        inside = (torch.arange(width, device=scaled.device) < k) & (probabilities >= least)
+    width = _CANDIDATES
+    while True:
+        width = min(width, vocabulary)
+        values, tokens = scaled.topk(width, -1)
+        probabilities = (values - normaliser).exp()
+        least = min_p * probabilities[:, :1]
+        inside = (torch.arange(width, device=scaled.device) < top_k) & (probabilities >= least)
         # top_p is a share of what the others left; that share's whole is known once all of it is a candidate.
-        bounded = (k <= width) | (probabilities[:, -1:] < least)
+        bounded = (top_k <= width) | (probabilities[:, -1:] < least)
         whole = torch.where(bounded, (probabilities * inside).sum(-1, keepdim=True), 1.0)
         cumulative = probabilities.cumsum(-1)
-        keep = inside & (cumulative - probabilities < share * whole)
-        keep[:, 0] = True
-        kept = (probabilities * keep).cumsum(-1)
-        index = torch.searchsorted(kept, uniform[rows, None] * kept[:, -1:], right=True)
-        index = torch.minimum(index, keep.sum(-1, keepdim=True) - 1)
-        drawn[rows] = tokens.gather(-1, index)[:, 0]
-        enough = bounded | ((k == vocabulary) & (least == 0) & (cumulative[:, -1:] >= share))
-        rows = rows[~enough[:, 0]]
-        if not len(rows):
+        enough = bounded | ((top_k == vocabulary) & (least == 0) & (cumulative[:, -1:] >= top_p))
+        if width == vocabulary or enough.all():
             break
-    return drawn
+        width *= 16
+    keep = inside & (cumulative - probabilities < top_p * whole)
+    keep[:, 0] = True
+    kept = (probabilities * keep).cumsum(-1)
+    index = torch.searchsorted(kept, uniform[:, None] * kept[:, -1:], right=True)
+    return tokens.gather(-1, torch.minimum(index, keep.sum(-1, keepdim=True) - 1))[:, 0]
 
 
 def _tops(logits: Tensor, normaliser: Tensor, counts: Sequence[int | None]) -> list[TopTokens]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -73,6 +73,7 @@ _UNLOAD_GRACE = 0.25
 _LONG_BODY = 256 * 1024
 _LEAST_PER_TOKEN = 16
 """Characters that a token may stand for at least, whatever the longest one in the vocabulary has."""
+_SAMPLED = {field.name for field in fields(DecodingParams)} - {"max_tokens", "top_logprobs"}
 Ids = tuple[int, ...]
 Events = asyncio.Queue[tuple[int, Delta | Future[Generation]]]
 """What the generator makes of the choices of a stream: (index of the choice, new tokens, or its end)."""
@@ -138,19 +139,9 @@ class PromptRenderer:
                 "Please reduce the length of the messages or completion.",
                 param="max_tokens",
             )
-        return DecodingParams(
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(request.top_k or 0, 0),
-            min_p=request.min_p or 0.0,
-            max_tokens=max(room, 1) if max_tokens is None else max_tokens,
-            seed=request.seed,
-            stop=request.stop,
-            stop_token_ids=request.stop_token_ids or (),
-            ignore_eos=request.ignore_eos,
-            top_logprobs=top_logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-        )
+        given = request.model_dump(include=_SAMPLED, exclude_none=True)
+        limit = max(room, 1) if max_tokens is None else max_tokens
+        return DecodingParams(**given, max_tokens=limit, top_logprobs=top_logprobs)
 
 
 def build_app(config: ServerConfig, generator: Generator) -> Starlette:
@@ -172,7 +163,7 @@ def build_app(config: ServerConfig, generator: Generator) -> Starlette:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Submitted:
     """A request under way: the name to answer with, its prompts, ``n`` handles for each of them."""
 
     model: str
@@ -200,19 +191,21 @@ class ModelEndpoints:
         events: Events | None = asyncio.Queue() if body.stream else None
         top = (body.top_logprobs or 0) if body.logprobs else None
         limit = body.max_completion_tokens or body.max_tokens
-        asked = await self._ask(request, body, lambda: [self._prompts.chat(body)], limit, top, events)
+        submitted = await self._submit(request, body, lambda: [self._prompts.chat(body)], limit, top, events)
         formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         if events is not None:
-            return StreamingResponse(_chat_events(events, body, asked, formatter), media_type="text/event-stream")
-        answers = await self._answers(request, asked)
+            return StreamingResponse(_chat_events(events, body, submitted, formatter), media_type="text/event-stream")
+        answers = await self._answers(request, submitted)
         logprobs, token_ids = bool(body.logprobs), bool(body.return_token_ids)
         choices = [
             formatter.chat_choice(index, answer, logprobs=logprobs, token_ids=token_ids, tools=body.callable)
             for index, answer in enumerate(answers)
         ]
         observed = formatter.prompt_logprobs(answers[0].prompt)
-        more = {"prompt_logprobs": observed, "prompt_token_ids": list(asked.prompts[0]) if token_ids else None}
-        return json_response(chat_body(new_id("chatcmpl"), asked.model, choices, usage(answers, len(answers)), **more))
+        more = {"prompt_logprobs": observed, "prompt_token_ids": list(submitted.prompts[0]) if token_ids else None}
+        return json_response(
+            chat_body(new_id("chatcmpl"), submitted.model, choices, usage(answers, len(answers)), **more)
+        )
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -222,11 +215,11 @@ class ModelEndpoints:
             special = body.add_special_tokens
             return [self._prompts.text(p, special=special) if isinstance(p, str) else p for p in body.prompt]
 
-        asked = await self._ask(request, body, prompts, body.max_tokens or 16, body.logprobs)
+        submitted = await self._submit(request, body, prompts, body.max_tokens or 16, body.logprobs)
         formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        answers = await self._answers(request, asked)
+        answers = await self._answers(request, submitted)
         choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
-        head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": asked.model}
+        head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": submitted.model}
         return json_response({**head, "choices": choices, "usage": usage(answers, body.n or 1)})
 
     async def tokenize(self, request: Request) -> Response:
@@ -334,7 +327,7 @@ class ModelEndpoints:
     def _base_name(self) -> str:
         return self._generator.weights or self._config.base_name
 
-    async def _ask(
+    async def _submit(
         self,
         request: Request,
         body: SamplingFields,
@@ -342,7 +335,7 @@ class ModelEndpoints:
         limit: int | None,
         top: int | None,
         events: Events | None = None,
-    ) -> _Asked:
+    ) -> _Submitted:
         """Submit ``n`` choices of each prompt, or none. With a seed, choice i has seed + i (as in vLLM)."""
         weights, loop = self._generator.weights, asyncio.get_running_loop()
 
@@ -353,11 +346,11 @@ class ModelEndpoints:
 
         with self._model(body.model) as (adapter, model):
             handles: list[RequestHandle] = []
-            asked = _Asked(model, await self._render(request, prompts), handles)
-            if not asked.prompts:
+            submitted = _Submitted(model, await self._render(request, prompts), handles)
+            if not submitted.prompts:
                 raise ServingError("The prompt is empty.", param="prompt")
             try:
-                for ids in asked.prompts:
+                for ids in submitted.prompts:
                     params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
                     for at in range(body.n or 1):
                         own = params.with_seed(None if params.seed is None else params.seed + at)
@@ -365,20 +358,20 @@ class ModelEndpoints:
                         submit = self._generator.submit
                         handles.append(submit(ids, own, adapter=adapter, weights=weights, on_delta=show))
             except ServingError:
-                asked.cancel()
+                submitted.cancel()
                 raise
         for index, handle in enumerate(handles):
             handle.future.add_done_callback(partial(put, index))
-        return asked
+        return submitted
 
-    async def _answers(self, request: Request, asked: _Asked) -> list[Generation]:
+    async def _answers(self, request: Request, submitted: _Submitted) -> list[Generation]:
         """Wait for all choices; cancel them when the client disconnects."""
         try:
             return await unless_disconnected(
-                request, asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in asked.handles))
+                request, asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in submitted.handles))
             )
         finally:
-            asked.cancel()
+            submitted.cancel()
 
 
 @dataclass
@@ -405,19 +398,19 @@ class _Choice:
 
 
 async def _chat_events(
-    events: Events, request: ChatCompletionRequest, asked: _Asked, formatter: Formatter
+    events: Events, request: ChatCompletionRequest, submitted: _Submitted, formatter: Formatter
 ) -> AsyncIterator[str]:
     """The events of a chat completion, up to and including ``[DONE]``; an error event where a choice fails.
 
     Cancels the choices when the client disconnects.
     """
-    head = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk", "created": now(), "model": asked.model}
-    choices = [_Choice(request.callable) for _ in asked.handles]
+    head = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk", "created": now(), "model": submitted.model}
+    choices = [_Choice(request.callable) for _ in submitted.handles]
     finished: dict[int, Generation] = {}
     try:
         for index in range(len(choices)):
             first = chunk_choice(index, delta={"role": "assistant", "content": ""})
-            ids = list(asked.prompts[0]) if index == 0 and request.return_token_ids else None
+            ids = list(submitted.prompts[0]) if index == 0 and request.return_token_ids else None
             yield sse_event(chunk_body(head, [first], prompt_token_ids=ids))
         while len(finished) < len(choices):
             index, event = await events.get()
@@ -445,7 +438,7 @@ async def _chat_events(
     except ServingError as error:
         yield sse_event(error_body(error.status, error.message, error.kind))
     finally:
-        asked.cancel()
+        submitted.cancel()
 
 
 def load_versions_in_use(generator: Generator, store: AdapterStore) -> None:

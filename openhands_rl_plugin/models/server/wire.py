@@ -118,7 +118,8 @@ TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _Stops = Annotated[tuple[_Stop, ...], Field(fail_fast=True), Field(max_length=MAX_STOPS)]
 _Prompts = Annotated[tuple[str | TokenIds, ...], Field(fail_fast=True), Field(max_length=MAX_PROMPTS)]
-_Zero, _One = Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1, le=1)]
+_Zero = Annotated[float, Field(ge=0, le=0)]
+_One = Annotated[float, Field(ge=1, le=1)]
 
 
 def _listed(value: object) -> object:

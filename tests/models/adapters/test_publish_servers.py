@@ -438,5 +438,11 @@ def test_the_command_lists_publishes_and_goes_back(
     assert "no earlier one to roll back to" in capsys.readouterr().err
     assert cli.main(["adapters", "publish", *where, "--version", "9", "--base-url", embedded]) == 1
     assert "available: 1, 2" in capsys.readouterr().err
+    merged = store.root.parent / "merged"
+    assert cli.main(["adapters", "export", *where, "--version", "2", "--merged", str(merged)]) == 0
+    assert "policy-v000002 is in" in capsys.readouterr().out
+    logits = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(torch.tensor([CANARY])).logits[0, :-1]
+    found = torch.log_softmax(logits, -1).gather(1, torch.tensor(CANARY[1:])[:, None])[:, 0]
+    assert found.tolist() == pytest.approx(canary(reference, store.get("policy-v000002")).logprobs, abs=1e-3)
     assert cli.main(["adapters", "publish", *where, "--base-url", "nowhere"]) == 2
     assert "--base-url: must be an http:// or https:// URL" in capsys.readouterr().err
