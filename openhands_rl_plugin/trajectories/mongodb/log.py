@@ -144,11 +144,10 @@ class MongoLog(Log):
             except DuplicateKeyError:
                 return False
             return True
-        where = {"_id": header.id, "generation": before.place.generation, "open": True}
-        if state.place.generation == before.place.generation:
-            if state.revision == before.revision:
-                return True
-            where["chunks"] = {"$lt": state.revision}
+        if state.place == before.place:
+            return True
+        where: Query = {"_id": header.id, "generation": before.place.generation, "open": True}
+        where["chunks"] = {"$lte": before.place.length}
         # A judgement that it has still decides what it is found by, unless it failed.
         decides = header.failure_kind is not None or {"$eq": ["$score", None]}
         found = await episodes.update_one(where, [{"$set": _literal(row) | _chosen(decides, reward)}])

@@ -366,7 +366,9 @@ class LogStorage(ABC):
             if not standing.episode.header.open:
                 return
             header = standing.episode.header.ended(standing.nodes, end)
-            content = Content(head=end.head, end=packed_end(standing.start, end))
+            # Once more as a whole: smaller than its growths by a third, and read several times as fast.
+            start, packs = packed_json(standing.start), _packs(standing.nodes)
+            content = Content(start, packs, (), end.head, packed_end(standing.start, end))
             if await log.write(standing.episode, header, content) is not None:
                 return
 

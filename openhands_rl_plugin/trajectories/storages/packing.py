@@ -57,6 +57,7 @@ class _OfThread(threading.local):
 
 
 _thread = _OfThread()
+_TOKENS = set(Tokens.model_fields)
 _NODE_LIST = TypeAdapter(tuple[Node, ...])
 
 
@@ -135,16 +136,17 @@ def _read_nodes(data: memoryview) -> tuple[Node, ...]:
     logprobs = _floats_in(data[at : (at := at + precision * sum(layout[3::4]))], precision)
     if at != len(data) or len(nodes) != count or width not in (2, 4):
         raise ValueError("its parts do not have the lengths that its header says")
-    ids = Ids(_widened(bytes(held), width, 4))
+    ids = _widened(bytes(held), width, 4)
     used = scored = 0
     for node, (flags, prompt, sampled, floats) in zip(nodes, batched(layout, 4), strict=True):
         if flags:
             # Nothing is validated, because the arrays hold nothing but numbers, and the node is not shared yet.
             vars(node)["tokens"] = Tokens.model_construct(
+                _TOKENS,
                 extends=bool(flags & _EXTENDS),
-                prompt_ids=ids[used : (used := used + prompt)],
-                sampled_ids=ids[used : (used := used + sampled)],
-                logprobs=logprobs[scored : (scored := scored + floats)],
+                prompt_ids=Ids(ids[used : (used := used + 4 * prompt)]),
+                sampled_ids=Ids(ids[used : (used := used + 4 * sampled)]),
+                logprobs=Floats(logprobs[scored : (scored := scored + 4 * floats)]),
             )
             node.__pydantic_fields_set__.add("tokens")
     return nodes
@@ -160,12 +162,12 @@ def _widened(numbers: bytes, width: int, wanted: int) -> bytes:
     return bytes(made)
 
 
-def _floats_in(data: memoryview, width: int) -> Floats:
+def _floats_in(data: memoryview, width: int) -> bytes:
     count = len(data) // width
     raw = bytearray(len(data))
     for place, byte in enumerate(reversed(range(width))):
         raw[byte::width] = data[place * count : (place + 1) * count]
-    return Floats(bytes(raw) if width == _FLOAT else struct.unpack(f"<{count}d", raw))
+    return bytes(raw) if width == _FLOAT else bytes(Floats(struct.unpack(f"<{count}d", raw)))
 
 
 def _compress(version: int, parts: Sequence[bytes]) -> bytes:
