@@ -307,7 +307,8 @@ class TrajectoryFilter(Frozen):
     ``until`` bound the time at which the episode finished. Unfinished episodes (no sample of anything yet) are left out
     by default: ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages; so does
     ``after``, the id of the last episode of the page before (``StorageError`` when the list has it no more).
-    ``contains`` is a text that one of ``SEARCHED`` has in it, upper and lower case apart.
+    ``contains`` is a text that one of ``SEARCHED`` has in it, upper and lower case apart. ``label`` is the text of a
+    tag, or the kind of another label (``verdict``), that the episode has and nobody withdrew.
     """
 
     ids: tuple[str, ...] | None = None
@@ -328,6 +329,7 @@ class TrajectoryFilter(Frozen):
     since: float | None = None
     until: float | None = None
     contains: str | None = None
+    label: str | None = None
     sort: TrajectoryOrder = TrajectoryOrder.STORED
     descending: bool = False
     after: str | None = None

@@ -35,7 +35,7 @@ from openhands_rl_plugin.core.types import FailureKind, Score, Trajectory
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import MANIFEST, METRICS_FILE
-from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
+from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

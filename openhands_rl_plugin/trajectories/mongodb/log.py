@@ -8,31 +8,49 @@ the other one reads what it did. A record whose writer died before its last part
 
 A score comes first and then the document of its episode; in between, and as long as there is no such episode, the
 score is ``pending``. What is numbered takes its number first: a look in between finds a gap.
+
+Nothing is connected before the first use. ``episodes`` has one small document for each episode: the fields of queries,
+and which of its ``chunks`` are valid; ``scores`` and ``labels`` have one document each; ``counters`` the last numbers,
+and what was done once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
 
+from bson.errors import BSONError
 from pydantic import TypeAdapter
-from pymongo import UpdateOne
-from pymongo.errors import BulkWriteError, DuplicateKeyError
+from pymongo import ASCENDING, DESCENDING, AsyncMongoClient, IndexModel, ReadPreference, UpdateOne, WriteConcern
+from pymongo.asynchronous.collection import AsyncCollection
+from pymongo.errors import AutoReconnect, BulkWriteError, ConfigurationError, DuplicateKeyError, PyMongoError
 
-from openhands_rl_plugin.core.errors import DamagedError, describe
+from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Score
-from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, conditions_of
-from openhands_rl_plugin.trajectories.storages.log import WATCHED, Content, Episode, Judged, Kind, Log, Record
+from openhands_rl_plugin.trajectories.storages.log import (
+    WATCHED,
+    Content,
+    Episode,
+    EpisodeHeader,
+    Judged,
+    Kind,
+    Log,
+    Record,
+    conditions_of,
+)
 from openhands_rl_plugin.trajectories.storages.packing import pack_document, unpack_document
 
 Query = dict[str, Any]
+Collection = AsyncCollection[dict[str, Any]]
 
 PART_BYTES = 4 * 1024 * 1024
 """A document holds so much of a record at most; MongoDB takes no document of 16 MB."""
@@ -48,6 +66,132 @@ _MARKS = TypeAdapter(tuple[NodeMark, ...])
 _DUPLICATE_KEY = 11000
 # An episode that is replaced while it is read is read again; that happens to it once.
 _ATTEMPTS = 5
+
+_REPLICATION_MS = 30_000
+# What the connection string says itself is left as it is.
+_TIME_OUTS = {"serverSelectionTimeoutMS": 5_000, "connectTimeoutMS": 5_000, "socketTimeoutMS": 30_000}
+
+_REMEDIES = {
+    13: "give the user the readWrite role of the database",
+    18: "correct the user and the password of the connection string",
+    64: "too few members of the replica set confirmed a write: start the others, or set durable=False",
+    14031: "it has no space left: free some, nothing was stored",
+}
+
+_UP, _DOWN = ASCENDING, DESCENDING
+_INDEXES = {
+    "episodes": [
+        [("order", _UP)],
+        *(
+            [(name, _UP), ("order", _UP)]
+            for name in ("run_id", "group_id", "task_id", "split", "policy_version", "stop", "names")
+        ),
+        # Unknown rewards come last in both directions, so the second one is not the first one read backwards.
+        *([("unrewarded", _UP), ("reward", direction), ("order", _UP)] for direction in (_UP, _DOWN)),
+        *([("finished", direction), ("order", _UP)] for direction in (_UP, _DOWN)),
+    ],
+    "scores": [[("episode", _UP)]],
+    "labels": [[("episode", _UP)]],
+}
+
+
+class MongoDatabase:
+    """The collections of one store.
+
+    ``durable``: a write is acknowledged when a majority of the replica set has it in its journal; else when the
+    primary has it in memory. A client belongs to one event loop, so a storage that is used in another one connects
+    again.
+    """
+
+    def __init__(self, connection_string: str, name: str, *, durable: bool) -> None:
+        self._connection_string = connection_string
+        self._name = name
+        # Writes without a journal are lost by a crash of the server within its commit interval (100 ms).
+        self._concern = WriteConcern("majority", _REPLICATION_MS, j=True) if durable else WriteConcern(1)
+        self._process = os.getpid()
+        self._opened: tuple[asyncio.AbstractEventLoop, AsyncMongoClient[dict[str, Any]]] | None = None
+        self._prepared = False
+
+    def __getitem__(self, collection: str) -> Collection:
+        # Ids are looked up at the primary, whatever the connection string prefers.
+        database = self._client().get_database(
+            self._name, write_concern=self._concern, read_preference=ReadPreference.PRIMARY
+        )
+        return database[collection]
+
+    async def next(self, counter: str, count: int = 1) -> int:
+        """The first of ``count`` consecutive numbers that no other process gets, larger than all before."""
+        found = await self["counters"].find_one_and_update(
+            {"_id": counter}, {"$inc": {"value": count}}, upsert=True, return_document=True
+        )
+        assert found is not None  # It is made when it is not there.
+        return found["value"] - count + 1
+
+    async def prepare(self) -> None:
+        """Make the indexes, once; beside these, every collection has its unique index of ``_id``."""
+        if not self._prepared:
+            for name, indexes in _INDEXES.items():
+                await self[name].create_indexes([IndexModel(keys) for keys in indexes])
+            await self["scores"].create_indexes([IndexModel("pending", sparse=True)])
+            self._prepared = True
+
+    async def close(self) -> None:
+        """Disconnect. The next use connects again."""
+        opened, self._opened = self._opened, None
+        self._prepared = False
+        if opened is not None and opened[0] is asyncio.get_running_loop():
+            await opened[1].close()
+
+    @asynccontextmanager
+    async def explained(self) -> AsyncIterator[None]:
+        """Turn errors of the server into a ``StorageError`` with the remedy, without any password."""
+        if os.getpid() != self._process:
+            raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
+        try:
+            yield
+        except (PyMongoError, BSONError, OverflowError, UnicodeEncodeError) as error:
+            cause = self._without_secrets(f"MongoDB at {self._server} {_cause(error)}")
+            # No cause where its own text holds a secret or, as of many writes, all data.
+            shown = not isinstance(error, BulkWriteError) and self._without_secrets(repr(error)) == repr(error)
+            raise StorageError(cause) from (error if shown else None)
+
+    def _client(self) -> AsyncMongoClient[dict[str, Any]]:
+        loop = asyncio.get_running_loop()
+        if self._opened is None or self._opened[0] is not loop:
+            chosen = {name.lower() for name, _ in parse_qsl(self._connection_string.partition("?")[2])}
+            time_outs: dict[str, Any] = {name: ms for name, ms in _TIME_OUTS.items() if name.lower() not in chosen}
+            try:
+                self._opened = loop, AsyncMongoClient(self._connection_string, **time_outs)
+            except (ConfigurationError, ValueError) as error:
+                # Its text may quote any part of the connection string, so the password's place in it is unknown.
+                raise StorageError(
+                    f"the connection string of MongoDB is not valid ({type(error).__name__}); write it as "
+                    "mongodb://user:password@host:27017/ with special characters of the password percent-encoded"
+                ) from None
+        return self._opened[1]
+
+    @property
+    def _server(self) -> str:
+        """The hosts of the connection string."""
+        return self._connection_string.partition("://")[2].partition("?")[0].rpartition("@")[2].partition("/")[0]
+
+    def _without_secrets(self, text: str) -> str:
+        user = urlsplit(self._connection_string).netloc.rpartition("@")[0]
+        password = user.partition(":")[2]
+        for secret in (self._connection_string, user, password, unquote(password)):
+            text = text.replace(secret, "[redacted]") if secret else text
+        return text
+
+
+def _cause(error: Exception) -> str:
+    code, text = getattr(error, "code", None), str(error) if isinstance(error, PyMongoError) else describe(error)
+    if isinstance(error, BulkWriteError):
+        first = [*error.details.get("writeErrors", ()), *error.details.get("writeConcernErrors", ()), {}][0]
+        code, text = first.get("code"), first.get("errmsg", "")
+    # PyMongo puts the state of every server, or the whole answer, behind the cause.
+    cause = re.split(", full error:|, Topology Description:|\n", text)[0][:300]
+    remedy = _REMEDIES.get(code or 0, "look at the connection string, and at the server's load, disk and log")
+    return f"{'cannot be reached' if isinstance(error, AutoReconnect) else 'failed'} ({cause}); {remedy}"
 
 
 class _Place(NamedTuple):
@@ -153,11 +297,6 @@ class MongoLog(Log):
         found = await episodes.update_one(where, [{"$set": _literal(row) | _chosen(decides, reward)}])
         return found.matched_count == 1
 
-    async def correct(self, episode: Episode, header: EpisodeHeader) -> None:
-        again = {"scored": 0, "score": None, **_reward(header.sorting_reward(None))}
-        change = _row(header, episode) | again
-        await self._database["episodes"].update_one({"_id": header.id}, {"$set": change})
-
     async def drop(self, episode: Episode) -> bool:
         identity, generation = episode.fields[0], episode.place.generation
         where = {"_id": identity, "generation": generation, "open": True}
@@ -190,18 +329,23 @@ class MongoLog(Log):
             reward, header = newest and newest.reward, episode.header
             found_by = _reward(header.episode_return if newest is None else newest.reward)
             valid = {"$eq": ["$failure_kind", None]}
-            change = _literal({"scored": max(numbers), "score": reward}) | _chosen(valid, found_by)
-            changes.append(UpdateOne({"_id": header.id, "scored": {"$lte": max(numbers)}}, [{"$set": change}]))
+            last = max(numbers, default=0)
+            change = _literal({"scored": last, "score": reward}) | _chosen(valid, found_by)
+            if not header.open:
+                change |= _literal({"turns": header.turns, "episode_return": header.episode_return})
+            changes.append(UpdateOne({"_id": header.id, "scored": {"$lte": last}}, [{"$set": change}]))
         await self._database["episodes"].bulk_write(changes, ordered=False)
         settled = [number for _, numbers, _ in judged for number in numbers]
         await self._database["scores"].update_many({"_id": {"$in": settled}}, {"$unset": {"pending": ""}})
 
+    async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
+        # Unless another writer has seen more of them.
+        where = {"_id": episode.fields[0], "named": {"$not": {"$gt": seen}}}
+        await self._database["episodes"].update_one(where, {"$set": {"names": list(names), "named": seen}})
+
     async def unjudged(self) -> Sequence[str]:
         found = self._database["scores"].find({"pending": True}, {"episode": 1})
         return list({each["episode"] async for each in found})
-
-    async def apart[Answer](self, work: Callable[[], Answer]) -> Answer:
-        return await asyncio.to_thread(work)
 
     async def state(self) -> str:
         # A number is given before its document is there, so both are looked at.
@@ -217,6 +361,8 @@ def _query_of(where: TrajectoryFilter) -> Query:
         query[name][_SIGNS[sign]] = value
     if "reward" in query:
         query["unrewarded"] = False  # The index begins with whether the reward is known.
+    if where.label is not None:
+        query["names"] = where.label
     if where.ids is not None:
         query["_id"] = {"$in": list(where.ids)}
     if where.finished is not None:

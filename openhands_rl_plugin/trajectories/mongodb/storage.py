@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.trajectories.storages.log import Log, LogStorage, upgrade
 
-_UPGRADED = {"_id": "judged by the newest outcome"}
+_UPGRADED = {"_id": "found by labels"}
 
 
 class MongoDBTrajectoryStorage(LogStorage):
@@ -33,8 +33,7 @@ class MongoDBTrajectoryStorage(LogStorage):
     ) -> None:
         super().__init__()
         with from_extra("mongodb", "pymongo"):
-            from openhands_rl_plugin.trajectories.mongodb.client import MongoDatabase
-            from openhands_rl_plugin.trajectories.mongodb.log import MongoLog
+            from openhands_rl_plugin.trajectories.mongodb.log import MongoDatabase, MongoLog
         self._database = MongoDatabase(connection_string, database_name, durable=durable)
         self._log = MongoLog(self._database)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

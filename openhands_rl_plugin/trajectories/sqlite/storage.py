@@ -1,49 +1,134 @@
-"""Trajectories and scores in one SQLite file: no server, nothing to set up."""
+"""Trajectories and scores in one SQLite file: no server, nothing to set up. The file's tables:
+
+- ``episodes``: one row for each, with the columns of ``EpisodeHeader``, where the episode stands, and its reward;
+- ``documents``: what is known at the start and at the end of an episode, as packed JSON;
+- ``chunks``: the nodes, packed as they came, and of an episode that has ended packed once more as a whole;
+- ``marks``: what became known of a node of an open episode later, as JSON;
+- ``scores``: the judgements, as packed JSON, in the order in which they came; ``labels``: the same of labels;
+- ``names``: the labels by which an episode is found.
+
+A store of an earlier release gets the tables and indices that it lacks when it is opened, and is counted again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
 import sqlite3
 import threading
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import groupby
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
+from openhands_rl_plugin.core.files import PRIVATE, locked_folder, replacing, sync
+from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.redaction import secrets_looked_up_once
-from openhands_rl_plugin.trajectories.sqlite.database import (
-    FILE_NAME,
-    NEWEST_INDEX,
-    connect,
-    empty_database,
-    explained,
-    make_database,
-    make_tables,
-    torn,
+from openhands_rl_plugin.core.types import SCHEMA_VERSION, Score, StopReason
+from openhands_rl_plugin.trajectories.storages.log import (
+    WATCHED,
+    Content,
+    Episode,
+    EpisodeHeader,
+    Judged,
+    Kind,
+    Log,
+    LogStorage,
+    Record,
+    conditions_of,
+    upgrade,
 )
-from openhands_rl_plugin.trajectories.sqlite.log import SqliteLog
-from openhands_rl_plugin.trajectories.storages.log import Log, LogStorage, upgrade
+
+FILE_NAME = "trajectories.sqlite"
+
+# Written out, because an index that leaves out unfinished episodes is only used for a query that says so, too.
+FINISHED = f"stop <> '{StopReason.UNFINISHED.value}'"
+UNFINISHED = f"stop = '{StopReason.UNFINISHED.value}'"
+
+KEYS = {
+    TrajectoryOrder.STORED: "row",
+    TrajectoryOrder.FINISHED: "finished",
+    TrajectoryOrder.REWARD: "reward",
+    TrajectoryOrder.TURNS: "turns",
+    TrajectoryOrder.TOKENS: "(prompt_tokens + completion_tokens)",
+    TrajectoryOrder.SECONDS: "(finished - started)",
+}
+
+# "OHRL": shown by file(1) and sqlite3, and distinguishes this from any other database.
+_APPLICATION_ID = 0x4F48524C
+_BUSY_SECONDS = 60.0
+_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE", "ENOSPC", "EDQUOT", "EFBIG")
+_OR = " (or its first bytes are damaged: restore it from a backup)"
+# Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
+_PAGE_BYTES = 2048
+
+# Of the return: a number, or a text ('nan', because SQLite makes NULL of a NaN, or 'none'). ``finished``: when it last
+# grew, while it is unfinished. ``revision``: how often it has changed. ``scored``: whether anything judged the outcome,
+# ``score``: what the newest judgement says; ``reward``: what filters and sorting look at, none when it failed. The
+# indices of orders go downwards, so that equal ones come as they were stored.
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS episodes (
+    row INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, run_id TEXT NOT NULL, group_id TEXT NOT NULL,
+    task_id TEXT NOT NULL, environment TEXT NOT NULL, split TEXT NOT NULL, strategy TEXT NOT NULL,
+    base_model TEXT NOT NULL, adapter TEXT, policy_version INTEGER, stop TEXT NOT NULL, failure_kind TEXT,
+    nodes INTEGER NOT NULL, turns INTEGER NOT NULL, episode_return NOT NULL,
+    started REAL NOT NULL, finished REAL NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL, calls INTEGER NOT NULL, steps INTEGER NOT NULL, head INTEGER,
+    revision INTEGER NOT NULL DEFAULT 0, scored INTEGER NOT NULL, score, reward REAL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS episodes_id ON episodes (id);
+CREATE INDEX IF NOT EXISTS episodes_run ON episodes (run_id);
+CREATE INDEX IF NOT EXISTS episodes_group ON episodes (group_id);
+CREATE INDEX IF NOT EXISTS episodes_task ON episodes (task_id);
+CREATE INDEX IF NOT EXISTS episodes_environment ON episodes (environment);
+CREATE INDEX IF NOT EXISTS episodes_split ON episodes (split);
+CREATE INDEX IF NOT EXISTS episodes_strategy ON episodes (strategy);
+CREATE INDEX IF NOT EXISTS episodes_adapter ON episodes (adapter, policy_version);
+CREATE INDEX IF NOT EXISTS episodes_version ON episodes (policy_version);
+CREATE INDEX IF NOT EXISTS episodes_stop ON episodes (stop);
+CREATE INDEX IF NOT EXISTS episodes_failure ON episodes (failure_kind) WHERE failure_kind IS NOT NULL;
+CREATE INDEX IF NOT EXISTS episodes_finished ON episodes (finished) WHERE {FINISHED};
+CREATE INDEX IF NOT EXISTS episodes_by_reward ON episodes (reward DESC) WHERE {FINISHED};
+CREATE INDEX IF NOT EXISTS episodes_by_tokens ON episodes ({KEYS[TrajectoryOrder.TOKENS]} DESC) WHERE {FINISHED};
+DROP INDEX IF EXISTS episodes_reward;
+CREATE TABLE IF NOT EXISTS documents (episode INTEGER PRIMARY KEY, start BLOB NOT NULL, end BLOB);
+CREATE TABLE IF NOT EXISTS chunks (
+    episode INTEGER NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL, nodes BLOB NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS chunks_episode ON chunks (episode, first);
+CREATE TABLE IF NOT EXISTS marks (
+    episode INTEGER NOT NULL, node INTEGER NOT NULL, mark TEXT NOT NULL, PRIMARY KEY (episode, node)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS scores (
+    row INTEGER PRIMARY KEY AUTOINCREMENT, trajectory_id TEXT NOT NULL, score BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS scores_trajectory ON scores (trajectory_id);
+CREATE TABLE IF NOT EXISTS labels (
+    row INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, trajectory_id TEXT NOT NULL, label BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS labels_trajectory ON labels (trajectory_id);
+CREATE TABLE IF NOT EXISTS names (
+    name TEXT NOT NULL, episode INTEGER NOT NULL, PRIMARY KEY (name, episode)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS names_episode ON names (episode);
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+_FIELDS = EpisodeHeader._fields
+_COLUMNS = ", ".join(_FIELDS)
+_SOME = "IN (SELECT value FROM json_each(?))"
+_INSERT = f"INSERT INTO episodes ({_COLUMNS}, head, scored, reward) VALUES ({'?, ' * len(_FIELDS)}?, 0, ?)"
+
+# What is wrong with one call, and not with the file.
+_OF_ONE_CALL = (sqlite3.DataError, sqlite3.IntegrityError)
 
 type Work[Answer] = Callable[[Log], Coroutine[Any, Any, Answer]]
-
-
-@dataclass(eq=False)
-class _Call:
-    """A change on its way to the disk: ``running`` once it has started, ``done`` with an answer or an error."""
-
-    identity: str
-    work: Work[Any]
-    outcome: asyncio.Future[Any]
-    running: Coroutine[Any, Any, Any] | None = None
-    done: bool = False
-    answer: Any = None
-    error: StorageError | None = None
 
 
 class FileTrajectoryStorage(LogStorage):
@@ -63,7 +148,7 @@ class FileTrajectoryStorage(LogStorage):
         self._process = os.getpid()
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._waiting = deque[_Call]()
+        self._waiting = deque[tuple[Work[Any], Future[Any]]]()
         self._called = False  # whether the thread has been notified of waiting calls
         self._thread = _writing_thread()
         # Two threads that read only wait for each other: both make objects.
@@ -98,12 +183,12 @@ class FileTrajectoryStorage(LogStorage):
         """``work`` in the one thread that writes: with a second one, to pack while another flushes, both waited for
         Python's lock longer than the flush takes."""
         self._check_process()
-        loop = asyncio.get_running_loop()
-        call = _Call(identity, work, loop.create_future())
-        self._waiting.append(call)
+        outcome = Future[Answer]()
+        outcome.set_running_or_notify_cancel()  # what a cancelled caller wrote is stored
+        self._waiting.append((work, outcome))
         # A moment later, so that all who call now are stored together.
-        loop.call_soon(self._wake)
-        return await call.outcome
+        asyncio.get_running_loop().call_soon(self._wake)
+        return await asyncio.wrap_future(outcome)
 
     def _ask[Answer](self, ask: Callable[[sqlite3.Connection], Answer]) -> Answer:
         self._check_process()
@@ -128,9 +213,8 @@ class FileTrajectoryStorage(LogStorage):
     def _connect(self) -> sqlite3.Connection:
         connection = connect(self._file, durable=self._durable)
         try:
-            names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
-            if not {"labels", NEWEST_INDEX} <= names:
-                _upgrade(connection, again="labels" not in names)
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone():
+                _upgrade(connection)
         except BaseException:
             connection.close()
             raise
@@ -148,44 +232,38 @@ class FileTrajectoryStorage(LogStorage):
             self._settle()
 
     def _settle(self) -> None:
-        """Store the waiting calls in one transaction, and wake their callers.
-
-        What a call computes before it needs the log comes first, so that other processes wait for the writing only.
-        """
+        """Store the waiting calls in one transaction, and wake their callers."""
         with self._settling:
             self._called = False
             group = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            if not group:
-                return
+            outcomes: list[Any] = []
             try:
                 with explained(self._file), secrets_looked_up_once():
-                    connection = self._opened()
-                    log = SqliteLog(connection, begun=False)
-                    # A second call of an episode goes on from what the first one wrote.
-                    for call in {call.identity: call for call in reversed(group)}.values():
-                        _go_on(call, log)
+                    connection = self._opened() if group else None
+                    if connection is None:
+                        return
                     connection.execute("BEGIN IMMEDIATE")
-                    log.begun = True
-                    for call in (each for each in group if not each.done):
+                    for work, _ in group:
                         # Its error leaves the others of the transaction alone.
                         connection.execute("SAVEPOINT call")
-                        _go_on(call, log)
-                        if call.error is not None:
+                        try:
+                            outcomes.append(_driven(work, connection))
+                        except (StorageError, OverflowError, ValueError, *_OF_ONE_CALL) as error:
+                            outcomes.append(_stored_not(error))
                             connection.execute("ROLLBACK TO call")
                         connection.execute("RELEASE call")
                     connection.execute("COMMIT")
             except BaseException as error:
                 # Closing the connection undoes what was written; the next call opens a new one.
                 self._disconnect()
-                failed = error if isinstance(error, StorageError) else StorageError(describe(error))
-                for call in group:
-                    call.error = call.error or failed
+                outcomes = [_stored_not(error)] * len(group)
                 raise
             finally:
-                for loop, calls in groupby(group, lambda call: call.outcome.get_loop()):
-                    # No caller waits in a closed loop.
-                    with suppress(RuntimeError):
-                        loop.call_soon_threadsafe(_wake_callers, tuple(calls))
+                for (_, future), outcome in zip(group, outcomes, strict=True):
+                    if isinstance(outcome, StorageError):
+                        future.set_exception(outcome)
+                    else:
+                        future.set_result(outcome)
 
     def _opened(self) -> sqlite3.Connection:
         if self._writer is None:
@@ -228,39 +306,280 @@ def _driven[Answer](work: Work[Answer], connection: sqlite3.Connection) -> Answe
     raise AssertionError("a log in SQLite does not wait")
 
 
-def _upgrade(connection: sqlite3.Connection, *, again: bool) -> None:
-    """Make what is lacking. ``again``: count and judge the episodes again."""
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Make what is lacking, and count, judge and name the episodes again."""
     try:
         connection.execute("BEGIN IMMEDIATE")
     except sqlite3.OperationalError as error:
         if not error.sqlite_errorname.startswith("SQLITE_READONLY"):
             raise
-        if again:
+        connection.execute("CREATE TEMP TABLE names (name TEXT, episode INTEGER)")
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'labels'").fetchone():
             connection.execute("CREATE TEMP TABLE labels (row INTEGER, trajectory_id TEXT, label BLOB)")
         return
     make_tables(connection)
-    if again:
-        _driven(upgrade, connection)
+    _driven(upgrade, connection)
     connection.execute("COMMIT")
 
 
-def _go_on(call: _Call, log: SqliteLog) -> None:
-    """Run a call up to its end, or to where it needs a transaction that has not begun."""
-    call.running = call.running or call.work(log)
-    try:
-        call.running.send(None)
-    except StopIteration as ended:
-        call.answer, call.done = ended.value, True
-    except (StorageError, OverflowError, ValueError, sqlite3.DataError, sqlite3.IntegrityError) as error:
-        call.error = error if isinstance(error, StorageError) else StorageError(f"not stored: {describe(error)}")
-        call.done = True
+def _stored_not(error: BaseException) -> StorageError:
+    return error if isinstance(error, StorageError) else StorageError(f"not stored: {describe(error)}")
 
 
-def _wake_callers(calls: Sequence[_Call]) -> None:
-    for call in calls:
-        if call.outcome.done():
-            continue  # no caller waits any more, but it is stored
-        if call.error is None:
-            call.outcome.set_result(call.answer)
+class SqliteLog(Log):
+    """As in ``Log``, inside of transactions that the caller opens and ends. No call waits for anything."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._run = connection.execute
+        self._run_many = connection.executemany
+
+    async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
+        condition, values = _condition_of(where)
+        key, direction = KEYS[where.sort], "DESC" if where.descending else "ASC"
+        # An index has finished episodes only: an open one changes with every turn, and is sorted when it is asked for.
+        parts = {True: [FINISHED], False: [UNFINISHED], None: [FINISHED, UNFINISHED]}[where.finished]
+        arms = [f"SELECT id, row, {key} FROM episodes WHERE {part} AND {condition}" for part in parts]
+        # Downwards what is unknown comes last by itself.
+        last = " NULLS LAST" if where.sort is TrajectoryOrder.REWARD and not where.descending else ""
+        query = f"{' UNION ALL '.join(arms)} ORDER BY 3 {direction}{last}, 2 LIMIT ? OFFSET ?"
+        limit = -1 if where.limit is None else where.limit
+        return [each for each, _, _ in self._run(query, (*values * len(parts), limit, where.offset))]
+
+    async def count(self, where: TrajectoryFilter) -> int:
+        condition, values = _condition_of(where)
+        part = {True: FINISHED, False: UNFINISHED, None: "TRUE"}[where.finished]
+        return self._run(f"SELECT count(*) FROM episodes WHERE {part} AND {condition}", values).fetchone()[0]
+
+    async def headers(self, ids: Sequence[str]) -> list[Episode]:
+        query = f"SELECT row, revision, score, {_COLUMNS} FROM episodes WHERE id {_SOME}"
+        return [
+            Episode(fields, row, revision, None if score is None else float(score))
+            for row, revision, score, *fields in self._run(query, (_json(ids),))
+        ]
+
+    async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
+        query = (
+            f"SELECT row, revision, head, documents.start, documents.end, {_COLUMNS} FROM episodes "
+            f"LEFT JOIN documents ON episode = row WHERE id {_SOME}"
+        )
+        found = self._run(query, (_json(ids),)).fetchall()
+        rows = json.dumps([row for row, *_ in found])
+        packs, marks = defaultdict[int, list[bytes]](list), defaultdict[int, list[str]](list)
+        query = f"SELECT episode, nodes FROM chunks WHERE episode {_SOME} ORDER BY episode, first"
+        for row, pack in self._run(query, (rows,)):
+            packs[row].append(pack)
+        for row, mark in self._run(f"SELECT episode, mark FROM marks WHERE episode {_SOME}", (rows,)):
+            marks[row].append(mark)
+        episodes = list[Episode]()
+        for row, revision, head, start, end, *fields in found:
+            content = Content(start, packs[row], map(NodeMark.model_validate_json, marks[row]), head, end)
+            episodes.append(Episode(fields, row, revision, content=content))
+        return episodes
+
+    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
+        fields, reward = _fields_of(header), header.sorting_reward(None)
+        if before is None:
+            assert content is not None
+            row, revision = self._run(_INSERT, (*fields, content.head, reward)).lastrowid or 0, 0
+        elif content is None:
+            return before
         else:
-            call.outcome.set_exception(call.error)
+            row, revision = before.number, before.revision + 1
+            changed = {name: new for name, new, old in zip(_FIELDS, fields, before.fields, strict=True) if new != old}
+            query = (
+                f"UPDATE episodes SET {''.join(f'{name} = ?, ' for name in changed)}head = ?, revision = ?, "
+                f"reward = iif(scored AND NOT ?, reward, ?) WHERE row = ? AND revision = ? AND {UNFINISHED}"
+            )
+            failed = header.failure_kind is not None
+            bound = (*changed.values(), content.head, revision, failed, reward, row, before.revision)
+            if self._run(query, bound).rowcount == 0:
+                return None
+        if content.start is not None:
+            self._empty(row)
+            self._run("INSERT INTO documents VALUES (?, ?, ?)", (row, content.start, content.end))
+        elif content.end is not None:
+            self._run("UPDATE documents SET end = ? WHERE episode = ?", (content.end, row))
+        first = 0 if before is None or content.start is not None else before.header.nodes
+        chunks = [(row, first, header.nodes - first, pack) for pack in content.packs]
+        self._run_many("INSERT INTO chunks VALUES (?, ?, ?, ?)", chunks)
+        marks = [(row, mark.index, mark.model_dump_json(exclude_defaults=True)) for mark in content.marks]
+        self._run_many("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", marks)
+        return Episode(fields, row, revision)
+
+    async def drop(self, episode: Episode) -> bool:
+        self._empty(episode.number)
+        self._run("DELETE FROM names WHERE episode = ?", (episode.number,))
+        for table, key in (("episodes", "id"), ("scores", "trajectory_id"), ("labels", "trajectory_id")):
+            self._run(f"DELETE FROM {table} WHERE {key} = ?", (episode.fields[0],))
+        return True
+
+    async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
+        for value, document in zip(values, packed, strict=True):
+            if isinstance(value, Score):
+                query = "INSERT INTO scores (trajectory_id, score) VALUES (?, ?)"
+                self._run(query, (value.trajectory_id, document))
+            else:
+                query = "INSERT OR IGNORE INTO labels (id, trajectory_id, label) VALUES (?, ?, ?)"
+                self._run(query, (value.id, value.trajectory_id, document))
+
+    async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
+        query = f"SELECT row, trajectory_id, {kind[:-1]} FROM {kind} WHERE trajectory_id {_SOME} ORDER BY row"
+        return self._run(query, (_json(ids),)).fetchall()
+
+    async def judge(self, judged: Sequence[Judged]) -> None:
+        for episode, _, newest in judged:
+            header, score = episode.header, newest and newest.reward
+            known = header.turns, _fields_of(header).episode_return, newest is not None, score
+            query = "UPDATE episodes SET turns = ?, episode_return = ?, scored = ?, score = ?, reward = ? WHERE row = ?"
+            self._run(query, (*known, header.sorting_reward(newest), episode.number))
+
+    async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
+        self._run("DELETE FROM names WHERE episode = ?", (episode.number,))
+        self._run_many("INSERT INTO names VALUES (?, ?)", [(name, episode.number) for name in names])
+
+    async def state(self) -> str:
+        changed = f"SELECT row, revision FROM episodes WHERE {UNFINISHED} ORDER BY row DESC LIMIT {WATCHED}"
+        return str([self._run(query).fetchall() for query in ("SELECT name, seq FROM sqlite_sequence", changed)])
+
+    def _empty(self, row: int) -> None:
+        for table in ("documents", "chunks", "marks"):
+            self._run(f"DELETE FROM {table} WHERE episode = ?", (row,))
+
+
+def _condition_of(where: TrajectoryFilter) -> tuple[str, list[Any]]:
+    compared = list(conditions_of(where))
+    terms = [f"{name} {sign} ?" for name, sign, _ in compared]
+    values = [value for *_, value in compared]
+    if where.failed is not None:
+        terms.append(f"failure_kind IS {'NOT ' if where.failed else ''}NULL")
+    if where.ids is not None:
+        terms.append(f"id {_SOME}")
+        values.append(_json(where.ids))
+    if where.label is not None:
+        terms.append("row IN (SELECT episode FROM names WHERE name = ?)")
+        values.append(where.label)
+    if where.contains is not None:
+        terms.append(f"({' OR '.join(f'instr({name}, ?)' for name in SEARCHED)})")
+        values += [where.contains] * len(SEARCHED)
+    return " AND ".join(terms) or "TRUE", values
+
+
+def _json(ids: Sequence[str]) -> str:
+    """A query may have only so many values. In JSON a NUL ends a text, and no id has one."""
+    return json.dumps([each for each in ids if "\0" not in each])
+
+
+def _fields_of(header: EpisodeHeader) -> EpisodeHeader:
+    """NULL is not allowed for a return."""
+    return header if header.episode_return is not None else header._replace(episode_return="none")  # type: ignore[arg-type]
+
+
+def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
+    """Open an existing store. ``durable``: a commit returns only when it is on the disk. Raises ``StorageError``."""
+    with explained(file):
+        connection = _open(file)
+        try:
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            connection.execute("PRAGMA fullfsync = ON")
+            (application,) = connection.execute("PRAGMA application_id").fetchone()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if application != _APPLICATION_ID:
+                raise StorageError(f"{file} is a database of something else; choose another path in [rl.storage]{_OR}")
+            if version > SCHEMA_VERSION:
+                newer = f"{file} has schema version {version}, newer than {SCHEMA_VERSION}"
+                raise StorageError(f"{newer}; upgrade openhands_rl_plugin{_OR}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def make_tables(connection: sqlite3.Connection) -> None:
+    """Make what is lacking, inside of a transaction that the caller opens and ends."""
+    for statement in _SCHEMA.split(";"):
+        connection.execute(statement)
+
+
+def empty_database() -> sqlite3.Connection:
+    """A store in memory, in the place of one that nobody has made yet."""
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    make_tables(connection)
+    return connection
+
+
+def make_database(folder: Path) -> None:
+    """Put an empty store in ``folder``, unless another process was faster. It is never seen half made.
+
+    Raises ``StorageError``, and leaves nothing behind when it fails.
+    """
+    file = folder / FILE_NAME
+    with explained(file):
+        for each in reversed((folder, *folder.parents)):
+            if not each.is_dir():
+                each.mkdir(mode=0o700, exist_ok=True)
+                sync(each.parent)
+        with locked_folder(folder):
+            if file.exists():
+                return
+            with replacing(file, PRIVATE) as draft, closing(_open(draft)) as connection:
+                connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+                # Until it has its name, a crash loses nothing: it is made again.
+                connection.execute("PRAGMA journal_mode = OFF")
+                connection.execute("PRAGMA synchronous = OFF")
+                make_tables(connection)
+                connection.execute("PRAGMA journal_mode = WAL")
+
+
+@contextmanager
+def explained(file: Path) -> Iterator[None]:
+    """Turn errors of ``file`` into a ``StorageError`` with the remedy."""
+    try:
+        yield
+    except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
+        raise StorageError(f"{_cause(error, file)}, or choose another path in [rl.storage]") from error
+
+
+def torn(file: Path, cause: str) -> str:
+    """What is wrong with a file that SQLite cannot read, and what to do."""
+    return (
+        f"{file} is damaged or no database ({cause}); restore it from a backup, copy what is readable with "
+        f"sqlite3 {file} .recover | sqlite3 NEW/{FILE_NAME}"
+    )
+
+
+def _cause(error: Exception, file: Path) -> str:
+    if isinstance(error, UnicodeDecodeError) or "decode to UTF-8" in str(error):
+        # Python cannot read the text of SQLite's error, which quotes what is damaged.
+        return torn(file, "it has a text that is none")
+    name = getattr(error, "sqlite_errorname", "") or errno.errorcode.get(getattr(error, "errno", None) or 0, "")
+    if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+        return torn(file, str(error))
+    if name in _FULL:
+        return f"no space left for {file}, or its disk fails ({error}); nothing was stored; free some space"
+    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "EACCES", "EPERM", "EROFS")):
+        return f"{file} and its folder may not be written or read ({error}); change their permissions"
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return f"{file} is held by another process for more than {_BUSY_SECONDS:.0f} s ({error}); end that process"
+    return f"{file} cannot be used ({describe(error)}); check the disk"
+
+
+def _open(file: Path) -> sqlite3.Connection:
+    connection = _opened(file, "mode=rw")
+    try:
+        connection.execute("PRAGMA user_version")
+        return connection
+    except sqlite3.OperationalError as error:
+        connection.close()
+        # SQLite makes two files beside the store, unless it knows that nobody writes.
+        if error.sqlite_errorname != "SQLITE_CANTOPEN" or os.access(file.parent, os.W_OK):
+            raise
+    log = file.with_name(f"{file.name}-wal")
+    if log.exists() and log.stat().st_size:
+        raise StorageError(f"{log} has records that are read from a writable disk only; copy {file.parent} to one")
+    return _opened(file, "mode=ro&immutable=1")
+
+
+def _opened(file: Path, how: str) -> sqlite3.Connection:
+    # Used by one thread at a time, but not always by the same.
+    address = f"{file.absolute().as_uri()}?{how}"
+    return sqlite3.connect(address, uri=True, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)

@@ -8,6 +8,7 @@ faster, nothing is changed and the writer looks again.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
@@ -26,14 +27,30 @@ from openhands_rl_plugin.core.records import (
     EpisodeGrowth,
     EpisodeStart,
     Label,
+    LabelKind,
     NodeMark,
     TrajectoryFilter,
     TrajectorySummary,
 )
 from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_trajectory, redact_value
-from openhands_rl_plugin.core.types import SCHEMA_VERSION, Node, Score, StopReason, Times, Trajectory
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader, joined, newer_schema
+from openhands_rl_plugin.core.types import (
+    SCHEMA_VERSION,
+    FailureKind,
+    JsonObject,
+    Node,
+    PolicyRef,
+    Score,
+    StopReason,
+    Times,
+    Trajectory,
+    TreeNode,
+    Usage,
+    acted_nodes,
+    path_to,
+    pays_rewards,
+)
 from openhands_rl_plugin.trajectories.storages.packing import (
+    newer_schema,
     pack_nodes,
     packed_end,
     packed_json,
@@ -44,7 +61,6 @@ from openhands_rl_plugin.trajectories.storages.packing import (
 
 Found = tuple[Trajectory, tuple[Score, ...]]
 Kind = Literal["scores", "labels"]
-RECORDS: dict[type[Score | Label], Kind] = {Score: "scores", Label: "labels"}
 
 # Trajectories, or summaries, that a reader holds in one batch.
 _BATCH, _SUMMARIES = 8, 256
@@ -54,6 +70,138 @@ WATCHED = 1000
 """Of so many open episodes, the newest, a store's state has the revisions."""
 # Writers of one episode make way for each other; so many conflicts in a row have another cause.
 _ATTEMPTS = 20
+
+
+class EpisodeHeader(NamedTuple):
+    """One flat row. ``turns`` and ``episode_return`` are of what was acted on; the times are Unix times in seconds.
+
+    There is no return where the episode failed, where no step was rewarded, or where the environment pays nothing.
+    An unfinished episode has ``stop`` "unfinished", no usage, and as ``finished`` the time at which it last grew.
+    """
+
+    id: str
+    run_id: str
+    group_id: str
+    task_id: str
+    environment: str
+    split: str
+    strategy: str
+    base_model: str
+    adapter: str | None
+    policy_version: int | None
+    stop: str
+    failure_kind: str | None
+    nodes: int
+    turns: int
+    episode_return: float | None
+    started: float
+    finished: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    calls: int = 0
+    steps: int = 0
+
+    @classmethod
+    def begun(cls, start: EpisodeStart) -> Self:
+        """That of an episode without nodes.
+
+        Raises ``StorageError`` when its time is no number, or its id has a NUL, with which SQLite's JSON ends a text.
+        """
+        if "\0" in start.id:
+            raise StorageError(f"episode {start.id!r} cannot be stored: its id has a NUL character; leave that out")
+        task, policy, started = start.task, start.policy, _finite(start.id, start.started)
+        ids = start.id, start.run_id, start.group_id, task.id, task.environment, task.split, start.strategy.name
+        sampler = policy.base_model, policy.adapter, policy.version
+        return cls(*ids, *sampler, StopReason.UNFINISHED.value, None, 0, 0, None, started, started)
+
+    def grown(self, nodes: Sequence[TreeNode], head: int | None, at: float, evidence: JsonObject | None = None) -> Self:
+        """That of the episode with these nodes, which last grew at the time ``at``.
+
+        Raises ``StorageError`` when its head is not there.
+        """
+        if head is not None and not 0 <= head < len(nodes):
+            raise StorageError(f"node {head} cannot be the head: there are {len(nodes)} nodes")
+        acted = acted_nodes(nodes, head)
+        # Summed from the root on, as ``Trajectory.episode_return`` does, to get the same last bit.
+        stepped = sorted({*path_to(nodes, head), *acted})
+        rewards = [reward for each in stepped if (reward := nodes[each].reward) is not None]
+        # 0.0 only says that steps were executed, where the environment pays nothing.
+        total = float(sum(rewards)) if rewards else None
+        known = total if total or pays_rewards(self.environment, evidence or {}) else None
+        return self._replace(nodes=len(nodes), turns=len(acted), episode_return=known, finished=at)
+
+    def ended(self, nodes: Sequence[TreeNode], end: EpisodeEnd) -> Self:
+        """That of the finished episode. Raises ``StorageError`` when it did not end, or its time is no number."""
+        if end.stop is StopReason.UNFINISHED:
+            raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
+        grown = self.grown(nodes, end.head, _finite(end.trajectory_id, end.finished), end.evidence)
+        if end.failure is not None:
+            grown = grown._replace(episode_return=None, failure_kind=end.failure.kind.value)
+        return grown._replace(
+            base_model=end.policy.base_model,
+            adapter=end.policy.adapter,
+            policy_version=end.policy.version,
+            stop=end.stop.value,
+            **end.usage.model_dump(),
+        )
+
+    def summary(self, reward: float | None) -> TrajectorySummary:
+        """The summary for lists; ``reward`` is the newest judgement of the outcome."""
+        row = self._asdict()
+        return TrajectorySummary(
+            **{name: row[name] for name in TrajectorySummary.model_fields if name in row and name != "stop"},
+            policy=PolicyRef(base_model=self.base_model, adapter=self.adapter, version=self.policy_version),
+            stop=StopReason(self.stop),
+            failure=None if self.failure_kind is None else FailureKind(self.failure_kind),
+            reward=reward,
+            usage=Usage(**{name: row[name] for name in Usage.model_fields}),
+            times=Times(started=self.started, finished=self.finished),
+        )
+
+    def sorting_reward(self, newest: Score | None) -> float | None:
+        """The reward of filters and sorting: the newest outcome's, or the return when there is no judgement yet.
+
+        A failed episode has none, even if it was scored.
+        """
+        return self.episode_return if newest is None or self.failure_kind is not None else newest.reward
+
+    @property
+    def open(self) -> bool:
+        """Whether it has not ended."""
+        return self.stop == StopReason.UNFINISHED
+
+
+def conditions_of(where: TrajectoryFilter) -> Iterator[tuple[str, str, Any]]:
+    """What a filter compares: columns, signs and values; ``ids``, ``finished``, ``failed`` and ``contains`` aside."""
+    for name in EpisodeHeader._fields:
+        if name not in ("id", "finished") and (value := getattr(where, name, None)) is not None:
+            yield name, "=", str(value) if isinstance(value, str) else value
+    bounds = ("reward", where.reward_at_least, where.reward_at_most), ("finished", where.since, where.until)
+    for name, least, most in bounds:
+        yield from ((name, sign, value) for sign, value in ((">=", least), ("<=", most)) if value is not None)
+
+
+def joined(nodes: Sequence[Node], more: Sequence[Node] = (), marks: Iterable[NodeMark] = ()) -> list[Node]:
+    """``nodes``, ``more`` of them, and what became known later; of two marks of one node the later one holds.
+
+    Raises ``StorageError`` for a node that does not lie below an earlier one, and for a mark of one that is not there.
+    """
+    both = [*nodes, *more]
+    for at, node in enumerate(more, len(nodes)):
+        if node.parent is not None and not 0 <= node.parent < at:
+            raise StorageError(f"node {at} cannot be stored: its parent {node.parent} is not an earlier node")
+    for mark in marks:
+        if not 0 <= mark.index < len(both):
+            raise StorageError(f"node {mark.index} cannot be marked: there are {len(both)} nodes")
+        both[mark.index] = both[mark.index].model_copy(update=mark.changes(both[mark.index]))
+    return both
+
+
+def _finite(identity: str, seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise StorageError(f"episode {identity!r} cannot be stored: its times must be Unix seconds, not {seconds}")
+    return seconds
 
 
 class Content(NamedTuple):
@@ -94,7 +242,7 @@ Record = tuple[int, str, bytes]
 """A score or a label as it is stored: its number, the id of its episode, the packed document."""
 
 Judged = tuple[Episode, Sequence[int], Score | None]
-"""An episode, the numbers of its scores, and the newest of these that judges the outcome."""
+"""An episode with the header that is right, the numbers of its scores, and the newest that judges the outcome."""
 
 
 class Log(Protocol):
@@ -123,10 +271,6 @@ class Log(Protocol):
         """
         ...
 
-    async def correct(self, episode: Episode, header: EpisodeHeader) -> None:
-        """Change the header of a finished episode."""
-        ...
-
     async def drop(self, episode: Episode) -> bool:
         """Forget an open episode with its scores and labels, unless it has changed."""
         ...
@@ -140,16 +284,16 @@ class Log(Protocol):
         ...
 
     async def judge(self, judged: Sequence[Judged]) -> None:
-        """Note the newest judgements in the headers, and by which reward the episodes are found."""
+        """Note the newest judgements beside the headers, and by which reward the episodes are found."""
+        ...
+
+    async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
+        """Note by which labels an episode is found, of which so many were ``seen``."""
         ...
 
     async def unjudged(self) -> Sequence[str]:
         """The episodes whose newest scores no header says yet."""
         return ()
-
-    async def apart[Answer](self, work: Callable[[], Answer]) -> Answer:
-        """Run a computation where it is in nobody's way."""
-        return work()
 
     async def state(self) -> str:
         """A text that is another one when anything was written."""
@@ -238,13 +382,19 @@ class LogStorage(ABC):
         A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
         episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
         """
-        async for found in self._stream(where, self._load, _BATCH):
-            yield found
+        async for ids, (episodes, scores) in self._stream(where, self._contents, _BATCH):
+            trajectories = await asyncio.to_thread(lambda episodes=episodes: dict(self._sound(episodes, _trajectory)))
+            for each in ids:
+                if each in trajectories:
+                    yield trajectories[each], scores.get(each, ())
 
     async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
         """Like ``find``, without reading any node. Raises ``StorageError``."""
-        async for summary in self._stream(where, self._load_summaries, _SUMMARIES):
-            yield summary
+        async for ids, episodes in self._stream(where, lambda log, ids: log.headers(ids), _SUMMARIES):
+            found = dict(self._sound(episodes, lambda each: each.header.summary(each.score)))
+            for each in ids:
+                if each in found:
+                    yield found[each]
 
     async def count(self, where: TrajectoryFilter | None = None) -> int:
         """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
@@ -272,12 +422,13 @@ class LogStorage(ABC):
     ) -> None:
         await self.close()
 
-    async def _stream[Item](
+    async def _stream[Read](
         self,
         where: TrajectoryFilter | None,
-        load: Callable[[Log, Sequence[str]], Coroutine[Any, Any, list[Item]]],
+        read: Callable[[Log, Sequence[str]], Coroutine[Any, Any, Read]],
         size: int,
-    ) -> AsyncIterator[Item]:
+    ) -> AsyncIterator[tuple[Sequence[str], Read]]:
+        """Some ids at a time, in order, with what is read of them."""
         asked = where or TrajectoryFilter()
 
         async def matching(log: Log) -> Sequence[str]:
@@ -291,18 +442,10 @@ class LogStorage(ABC):
             return ids[first : None if asked.limit is None else first + asked.limit]
 
         for ids in batched(await self._read(matching), size):
-            for item in await self._read(lambda log, ids=ids: load(log, ids)):
-                yield item
+            yield ids, await self._read(lambda log, ids=ids: read(log, ids))
 
-    async def _load(self, log: Log, ids: Sequence[str]) -> list[Found]:
-        episodes = await log.episodes(ids)
-        trajectories = await log.apart(lambda: dict(self._sound(episodes, _trajectory)))
-        scores = _by_episode(await _parsed(log, Score, list(trajectories), self._lost))
-        return [(trajectories[each], scores.get(each, ())) for each in ids if each in trajectories]
-
-    async def _load_summaries(self, log: Log, ids: Sequence[str]) -> list[TrajectorySummary]:
-        found = dict(self._sound(await log.headers(ids), lambda each: each.header.summary(each.score)))
-        return [found[each] for each in ids if each in found]
+    async def _contents(self, log: Log, ids: Sequence[str]) -> tuple[list[Episode], dict[str, tuple[Score, ...]]]:
+        return await log.episodes(ids), _by_episode(await _parsed(log, Score, ids, self._lost))
 
     def _sound[Made](self, episodes: Iterable[Episode], make: Callable[[Episode], Made]) -> Iterator[tuple[str, Made]]:
         """Id -> what is made of the episode; a damaged one is named, and left out if it is skipped."""
@@ -379,8 +522,8 @@ class LogStorage(ABC):
     async def _append(self, log: Log, values: Sequence[Score] | Sequence[Label]) -> None:
         clean: Any = [redact_value(value) for value in values]
         await log.add(clean, [packed_json(value) for value in clean])
-        if isinstance(clean[0], Score):
-            await _judge(log, {value.trajectory_id for value in clean})
+        note = _judge if isinstance(clean[0], Score) else _name
+        await note(log, {value.trajectory_id for value in clean})
 
     async def _standing(self, log: Log, identity: str, nodes: int) -> _Standing:
         """Where an episode stands. Raises ``StorageError`` when it is not known.
@@ -408,17 +551,19 @@ def _packs(nodes: Sequence[Node]) -> tuple[bytes, ...]:
 
 
 async def upgrade(log: Log) -> None:
-    """Count and judge every episode again: earlier releases took the newest score of any version, the last segment of
-    a condensed episode, and a session's 0 as its return. What is damaged is named when it is read."""
+    """Count, judge and name every episode again: earlier releases took the newest score of any version, the last
+    segment of a condensed episode, and a session's 0 as its return, and did not find episodes by their labels. What is
+    damaged is named when it is read."""
     ids = await log.ids(TrajectoryFilter(finished=None))
     for identity in ids:
         with suppress(StorageError, ValueError, LookupError, TypeError):
             (episode,) = await log.episodes([identity])
             trajectory = _trajectory(episode)
-            end = EpisodeEnd.of(trajectory)
-            if end.stop is not StopReason.UNFINISHED:
-                await log.correct(episode, episode.header.ended(trajectory.nodes, end))
+            if trajectory.stop is not StopReason.UNFINISHED:
+                header = episode.header.ended(trajectory.nodes, EpisodeEnd.of(trajectory))
+                await log.judge([(episode._replace(fields=header), (), None)])
     await _judge(log, ids)
+    await _name(log, ids)
 
 
 async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | None:
@@ -428,12 +573,13 @@ async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | N
         if before is not None and (content.end is None or not before.header.open):
             return None
         if (episode := await log.write(before, header, content)) is not None:
-            await _judge(log, [] if before else [header.id])
+            for note in () if before else (_judge, _name):
+                await note(log, [header.id])
             return episode
 
 
 async def _judge(log: Log, ids: Iterable[str]) -> None:
-    """Write the newest judgement into every episode's header. One that is damaged is named when it is read."""
+    """Write the newest judgement beside every header. A score that is damaged is named when it is read."""
     for some in batched(ids, 1000):
         scores: dict[str, list[tuple[int, Score]]] = defaultdict(list)
         for number, score in await _parsed(log, Score, some, []):
@@ -447,13 +593,25 @@ async def _judge(log: Log, ids: Iterable[str]) -> None:
             await log.judge(judged)
 
 
+async def _name(log: Log, ids: Iterable[str]) -> None:
+    """Note the kinds of the labels that hold, and the texts of tags. One that is damaged is named when it is read."""
+    for some in batched(ids, 1000):
+        labels = [label for _, label in await _parsed(log, Label, some, [])]
+        gone = {label.withdraws for label in labels}
+        for episode in await log.headers(list({label.trajectory_id for label in labels})) if labels else ():
+            own = [each for each in labels if each.trajectory_id == episode.fields[0]]
+            held = [each for each in own if each.withdraws is None and each.id not in gone]
+            names = {each.text if each.kind is LabelKind.TAG else each.kind.value for each in held}
+            await log.name(episode, sorted(names), len(own))
+
+
 async def _parsed[Value: (Score, Label)](
     log: Log, kind: type[Value], ids: Sequence[str], lost: list[DamagedRecord] | None
 ) -> list[tuple[int, Value]]:
     """The scores, or labels, with their numbers. With ``lost`` a damaged one is added to it instead of being an
     error."""
     found: list[tuple[int, Value]] = []
-    for number, identity, document in await log.records(RECORDS[kind], ids) if ids else ():
+    for number, identity, document in await log.records("scores" if kind is Score else "labels", ids) if ids else ():
         try:
             found.append((number, parsed_json(kind, identity, document)))
         except DamagedError as error:

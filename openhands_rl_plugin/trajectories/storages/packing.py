@@ -27,7 +27,6 @@ from openhands_rl_plugin.core.arrays import Floats, Ids
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Frozen, Node, Tokens
-from openhands_rl_plugin.trajectories.storages.header import newer_schema
 
 UNPACKED_LIMIT = 512 * 1024 * 1024
 """No pack unfolds to more bytes than this, whatever its header says."""
@@ -200,6 +199,13 @@ def _decompress(blob: bytes, version: int) -> bytes:
     if not decompressor.eof or decompressor.unused_data:
         raise DamagedError(f"a record is damaged or larger than {UNPACKED_LIMIT:,} bytes; restore it from a backup")
     return data
+
+
+def newer_schema(identity: str, version: int) -> StorageError:
+    """The error of a record that a later release wrote."""
+    return StorageError(
+        f"record {identity!r} is of schema version {version}, newer than {SCHEMA_VERSION}; upgrade openhands_rl_plugin"
+    )
 
 
 def packed_json(value: Frozen, without: frozenset[str] = frozenset()) -> bytes:

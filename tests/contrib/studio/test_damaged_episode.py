@@ -13,8 +13,7 @@ from studio_pages import pages_of
 from train_store import store_of
 
 from openhands_rl_plugin.testing.samples import sample_episode
-from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
 from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
-from openhands_rl_plugin.trajectories.storages.header import EpisodeHeader
+from openhands_rl_plugin.trajectories.storages.log import EpisodeHeader
 
 pytestmark = pytest.mark.contract
 

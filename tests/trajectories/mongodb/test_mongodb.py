@@ -217,7 +217,7 @@ async def test_what_an_earlier_release_judged_is_judged_by_outcomes(
     await storage.add(sample_episode("graded", reward=0.0))
     await storage.add(sample_episode("nobody", environment="workspace", reward=0.0))
     await storage.add_scores([sample_score("graded", 1.0, "tests-1"), sample_score("graded", 0.25, "verifier-1@x")])
-    database["counters"].delete_one({"_id": "judged by the newest outcome"})
+    database["counters"].delete_one({"_id": "found by labels"})
     database["episodes"].update_one({"_id": "graded"}, {"$set": {"score": 0.25, "reward": 0.25, "scored": 2}})
     unpaid = {"episode_return": 0.0, "reward": 0.0, "unrewarded": False}
     database["episodes"].update_one({"_id": "nobody"}, {"$set": unpaid})

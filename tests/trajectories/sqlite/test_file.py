@@ -23,8 +23,7 @@ from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeS
 from openhands_rl_plugin.core.types import Message, Node, Score, StopReason, Trajectory
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite import storage as file_module
-from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 GOLDEN = Path(__file__).with_name("golden")
 

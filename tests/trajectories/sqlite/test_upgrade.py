@@ -18,8 +18,7 @@ from openhands_rl_plugin.core.records import (
 )
 from openhands_rl_plugin.core.types import Message, Node, StopReason, Trajectory, Usage
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score
-from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 
 async def as_before(folder: Path) -> None:

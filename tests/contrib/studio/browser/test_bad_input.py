@@ -9,7 +9,7 @@ from browser import needs_browser
 from studio_pages import pages_of
 
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.trajectories.sqlite.database import FILE_NAME
+from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
