@@ -59,7 +59,7 @@ class EpisodeStart(Frozen):
     strategy: StrategySpec
     policy: PolicyRef
     tools: tuple[JsonObject, ...] = ()
-    started: float
+    started: FiniteFloat
 
     @classmethod
     def for_request(
@@ -86,17 +86,8 @@ class EpisodeStart(Frozen):
     @classmethod
     def of(cls, trajectory: Trajectory) -> Self:
         """The part of a trajectory that was known before the episode ran."""
-        return cls(
-            schema_version=trajectory.schema_version,
-            id=trajectory.id,
-            run_id=trajectory.run_id,
-            group_id=trajectory.group_id,
-            task=trajectory.task,
-            strategy=trajectory.strategy,
-            policy=trajectory.policy,
-            tools=trajectory.tools,
-            started=trajectory.times.started,
-        )
+        shared = {name: value for name, value in trajectory if name in cls.model_fields}
+        return cls(**shared, started=trajectory.times.started)
 
 
 def prompt_of(trajectory: Trajectory) -> str:
@@ -145,22 +136,13 @@ class EpisodeEnd(Frozen):
     evidence: JsonObject = Field(default_factory=dict)
     failure: Failure | None = None
     usage: Usage = Usage()
-    finished: float
+    finished: FiniteFloat
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Self:
         """The part of a trajectory that was known when it was over."""
-        return cls(
-            trajectory_id=trajectory.id,
-            head=trajectory.head,
-            stop=trajectory.stop,
-            policy=trajectory.policy,
-            tools=trajectory.tools,
-            evidence=trajectory.evidence,
-            failure=trajectory.failure,
-            usage=trajectory.usage,
-            finished=trajectory.times.finished,
-        )
+        shared = {name: value for name, value in trajectory if name in cls.model_fields}
+        return cls(**shared, trajectory_id=trajectory.id, finished=trajectory.times.finished)
 
 
 CHECKED = "command"

@@ -62,12 +62,12 @@ def redact_value[Value: Frozen](value: Value) -> Value:
 
 
 def redact_nodes(
-    nodes: Sequence[Node], *, first: int = 0, tainted: Iterable[int] = ()
-) -> tuple[tuple[Node, ...], frozenset[int]]:
+    nodes: Sequence[Node], *, first: int = 0, tainted: Iterable[int | None] = ()
+) -> tuple[tuple[Node, ...], frozenset[int | None]]:
     """The redacted ``nodes``, of which the first has index ``first``, and the indices of all tainted nodes so far.
 
     A node is tainted when its text held a secret or its parent is tainted; a tainted node keeps no token ids.
-    ``tainted`` is the result of the call for the nodes before ``first``.
+    ``tainted`` is the result of the call for the nodes before ``first``; ``None`` in it taints every node.
     """
     own = _own()
     known = set(tainted)

@@ -386,8 +386,8 @@ class StrategySpec(Frozen):
 class Times(Frozen):
     """Unix timestamps, in seconds. ``finished`` of an unfinished episode is when it last grew."""
 
-    started: float
-    finished: float
+    started: FiniteFloat
+    finished: FiniteFloat
 
 
 class Trajectory(Frozen):

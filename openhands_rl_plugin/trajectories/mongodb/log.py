@@ -95,8 +95,8 @@ _INDEXES = {
 }
 
 
-class MongoDatabase:
-    """The collections of one store.
+class MongoLog(Log):
+    """As in ``Log``, in the collections of one database.
 
     ``durable``: a write is acknowledged when a majority of the replica set has it in its journal; else when the
     primary has it in memory. A client belongs to one event loop, so a storage that is used in another one connects
@@ -182,31 +182,6 @@ class MongoDatabase:
             text = text.replace(secret, "[redacted]") if secret else text
         return text
 
-
-def _cause(error: Exception) -> str:
-    code, text = getattr(error, "code", None), str(error) if isinstance(error, PyMongoError) else describe(error)
-    if isinstance(error, BulkWriteError):
-        first = [*error.details.get("writeErrors", ()), *error.details.get("writeConcernErrors", ()), {}][0]
-        code, text = first.get("code"), first.get("errmsg", "")
-    # PyMongo puts the state of every server, or the whole answer, behind the cause.
-    cause = re.split(", full error:|, Topology Description:|\n", text)[0][:300]
-    remedy = _REMEDIES.get(code or 0, "look at the connection string, and at the server's load, disk and log")
-    return f"{'cannot be reached' if isinstance(error, AutoReconnect) else 'failed'} ({cause}); {remedy}"
-
-
-class _Place(NamedTuple):
-    """Where an episode's content is: a log, and how many documents it has, valid or not."""
-
-    generation: str
-    length: int
-
-
-class MongoLog(Log):
-    """As in ``Log``."""
-
-    def __init__(self, database: MongoDatabase) -> None:
-        self._database = database
-
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         if where.limit == 0:
             return []
@@ -216,14 +191,14 @@ class MongoLog(Log):
         first = {"unrewarded": 1} if where.sort is TrajectoryOrder.REWARD else {}
         stages += [{"$sort": {**first, **order} or {"order": direction}}, {"$skip": where.offset}]
         stages += [{"$limit": where.limit}] if where.limit else []
-        found = await self._database["episodes"].aggregate([*stages, {"$project": {"_id": 1}}], allowDiskUse=True)
+        found = await self["episodes"].aggregate([*stages, {"$project": {"_id": 1}}], allowDiskUse=True)
         return [document["_id"] async for document in found]
 
     async def count(self, where: TrajectoryFilter) -> int:
-        return await self._database["episodes"].count_documents(_query_of(where))
+        return await self["episodes"].count_documents(_query_of(where))
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
-        found = self._database["episodes"].find({"_id": {"$in": list(ids)}})
+        found = self["episodes"].find({"_id": {"$in": list(ids)}})
         return [
             Episode([each["_id"], *map(each.get, _FIELDS)], each["order"], place.length, each["score"], place)
             async for each in found
@@ -238,7 +213,7 @@ class MongoLog(Log):
             ends = [None if unseen and each.header.open else each.revision for each in known]
             ranges = [_range(each.place.generation, 0, end) for each, end in zip(known, ends, strict=True)]
             logs = defaultdict[str, list[Mapping[str, Any]]](list)
-            found = self._database["chunks"].find({"$or": ranges}).sort("_id", 1)
+            found = self["chunks"].find({"$or": ranges}).sort("_id", 1)
             for document in await found.to_list() if ranges else ():
                 logs[document["episode"]].append(document)
             read |= {each.fields[0]: _with_content(each, logs[each.fields[0]]) for each in known}
@@ -248,7 +223,7 @@ class MongoLog(Log):
         return list(read.values())
 
     async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
-        chunks, records = self._database["chunks"], _records(content)
+        chunks, records = self["chunks"], _records(content)
         if before is None or (content is not None and content.start is not None):
             place = _Place(uuid.uuid4().hex, 0)
         else:
@@ -270,7 +245,7 @@ class MongoLog(Log):
         if place.length == 0:
             await chunks.delete_many(_range(place.generation))
         else:
-            now = await self._database["episodes"].find_one({"_id": header.id, "generation": place.generation})
+            now = await self["episodes"].find_one({"_id": header.id, "generation": place.generation})
             if now is None or now["chunks"] < length:
                 # Closed or gone, so what comes after the valid part will not be read any more.
                 await chunks.delete_many(_range(place.generation, place.length))
@@ -278,9 +253,9 @@ class MongoLog(Log):
 
     async def _visible(self, before: Episode | None, header: EpisodeHeader, state: Episode) -> bool:
         """Make the episode's own document this one, unless another writer was faster."""
-        episodes, row, reward = self._database["episodes"], _row(header, state), _reward(header.sorting_reward(None))
+        episodes, row, reward = self["episodes"], _row(header, state), _reward(header.sorting_reward(None))
         if before is None:
-            number = await self._database.next("episodes")
+            number = await self.next("episodes")
             try:
                 await episodes.insert_one(
                     {"_id": header.id, "order": number, **row, "scored": 0, "score": None, **reward}
@@ -300,27 +275,27 @@ class MongoLog(Log):
     async def drop(self, episode: Episode) -> bool:
         identity, generation = episode.fields[0], episode.place.generation
         where = {"_id": identity, "generation": generation, "open": True}
-        if (await self._database["episodes"].delete_one(where)).deleted_count == 0:
+        if (await self["episodes"].delete_one(where)).deleted_count == 0:
             return False
-        await self._database["chunks"].delete_many(_range(generation))
+        await self["chunks"].delete_many(_range(generation))
         for name in ("scores", "labels"):
-            await self._database[name].delete_many({"episode": identity})
+            await self[name].delete_many({"episode": identity})
         return True
 
     async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
         kind = "scores" if isinstance(values[0], Score) else "labels"
-        first = await self._database.next(kind, len(values))
+        first = await self.next(kind, len(values))
         changes: list[UpdateOne] = []
         for number, (value, document) in enumerate(zip(values, packed, strict=True), first):
             row: Query = {"episode": value.trajectory_id, kind[:-1]: document}
             row |= {"reward": value.reward, "pending": True} if isinstance(value, Score) else {"order": number}
             identity = number if isinstance(value, Score) else value.id
             changes.append(UpdateOne({"_id": identity}, {"$setOnInsert": row}, upsert=True))
-        await self._database[kind].bulk_write(changes)
+        await self[kind].bulk_write(changes)
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         number = _NUMBERS[kind]
-        found = self._database[kind].find({"episode": {"$in": list(ids)}}).sort(number, 1)
+        found = self[kind].find({"episode": {"$in": list(ids)}}).sort(number, 1)
         return [(each[number], each["episode"], each[kind[:-1]]) async for each in found]
 
     async def judge(self, judged: Sequence[Judged]) -> None:
@@ -333,26 +308,45 @@ class MongoLog(Log):
             change = _literal({"scored": last, "score": reward}) | _chosen(valid, found_by)
             if not header.open:
                 change |= _literal({"turns": header.turns, "episode_return": header.episode_return})
-            changes.append(UpdateOne({"_id": header.id, "scored": {"$lte": last}}, [{"$set": change}]))
-        await self._database["episodes"].bulk_write(changes, ordered=False)
+            where: Query = {"_id": header.id} | ({"scored": {"$lte": last}} if numbers else {})
+            changes.append(UpdateOne(where, [{"$set": change}]))
+        await self["episodes"].bulk_write(changes, ordered=False)
         settled = [number for _, numbers, _ in judged for number in numbers]
-        await self._database["scores"].update_many({"_id": {"$in": settled}}, {"$unset": {"pending": ""}})
+        await self["scores"].update_many({"_id": {"$in": settled}}, {"$unset": {"pending": ""}})
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
         # Unless another writer has seen more of them.
         where = {"_id": episode.fields[0], "named": {"$not": {"$gt": seen}}}
-        await self._database["episodes"].update_one(where, {"$set": {"names": list(names), "named": seen}})
+        await self["episodes"].update_one(where, {"$set": {"names": list(names), "named": seen}})
 
     async def unjudged(self) -> Sequence[str]:
-        found = self._database["scores"].find({"pending": True}, {"episode": 1})
+        found = self["scores"].find({"pending": True}, {"episode": 1})
         return list({each["episode"] async for each in found})
 
     async def state(self) -> str:
         # A number is given before its document is there, so both are looked at.
-        given = [(each["_id"], each.get("value")) async for each in self._database["counters"].find()]
-        there = [await self._database[name].estimated_document_count() for name in ("episodes", "scores", "labels")]
-        found = self._database["episodes"].find({"open": True}, {"chunks": 1}).sort("order", -1).limit(WATCHED)
+        given = [(each["_id"], each.get("value")) async for each in self["counters"].find()]
+        there = [await self[name].estimated_document_count() for name in ("episodes", "scores", "labels")]
+        found = self["episodes"].find({"open": True}, {"chunks": 1}).sort("order", -1).limit(WATCHED)
         return f"{sorted(given)} {there} {[tuple(each.values()) async for each in found]}"
+
+
+def _cause(error: Exception) -> str:
+    code, text = getattr(error, "code", None), str(error) if isinstance(error, PyMongoError) else describe(error)
+    if isinstance(error, BulkWriteError):
+        first = [*error.details.get("writeErrors", ()), *error.details.get("writeConcernErrors", ()), {}][0]
+        code, text = first.get("code"), first.get("errmsg", "")
+    # PyMongo puts the state of every server, or the whole answer, behind the cause.
+    cause = re.split(", full error:|, Topology Description:|\n", text)[0][:300]
+    remedy = _REMEDIES.get(code or 0, "look at the connection string, and at the server's load, disk and log")
+    return f"{'cannot be reached' if isinstance(error, AutoReconnect) else 'failed'} ({cause}); {remedy}"
+
+
+class _Place(NamedTuple):
+    """Where an episode's content is: a log, and how many documents it has, valid or not."""
+
+    generation: str
+    length: int
 
 
 def _query_of(where: TrajectoryFilter) -> Query:

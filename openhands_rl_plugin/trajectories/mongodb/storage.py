@@ -33,19 +33,18 @@ class MongoDBTrajectoryStorage(LogStorage):
     ) -> None:
         super().__init__()
         with from_extra("mongodb", "pymongo"):
-            from openhands_rl_plugin.trajectories.mongodb.log import MongoDatabase, MongoLog
-        self._database = MongoDatabase(connection_string, database_name, durable=durable)
-        self._log = MongoLog(self._database)
+            from openhands_rl_plugin.trajectories.mongodb.log import MongoLog
+        self._log = MongoLog(connection_string, database_name, durable=durable)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._upgraded = False
 
     async def close(self) -> None:
         """Disconnect. The storage can be used again; it then connects again."""
-        await self._database.close()
+        await self._log.close()
 
     async def _read[Answer](self, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
-        async with self._database.explained():
-            counters = self._database["counters"]
+        async with self._log.explained():
+            counters = self._log["counters"]
             if not self._upgraded:
                 if not await counters.find_one(_UPGRADED):
                     await upgrade(self._log)
@@ -54,6 +53,6 @@ class MongoDBTrajectoryStorage(LogStorage):
             return await work(self._log)
 
     async def _change[Answer](self, identity: str, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
-        async with self._database.explained(), self._turns.setdefault(identity, asyncio.Lock()):
-            await self._database.prepare()
+        async with self._log.explained(), self._turns.setdefault(identity, asyncio.Lock()):
+            await self._log.prepare()
             return await work(self._log)

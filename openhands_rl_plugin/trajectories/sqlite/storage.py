@@ -85,9 +85,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS episodes_id ON episodes (id);
 CREATE INDEX IF NOT EXISTS episodes_run ON episodes (run_id);
 CREATE INDEX IF NOT EXISTS episodes_group ON episodes (group_id);
 CREATE INDEX IF NOT EXISTS episodes_task ON episodes (task_id);
-CREATE INDEX IF NOT EXISTS episodes_environment ON episodes (environment);
 CREATE INDEX IF NOT EXISTS episodes_split ON episodes (split);
-CREATE INDEX IF NOT EXISTS episodes_strategy ON episodes (strategy);
 CREATE INDEX IF NOT EXISTS episodes_adapter ON episodes (adapter, policy_version);
 CREATE INDEX IF NOT EXISTS episodes_version ON episodes (policy_version);
 CREATE INDEX IF NOT EXISTS episodes_stop ON episodes (stop);
@@ -522,10 +520,9 @@ def make_database(folder: Path) -> None:
             if file.exists():
                 return
             with replacing(file, PRIVATE) as draft, closing(_open(draft)) as connection:
-                connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
                 # Until it has its name, a crash loses nothing: it is made again.
-                connection.execute("PRAGMA journal_mode = OFF")
-                connection.execute("PRAGMA synchronous = OFF")
+                for pragma in (f"page_size = {_PAGE_BYTES}", "journal_mode = OFF", "synchronous = OFF"):
+                    connection.execute(f"PRAGMA {pragma}")
                 make_tables(connection)
                 connection.execute("PRAGMA journal_mode = WAL")
 

@@ -8,14 +8,14 @@ faster, nothing is changed and the writer looks again.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import batched
+from itertools import batched, chain
+from operator import itemgetter
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -106,11 +106,11 @@ class EpisodeHeader(NamedTuple):
     def begun(cls, start: EpisodeStart) -> Self:
         """That of an episode without nodes.
 
-        Raises ``StorageError`` when its time is no number, or its id has a NUL, with which SQLite's JSON ends a text.
+        Raises ``StorageError`` when its id has a NUL, with which SQLite's JSON ends a text.
         """
         if "\0" in start.id:
             raise StorageError(f"episode {start.id!r} cannot be stored: its id has a NUL character; leave that out")
-        task, policy, started = start.task, start.policy, _finite(start.id, start.started)
+        task, policy, started = start.task, start.policy, start.started
         ids = start.id, start.run_id, start.group_id, task.id, task.environment, task.split, start.strategy.name
         sampler = policy.base_model, policy.adapter, policy.version
         return cls(*ids, *sampler, StopReason.UNFINISHED.value, None, 0, 0, None, started, started)
@@ -132,10 +132,10 @@ class EpisodeHeader(NamedTuple):
         return self._replace(nodes=len(nodes), turns=len(acted), episode_return=known, finished=at)
 
     def ended(self, nodes: Sequence[TreeNode], end: EpisodeEnd) -> Self:
-        """That of the finished episode. Raises ``StorageError`` when it did not end, or its time is no number."""
+        """That of the finished episode. Raises ``StorageError`` when it did not end."""
         if end.stop is StopReason.UNFINISHED:
             raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
-        grown = self.grown(nodes, end.head, _finite(end.trajectory_id, end.finished), end.evidence)
+        grown = self.grown(nodes, end.head, end.finished, end.evidence)
         if end.failure is not None:
             grown = grown._replace(episode_return=None, failure_kind=end.failure.kind.value)
         return grown._replace(
@@ -198,12 +198,6 @@ def joined(nodes: Sequence[Node], more: Sequence[Node] = (), marks: Iterable[Nod
     return both
 
 
-def _finite(identity: str, seconds: float) -> float:
-    if not math.isfinite(seconds):
-        raise StorageError(f"episode {identity!r} cannot be stored: its times must be Unix seconds, not {seconds}")
-    return seconds
-
-
 class Content(NamedTuple):
     """What is stored of an episode, or added to it: packed documents and nodes, and the newest head. ``marks`` are read
     once, and raise ``ValueError`` where they are damaged."""
@@ -240,6 +234,8 @@ class Episode(NamedTuple):
 
 Record = tuple[int, str, bytes]
 """A score or a label as it is stored: its number, the id of its episode, the packed document."""
+
+_Scores = dict[str, list[tuple[int, Score]]]
 
 Judged = tuple[Episode, Sequence[int], Score | None]
 """An episode with the header that is right, the numbers of its scores, and the newest that judges the outcome."""
@@ -303,14 +299,13 @@ class Log(Protocol):
 @dataclass
 class _Standing:
     """An open episode before it changes. ``tainted``: nodes that held a secret, or are below one, so that no token ids
-    are kept; ``spoiled``: all of them, because a tool's description held one."""
+    are kept; ``None``, above all nodes, when a tool's description held one."""
 
     episode: Episode
     start: EpisodeStart
     nodes: Sequence[Node]
     head: int | None
-    tainted: frozenset[int]
-    spoiled: bool
+    tainted: frozenset[int | None]
 
 
 class LogStorage(ABC):
@@ -366,11 +361,12 @@ class LogStorage(ABC):
     async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
         """The labels of these episodes, oldest first. Raises ``StorageError``."""
         found = await self._read(lambda log: _parsed(log, Label, trajectory_ids, self._lost))
-        return tuple(label for _, label in found)
+        return tuple(label for _, label in sorted(chain(*found.values()), key=itemgetter(0)))
 
     async def scores(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
         """As in ``ReadsScores``. Raises ``StorageError``."""
-        return _by_episode(await self._read(lambda log: _parsed(log, Score, trajectory_ids, self._lost)))
+        found = await self._read(lambda log: _parsed(log, Score, trajectory_ids, self._lost))
+        return {identity: tuple(score for _, score in scores) for identity, scores in found.items()}
 
     async def get(self, trajectory_id: str) -> Found | None:
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
@@ -382,19 +378,17 @@ class LogStorage(ABC):
         A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
         episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
         """
-        async for ids, (episodes, scores) in self._stream(where, self._contents, _BATCH):
-            trajectories = await asyncio.to_thread(lambda episodes=episodes: dict(self._sound(episodes, _trajectory)))
-            for each in ids:
-                if each in trajectories:
-                    yield trajectories[each], scores.get(each, ())
+        async for found in self._stream(where, self._contents, _trajectory, _BATCH):
+            yield found
 
     async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
         """Like ``find``, without reading any node. Raises ``StorageError``."""
-        async for ids, episodes in self._stream(where, lambda log, ids: log.headers(ids), _SUMMARIES):
-            found = dict(self._sound(episodes, lambda each: each.header.summary(each.score)))
-            for each in ids:
-                if each in found:
-                    yield found[each]
+
+        async def headers(log: Log, ids: Sequence[str]) -> tuple[list[Episode], _Scores]:
+            return await log.headers(ids), {}
+
+        async for summary, _ in self._stream(where, headers, lambda each: each.header.summary(each.score), _SUMMARIES):
+            yield summary
 
     async def count(self, where: TrajectoryFilter | None = None) -> int:
         """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
@@ -422,13 +416,14 @@ class LogStorage(ABC):
     ) -> None:
         await self.close()
 
-    async def _stream[Read](
+    async def _stream[Made](
         self,
         where: TrajectoryFilter | None,
-        read: Callable[[Log, Sequence[str]], Coroutine[Any, Any, Read]],
+        read: Callable[[Log, Sequence[str]], Coroutine[Any, Any, tuple[list[Episode], _Scores]]],
+        make: Callable[[Episode], Made],
         size: int,
-    ) -> AsyncIterator[tuple[Sequence[str], Read]]:
-        """Some ids at a time, in order, with what is read of them."""
+    ) -> AsyncIterator[tuple[Made, tuple[Score, ...]]]:
+        """What is made of the matches and their scores, in order; so many are read at a time."""
         asked = where or TrajectoryFilter()
 
         async def matching(log: Log) -> Sequence[str]:
@@ -442,10 +437,14 @@ class LogStorage(ABC):
             return ids[first : None if asked.limit is None else first + asked.limit]
 
         for ids in batched(await self._read(matching), size):
-            yield ids, await self._read(lambda log, ids=ids: read(log, ids))
+            episodes, scores = await self._read(lambda log, ids=ids: read(log, ids))
+            made = await asyncio.to_thread(lambda episodes=episodes: dict(self._sound(episodes, make)))
+            for each in ids:
+                if each in made:
+                    yield made[each], tuple(score for _, score in scores.get(each, ()))
 
-    async def _contents(self, log: Log, ids: Sequence[str]) -> tuple[list[Episode], dict[str, tuple[Score, ...]]]:
-        return await log.episodes(ids), _by_episode(await _parsed(log, Score, ids, self._lost))
+    async def _contents(self, log: Log, ids: Sequence[str]) -> tuple[list[Episode], _Scores]:
+        return await log.episodes(ids), await _parsed(log, Score, ids, self._lost)
 
     def _sound[Made](self, episodes: Iterable[Episode], make: Callable[[Episode], Made]) -> Iterator[tuple[str, Made]]:
         """Id -> what is made of the episode; a damaged one is named, and left out if it is skipped."""
@@ -470,7 +469,8 @@ class LogStorage(ABC):
         episode = await _put(log, EpisodeHeader.begun(clean), Content(packed_json(clean)))
         if episode is not None:
             # A secret in the description of a tool is a part of every prompt.
-            self._remember(_Standing(episode, clean, [], None, frozenset(), clean.tools != start.tools))
+            tainted = frozenset[int | None]({None} if clean.tools != start.tools else ())
+            self._remember(_Standing(episode, clean, [], None, tainted))
 
     async def _grow(self, log: Log, growth: EpisodeGrowth) -> None:
         identity = growth.trajectory_id
@@ -491,8 +491,6 @@ class LogStorage(ABC):
                 )
             more = growth.nodes[known - growth.first :]
             nodes, standing.tainted = redact_nodes(more, first=known, tainted=standing.tainted)
-            if standing.spoiled:
-                nodes = tuple(node.model_copy(update={"tokens": None}) if node.tokens else node for node in nodes)
             standing.nodes = joined(standing.nodes, nodes, marks)
             header = standing.episode.header.grown(standing.nodes, growth.head, time.time())
             same = not nodes and not marks and growth.head == standing.head
@@ -538,7 +536,7 @@ class LogStorage(ABC):
         if not found:
             raise StorageError(f"episode {identity!r} is not open; begin() it first")
         start, stored = _opened(found[0])
-        return _Standing(found[0], start, stored, found[0].content.head, *_secrets_of(start, stored))
+        return _Standing(found[0], start, stored, found[0].content.head, _secrets_of(start, stored))
 
     def _remember(self, standing: _Standing) -> None:
         self._open[standing.start.id] = standing
@@ -581,9 +579,7 @@ async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | N
 async def _judge(log: Log, ids: Iterable[str]) -> None:
     """Write the newest judgement beside every header. A score that is damaged is named when it is read."""
     for some in batched(ids, 1000):
-        scores: dict[str, list[tuple[int, Score]]] = defaultdict(list)
-        for number, score in await _parsed(log, Score, some, []):
-            scores[score.trajectory_id].append((number, score))
+        scores = await _parsed(log, Score, some, [])
         judged: list[Judged] = []
         for episode in await log.headers(list(scores)) if scores else ():
             known = scores[episode.fields[0]]
@@ -596,10 +592,10 @@ async def _judge(log: Log, ids: Iterable[str]) -> None:
 async def _name(log: Log, ids: Iterable[str]) -> None:
     """Note the kinds of the labels that hold, and the texts of tags. One that is damaged is named when it is read."""
     for some in batched(ids, 1000):
-        labels = [label for _, label in await _parsed(log, Label, some, [])]
-        gone = {label.withdraws for label in labels}
-        for episode in await log.headers(list({label.trajectory_id for label in labels})) if labels else ():
-            own = [each for each in labels if each.trajectory_id == episode.fields[0]]
+        labels = await _parsed(log, Label, some, [])
+        for episode in await log.headers(list(labels)) if labels else ():
+            own = [label for _, label in labels[episode.fields[0]]]
+            gone = {each.withdraws for each in own}
             held = [each for each in own if each.withdraws is None and each.id not in gone]
             names = {each.text if each.kind is LabelKind.TAG else each.kind.value for each in held}
             await log.name(episode, sorted(names), len(own))
@@ -607,13 +603,13 @@ async def _name(log: Log, ids: Iterable[str]) -> None:
 
 async def _parsed[Value: (Score, Label)](
     log: Log, kind: type[Value], ids: Sequence[str], lost: list[DamagedRecord] | None
-) -> list[tuple[int, Value]]:
-    """The scores, or labels, with their numbers. With ``lost`` a damaged one is added to it instead of being an
-    error."""
-    found: list[tuple[int, Value]] = []
+) -> dict[str, list[tuple[int, Value]]]:
+    """Episode -> its scores, or labels, with their numbers, oldest first. With ``lost`` a damaged one is added to it
+    instead of being an error."""
+    found: dict[str, list[tuple[int, Value]]] = defaultdict(list)
     for number, identity, document in await log.records("scores" if kind is Score else "labels", ids) if ids else ():
         try:
-            found.append((number, parsed_json(kind, identity, document)))
+            found[identity].append((number, parsed_json(kind, identity, document)))
         except DamagedError as error:
             _lose(lost, DamagedRecord(what=kind.__name__.lower(), id=identity, row=number, cause=str(error)), error)
     return found
@@ -625,13 +621,6 @@ def _lose(lost: list[DamagedRecord] | None, record: DamagedRecord, error: Except
         raise DamagedError(record.in_words()) from error
     if not any((each.what, each.id, each.row) == (record.what, record.id, record.row) for each in lost):
         lost.append(record)
-
-
-def _by_episode(scores: Iterable[tuple[int, Score]]) -> dict[str, tuple[Score, ...]]:
-    found: dict[str, tuple[Score, ...]] = {}
-    for _, score in scores:
-        found[score.trajectory_id] = (*found.get(score.trajectory_id, ()), score)
-    return found
 
 
 def _opened(episode: Episode) -> tuple[EpisodeStart, list[Node]]:
@@ -662,19 +651,14 @@ def _trajectory(episode: Episode) -> Trajectory:
     return Trajectory(**parts, nodes=tuple(nodes), times=times)
 
 
-def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> tuple[frozenset[int], bool]:
-    """Which nodes are tainted, and whether all are: where a secret was, the text says so, and no ids are left."""
-    clean: set[int] = set()
-    for at in reversed(range(len(nodes))):
-        if at in clean or nodes[at].tokens:
-            clean |= {at, -1 if (parent := nodes[at].parent) is None else parent}
-    if not clean and any(REDACTED in str(tool) for tool in start.tools):
-        return frozenset(), True
-    tainted: set[int] = set()
+def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> frozenset[int | None]:
+    """Which nodes are tainted: where a secret was, the text says so, and no ids are left."""
+    clean = {up for at, node in enumerate(nodes) if node.tokens for up in path_to(nodes, at)}
+    tainted: set[int | None] = {None} if not clean and any(REDACTED in str(tool) for tool in start.tools) else set()
     for at, node in enumerate(nodes):
         if at not in clean and (node.parent in tainted or REDACTED in node.model_dump_json(exclude={"tokens"})):
             tainted.add(at)
-    return frozenset(tainted), False
+    return frozenset(tainted)
 
 
 def _attempts(identity: str) -> Iterator[int]:

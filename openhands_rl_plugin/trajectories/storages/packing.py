@@ -62,7 +62,23 @@ _NODE_LIST = TypeAdapter(tuple[Node, ...])
 
 def pack_nodes(nodes: Sequence[Node]) -> bytes:
     """All ``nodes`` in one pack. Raises ``StorageError`` for what cannot be written or is larger than the limit."""
-    return _pack_nodes(nodes, [_without_tokens(node) for node in nodes])
+    layout: list[int] = []
+    ids: list[Ids] = []
+    logprobs: list[Floats] = []
+    for node in nodes:
+        if (tokens := node.tokens) is None:
+            layout.extend((0, 0, 0, 0))
+            continue
+        flags = _HAS_TOKENS | (_EXTENDS if tokens.extends else 0)
+        layout.extend((flags, len(tokens.prompt_ids), len(tokens.sampled_ids), len(tokens.logprobs)))
+        ids += tokens.prompt_ids, tokens.sampled_ids
+        logprobs.append(tokens.logprobs)
+    whole, floats = b"".join(ids), b"".join(logprobs)
+    width = 4 if whole[2::4].strip(b"\0") or whole[3::4].strip(b"\0") else 2
+    planes = [floats[byte::_FLOAT] for byte in reversed(range(_FLOAT))]
+    text = b"[%s]" % b",".join(map(_without_tokens, nodes))
+    header = _HEADER.pack(len(nodes), len(text), width, _FLOAT) + struct.pack(f"<{len(layout)}I", *layout)
+    return _compress(_NODES, [header + text, _widened(whole, 4, width), planes[0], b"".join(planes[1:])])
 
 
 def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
@@ -103,26 +119,6 @@ def _readable(document: bytes, what: str) -> bytes:
                 f"{what} is nested more than {DEEPEST} levels deep and could not be read back: keep the value as text"
             ) from error
     return document
-
-
-def _pack_nodes(nodes: Sequence[Node], documents: Sequence[bytes]) -> bytes:
-    layout: list[int] = []
-    ids: list[Ids] = []
-    logprobs: list[Floats] = []
-    for node in nodes:
-        if (tokens := node.tokens) is None:
-            layout.extend((0, 0, 0, 0))
-            continue
-        flags = _HAS_TOKENS | (_EXTENDS if tokens.extends else 0)
-        layout.extend((flags, len(tokens.prompt_ids), len(tokens.sampled_ids), len(tokens.logprobs)))
-        ids += tokens.prompt_ids, tokens.sampled_ids
-        logprobs.append(tokens.logprobs)
-    whole, floats = b"".join(ids), b"".join(logprobs)
-    width = 4 if whole[2::4].strip(b"\0") or whole[3::4].strip(b"\0") else 2
-    planes = [floats[byte::_FLOAT] for byte in reversed(range(_FLOAT))]
-    text = b"[%s]" % b",".join(documents)
-    header = _HEADER.pack(len(nodes), len(text), width, _FLOAT) + struct.pack(f"<{len(layout)}I", *layout)
-    return _compress(_NODES, [header + text, _widened(whole, 4, width), planes[0], b"".join(planes[1:])])
 
 
 def _read_nodes(data: memoryview) -> tuple[Node, ...]:
