@@ -1,18 +1,21 @@
 """How fast trajectories are stored and found again, beside other projects' stores.
 
-    python -m evaluation.performance.storage.compare [--repeats 5] [--peers-python PATH] [--folder DIR] [--json FILE]
+    python -m evaluation.performance.storage.compare [--repeats 5] [--peers-python PATH] [--former DIR] [--folder DIR]
+        [--json FILE]
 
-- appends: sessions are played from 16 tasks; each ``grow`` brings one turn of 1,300 new tokens with logprobs and its
+- appends: sessions are stored by 16 tasks; each ``grow`` brings one turn of 1,300 new tokens with logprobs and its
   messages, and the mark with the reward of the turn before, and returns when it is on the disk;
 - scan: all of that is read back by a storage that was opened anew;
 - first page: the first 50 that are found among 100,000 small trajectories. Of four queries the slowest counts. "cold"
-  is the first query of a new process (without the time that Python and the imports take), "warm" one of an old process.
+  is the first query of a new process (without the time that Python and the imports take), "warm" one of an old process;
+- least: what an append and a reading cost at least by themselves: to look for secrets, JSON, zstd, and SQLite.
 
 The folder decides what is measured: give one on the disk that will hold the trajectories (a folder in memory would
 make the flushing free). Where others use the machine, too, the figures for a CPU second tell more.
 
 ``--peers-python`` is a Python with rllm-model-gateway and tinker-cookbook; their stores take turns with this one on a
-part of the sessions, because each of their records holds the whole prompt.
+part of the sessions, because each of their records holds the whole prompt. ``--former`` is a checkout of other code of
+this project, whose store takes turns as well.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ import json
 import os
 import platform
 import random
+import sqlite3
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from backports import zstd
 from rich.console import Console
 from rich.table import Table
 
@@ -38,13 +45,15 @@ from evaluation.performance.storage.load import Turn, session
 from evaluation.performance.storage.pages import cold_first_page, fill, first_page, queries
 from openhands_rl_plugin import FileTrajectoryStorage, Message, Task
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
+from openhands_rl_plugin.core.redaction import redact_nodes, secrets_looked_up_once
 from openhands_rl_plugin.core.types import Node, PolicyRef, SamplingParams, StopReason, StrategySpec, Tokens
+from openhands_rl_plugin.trajectories.storages.packing import pack_nodes, unpack_nodes
 
 TURNS = 30
 CONCURRENCY = 16
 PEER_SESSIONS = 8
 PEERS = ("rllm", "tinker")
-OURS = "this"
+OURS, FORMER = "this", "former"
 
 _POLICY = PolicyRef(base_model="smollm2-135m", adapter="policy", version=1)
 
@@ -78,7 +87,7 @@ class Sample:
     scan_of_cpu: float | None = None
 
 
-def played(identity: str, turns: Sequence[Turn]) -> list[Step]:
+def steps_of(identity: str, turns: Sequence[Turn]) -> list[Step]:
     """A session as its recorder stores it."""
     steps: list[Step] = [
         EpisodeStart(
@@ -117,8 +126,8 @@ def _answer(identity: str, at: int, turn: Turn) -> Node:
 
 
 async def store_and_scan(folder: Path, sessions: Sequence[Sequence[Turn]]) -> Sample:
-    """Play all sessions from ``CONCURRENCY`` tasks into a new store, then read it."""
-    episodes = [played(str(number), turns) for number, turns in enumerate(sessions)]
+    """Store all sessions by ``CONCURRENCY`` tasks in a new store, then read it."""
+    episodes = [steps_of(str(number), turns) for number, turns in enumerate(sessions)]
     waiting = iter(episodes)
     storage = FileTrajectoryStorage(folder)
 
@@ -148,34 +157,94 @@ async def store_and_scan(folder: Path, sessions: Sequence[Sequence[Turn]]) -> Sa
     return Sample(calls / writing, size / calls, calls / reading, calls / write_work, calls / read_work)
 
 
-def peer(name: str, python: str, folder: Path) -> Sample:
-    """The same with another project's store."""
-    script = Path(__file__).with_name("peer.py")
-    numbers = [str(number) for number in (PEER_SESSIONS, TURNS, CONCURRENCY)]
-    done = subprocess.run(
-        [python, str(script), name, str(folder), *numbers], capture_output=True, text=True, timeout=600
-    )
+_ONCE = """
+import asyncio, dataclasses, json, pathlib, sys
+from evaluation.performance.storage import compare, load
+sessions = [load.session(seed, compare.TURNS) for seed in range(int(sys.argv[2]))]
+folder = pathlib.Path(sys.argv[1])
+asyncio.run(compare.store_and_scan(folder / "first", sessions[: compare.CONCURRENCY]))
+print(json.dumps(dataclasses.asdict(asyncio.run(compare.store_and_scan(folder / "store", sessions)))))
+"""
+
+
+def measured(name: str, folder: Path, options: argparse.Namespace) -> Sample:
+    """One run of one store in a process of its own."""
+    environment = dict(os.environ)
+    if name in PEERS:
+        script = Path(__file__).with_name("peer.py")
+        numbers = [str(number) for number in (PEER_SESSIONS, TURNS, CONCURRENCY)]
+        command = [options.peers_python, str(script), name, str(folder), *numbers]
+    else:
+        code = options.former if name == FORMER else Path(__file__).parents[3]
+        environment["PYTHONPATH"] = str(code)
+        command = [sys.executable, "-c", _ONCE, str(folder), str(options.sessions)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=folder)
     if done.returncode:
         raise SystemExit(f"error: {name} failed: {done.stderr.strip().splitlines()[-1:]}")
     return Sample(**json.loads(done.stdout.splitlines()[-1]))
 
 
+def least(scratch: Path, sessions: Sequence[Sequence[Turn]]) -> list[Figure]:
+    """What no store of this format and durability does without, in processor seconds; the best of five."""
+    growths = [
+        [step.nodes for step in steps_of(f"{at}", turns) if isinstance(step, EpisodeGrowth)]
+        for at, turns in enumerate(sessions)
+    ]
+    each = [nodes for episode in growths for nodes in episode]
+    whole = [[node for nodes in episode for node in nodes] for episode in growths]
+    packs = [pack_nodes(nodes) for nodes in whole]
+
+    def secrets() -> None:
+        with secrets_looked_up_once():
+            for nodes in each:
+                redact_nodes(nodes)
+
+    def inserts() -> None:
+        with closing(sqlite3.connect(scratch / "least.sqlite", isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("CREATE TABLE IF NOT EXISTS chunks (nodes BLOB)")
+            for first in range(0, len(small), CONCURRENCY):
+                connection.execute("BEGIN")
+                connection.executemany("INSERT INTO chunks VALUES (?)", small[first : first + CONCURRENCY])
+                connection.execute("COMMIT")
+
+    small = [(pack_nodes(nodes),) for nodes in each]
+    seconds = {
+        "secrets": _least_seconds(secrets),
+        "pack": _least_seconds(lambda: [pack_nodes(nodes) for nodes in each]),
+        "pack whole": _least_seconds(lambda: [pack_nodes(nodes) for nodes in whole]),
+        "SQLite": _least_seconds(inserts),
+    }
+    reading = _least_seconds(lambda: [unpack_nodes(pack) for pack in packs])
+    parts = ", ".join(f"{name} {value / len(each) * 1e6:.0f} us" for name, value in seconds.items())
+    smallest = sum(len(zstd.compress(zstd.decompress(pack[1:]), 19)) for pack in packs) / len(each)
+    return [
+        Figure(f"least: appends a CPU second ({parts})", len(each) / sum(seconds.values())),
+        Figure("least: turns read a CPU second", len(each) / reading),
+        Figure("least: bytes a turn, zstd at level 19", smallest),
+    ]
+
+
+def _least_seconds(work: Callable[[], object]) -> float:
+    found = []
+    for _ in range(5):
+        started = time.process_time()
+        work()
+        found.append(time.process_time() - started)
+    return min(found)
+
+
 def measure(scratch: Path, options: argparse.Namespace) -> dict[str, list[Sample]]:
-    """All stores in changing order, ``--repeats`` times; the first round of this one only fills caches."""
-    sessions = [session(seed, TURNS) for seed in range(options.sessions)]
-    asyncio.run(store_and_scan(scratch / "warm-up", sessions[:CONCURRENCY]))
+    """All stores in changing order, ``--repeats`` times."""
     samples: dict[str, list[Sample]] = {}
     for repeat in range(options.repeats):
-        names = [OURS, *(PEERS if options.peers_python else ())]
+        names = [OURS, *([FORMER] if options.former else ()), *(options.peers if options.peers_python else ())]
         random.Random(repeat).shuffle(names)
         for name in names:
             folder = scratch / f"{name}-{repeat}"
             folder.mkdir(mode=0o700)
-            if name == OURS:
-                sample = asyncio.run(store_and_scan(folder, sessions))
-            else:
-                sample = peer(name, options.peers_python, folder)
-            samples.setdefault(name, []).append(sample)
+            samples.setdefault(name, []).append(measured(name, folder, options))
     return samples
 
 
@@ -191,8 +260,8 @@ def first_pages(folder: Path, options: argparse.Namespace) -> list[Figure]:
             for query, where in queries(options.trajectories).items()
         }
         slowest = max(medians, key=lambda query: medians[query])
-        told = f"seconds to the first page of {options.trajectories:,}, {name} ({slowest})"
-        figures.append(Figure(told, medians[slowest], 0.1, at_most=True))
+        title = f"seconds to the first page of {options.trajectories:,}, {name} ({slowest})"
+        figures.append(Figure(title, medians[slowest], 0.1, at_most=True))
     return figures
 
 
@@ -222,8 +291,13 @@ def peer_figures(samples: dict[str, list[Sample]]) -> list[Figure]:
             ),
             Figure(f"times smaller than {name}", _median(b.bytes / a.bytes for a, b in zip(ours, theirs, strict=True))),
         ]
-        if all(each.scan for each in theirs):
-            figures.append(Figure(f"{name}: calls read a second", _median(each.scan or 0.0 for each in theirs)))
+        for what, values in (
+            ("calls read a second", [each.scan for each in theirs]),
+            ("appends a CPU second", [each.appends_of_cpu for each in theirs]),
+            ("turns read a CPU second", [each.scan_of_cpu for each in theirs]),
+        ):
+            if None not in values:
+                figures.append(Figure(f"{name}: {what}", _median(value or 0.0 for value in values)))
     return sorted(figures, key=lambda figure: figure.name)
 
 
@@ -235,6 +309,8 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=64, help=f"sessions of {TURNS} turns a round (default: 64)")
     parser.add_argument("--trajectories", type=int, default=100_000, help="among which to find (default: 100,000)")
     parser.add_argument("--peers-python", help="a Python that has the other projects installed")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="which of them (default: all)")
+    parser.add_argument("--former", type=Path, help="a checkout of other code of this project")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     if options.trajectories < 2000:
@@ -242,10 +318,11 @@ def main() -> None:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="storage-benchmark-") as scratch:
         samples = measure(Path(scratch), options)
+        floor = least(Path(scratch), [session(seed, TURNS) for seed in range(CONCURRENCY)])
         many = Path(scratch) / "many"
         asyncio.run(fill(many, options.trajectories))
         pages = first_pages(many, options)
-    figures = [*own_figures(samples[OURS], pages), *peer_figures(samples)]
+    figures = [*own_figures(samples[OURS], pages), *floor, *peer_figures(samples)]
     table = Table(
         "figure", "bound", "median", "reached", title=f"{options.repeats} repeats, {CONCURRENCY} appends at a time"
     )

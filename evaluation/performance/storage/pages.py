@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from openhands_rl_plugin import FileTrajectoryStorage, Message, Task, Trajectory, TrajectoryFilter
-from openhands_rl_plugin.core.records import TrajectoryOrder
+from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryOrder
 from openhands_rl_plugin.core.types import Node, PolicyRef, StopReason, StrategySpec, Times, Tokens, Usage
 
 PAGE = 50
@@ -28,11 +28,12 @@ def small(number: int) -> Trajectory:
     random_ = random.Random(number)
     ids = tuple(random_.randrange(49_152) for _ in range(12))
     tokens = Tokens.of(ids[:8], ids[8:], (-0.5,) * 4)
+    split = "train" if number % 50 else "heldout"
     return Trajectory(
         id=f"{number:08d}",
         run_id=f"run-{number % 20}",
         group_id=f"group-{number // 8}",
-        task=Task(id=f"goal-{number // 8}", environment=("webshop", "workspace", "grid")[number % 3], split="train"),
+        task=Task(id=f"goal-{number // 8}", environment=("webshop", "workspace", "grid")[number % 3], split=split),
         strategy=StrategySpec(name="StandardReAct"),
         policy=PolicyRef(base_model="smollm2-135m", adapter="policy", version=number // 5000),
         nodes=(
@@ -61,6 +62,12 @@ def queries(count: int) -> dict[str, TrajectoryFilter]:
         "best first": best,
         "the best of a run": best.model_copy(update={"run_id": "run-7"}),
         "far down by time": late.model_copy(update={"sort": TrajectoryOrder.FINISHED, "offset": count // 7}),
+        "by outcome": TrajectoryFilter(stop=StopReason.MAX_TURNS, reward_at_most=0.5, limit=PAGE),
+        "by task and run": TrajectoryFilter(run_id="run-7", contains="goal-1", limit=PAGE),
+        "by version": TrajectoryFilter(adapter="policy", policy_version=0, descending=True, limit=PAGE),
+        "by split": TrajectoryFilter(split="heldout", limit=PAGE),
+        "by label": TrajectoryFilter(label="look again", limit=PAGE),
+        "by time": TrajectoryFilter(since=count / 2, until=count / 2 + 1000, limit=PAGE),
     }
 
 
@@ -69,6 +76,9 @@ async def fill(folder: Path, count: int) -> None:
     async with FileTrajectoryStorage(folder, durable=False) as storage:
         for first in range(0, count, _BATCH):
             await asyncio.gather(*(storage.add(small(number)) for number in range(first, min(first + _BATCH, count))))
+        tagged = [f"{number:08d}" for number in range(0, count, 20)]
+        tag = Label(id="", trajectory_id="", kind=LabelKind.TAG, text="look again", at=0.0)
+        await storage.add_labels([tag.model_copy(update={"id": each, "trajectory_id": each}) for each in tagged])
 
 
 async def first_page(folder: Path, where: TrajectoryFilter) -> float:

@@ -56,7 +56,7 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--until", type=_time, metavar="TIME", help="ended at this time or before")
     searched = ", ".join(name.removesuffix("_id").replace("_", " ") for name in SEARCHED)
     group.add_argument("--contains", metavar="TEXT", help=f"with this text in one of {searched}")
-    group.add_argument("--label", metavar="TEXT", help="with this tag, or a label of this kind, such as verdict")
+    group.add_argument("--labelled", metavar="TEXT", help="with this tag, or a label of this kind, such as verdict")
     ended = group.add_mutually_exclusive_group()
     ended.add_argument("--unfinished", action="store_true", help="only episodes that have not ended")
     ended.add_argument("--all", action="store_true", help="also episodes that have not ended")
@@ -89,7 +89,7 @@ def filter_of(args: argparse.Namespace) -> TrajectoryFilter:
         since=args.since,
         until=args.until,
         contains=args.contains,
-        label=args.label,
+        label=args.labelled,
     )
 
 

@@ -24,16 +24,23 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTraje
 async def as_before(folder: Path) -> None:
     """A store as version 0.2 left it: no labels, columns of the newest score, and a session's return of 0."""
     async with FileTrajectoryStorage(folder) as storage:
-        for name, environment in (("graded", "swe"), ("told", "gateway"), ("nobody", "workspace"), ("shop", "shop")):
+        for name, environment in (
+            ("graded", "swe"),
+            ("remarked", "gateway"),
+            ("nobody", "workspace"),
+            ("shop", "shop"),
+        ):
             await storage.add(sample_episode(name, environment=environment, reward=0.0))
         patched = sample_episode("patched", environment="swe", reward=0.0)
         await storage.add(patched.model_copy(update={"evidence": {"git_patch": ""}}))
         await storage.add_scores([sample_score("graded", 1.0, "tests-1"), sample_score("graded", 0.25, "verifier-1@x")])
-        await storage.add_scores([sample_score("told", 0.5, "gateway-1"), sample_score("told", None, "remark-1")])
+        await storage.add_scores(
+            [sample_score("remarked", 0.5, "gateway-1"), sample_score("remarked", None, "remark-1")]
+        )
     with closing(sqlite3.connect(folder / FILE_NAME)) as connection, connection:
-        connection.execute("DROP TABLE labels")
+        connection.executescript("DROP TABLE labels; DROP TABLE names")
         connection.execute("UPDATE episodes SET score = 0.25, reward = 0.25, scored = 1 WHERE id = 'graded'")
-        connection.execute("UPDATE episodes SET score = NULL, reward = NULL, scored = 1 WHERE id = 'told'")
+        connection.execute("UPDATE episodes SET score = NULL, reward = NULL, scored = 1 WHERE id = 'remarked'")
         connection.execute("UPDATE episodes SET episode_return = 0.0, reward = 0.0 WHERE NOT scored")
 
 
@@ -41,13 +48,14 @@ async def test_it_is_judged_by_outcomes_and_takes_labels(tmp_path: Path) -> None
     await as_before(tmp_path)
     async with FileTrajectoryStorage(tmp_path) as storage:
         found = {each.id: (each.reward, each.episode_return) async for each in storage.summaries()}
-        assert found["graded"][0] == 1.0 and found["told"][0] == 0.5
+        assert found["graded"][0] == 1.0 and found["remarked"][0] == 0.5
         assert found["nobody"] == found["patched"] == (None, None) and found["shop"] == (None, 0.0)
         good = TrajectoryFilter(reward_at_least=0.4, sort=TrajectoryOrder.REWARD)
-        assert [each.id async for each in storage.summaries(good)] == ["told", "graded"]
+        assert [each.id async for each in storage.summaries(good)] == ["remarked", "graded"]
         label = Label(id="1", trajectory_id="nobody", kind=LabelKind.TAG, text="look again", at=1.0)
         await storage.add_labels([label])
         assert await storage.labels(["nobody", "graded"]) == (label,)
+        assert [each.id async for each in storage.summaries(TrajectoryFilter(label="look again"))] == ["nobody"]
 
 
 async def test_it_is_done_once(tmp_path: Path) -> None:
@@ -83,7 +91,7 @@ async def condensed_as_before(folder: Path) -> Trajectory:
         await storage.grow(EpisodeGrowth(trajectory_id=episode.id, first=len(paid), head=8, marks=late))
         await storage.end(EpisodeEnd.of(episode))
     with closing(sqlite3.connect(folder / FILE_NAME)) as connection, connection:
-        connection.execute("DROP TABLE labels")
+        connection.executescript("DROP TABLE labels; DROP TABLE names")
         connection.execute("UPDATE episodes SET turns = 1, episode_return = 0.5, reward = 0.5")
     return episode
 
@@ -116,8 +124,7 @@ async def test_an_older_store_gets_the_indices_of_its_orders(tmp_path: Path) -> 
         for at in range(5):
             await storage.add(sample_episode(f"{at}", reward=at / 4))
     with closing(sqlite3.connect(tmp_path / "old" / FILE_NAME)) as connection, connection:
-        connection.execute("DROP INDEX episodes_by_reward")
-        connection.execute("DROP INDEX episodes_split")
+        connection.executescript("DROP INDEX episodes_by_reward; DROP TABLE names")
         connection.execute("CREATE INDEX episodes_reward ON episodes (reward) WHERE stop <> 'unfinished'")
     assert indices(tmp_path / "old") != indices(tmp_path / "new")
     order = TrajectoryFilter(sort=TrajectoryOrder.REWARD, descending=True, finished=None)
