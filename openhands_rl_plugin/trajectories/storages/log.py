@@ -235,8 +235,6 @@ class Episode(NamedTuple):
 Record = tuple[int, str, bytes]
 """A score or a label as it is stored: its number, the id of its episode, the packed document."""
 
-_Scores = dict[str, list[tuple[int, Score]]]
-
 Judged = tuple[Episode, Sequence[int], Score | None]
 """An episode with the header that is right, the numbers of its scores, and the newest that judges the outcome."""
 
@@ -360,12 +358,12 @@ class LogStorage(ABC):
 
     async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
         """The labels of these episodes, oldest first. Raises ``StorageError``."""
-        found = await self._read(lambda log: _parsed(log, Label, trajectory_ids, self._lost))
+        found = _parsed(Label, await self._read(lambda log: log.records("labels", trajectory_ids)), self._lost)
         return tuple(label for _, label in sorted(chain(*found.values()), key=itemgetter(0)))
 
     async def scores(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
         """As in ``ReadsScores``. Raises ``StorageError``."""
-        found = await self._read(lambda log: _parsed(log, Score, trajectory_ids, self._lost))
+        found = _parsed(Score, await self._read(lambda log: log.records("scores", trajectory_ids)), self._lost)
         return {identity: tuple(score for _, score in scores) for identity, scores in found.items()}
 
     async def get(self, trajectory_id: str) -> Found | None:
@@ -378,14 +376,18 @@ class LogStorage(ABC):
         A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
         episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
         """
-        async for found in self._stream(where, self._contents, _trajectory, _BATCH):
+
+        async def contents(log: Log, ids: Sequence[str]) -> tuple[list[Episode], list[Record]]:
+            return await log.episodes(ids), await log.records("scores", ids)
+
+        async for found in self._stream(where, contents, _trajectory, _BATCH):
             yield found
 
     async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
         """Like ``find``, without reading any node. Raises ``StorageError``."""
 
-        async def headers(log: Log, ids: Sequence[str]) -> tuple[list[Episode], _Scores]:
-            return await log.headers(ids), {}
+        async def headers(log: Log, ids: Sequence[str]) -> tuple[list[Episode], list[Record]]:
+            return await log.headers(ids), []
 
         async for summary, _ in self._stream(where, headers, lambda each: each.header.summary(each.score), _SUMMARIES):
             yield summary
@@ -419,7 +421,7 @@ class LogStorage(ABC):
     async def _stream[Made](
         self,
         where: TrajectoryFilter | None,
-        read: Callable[[Log, Sequence[str]], Coroutine[Any, Any, tuple[list[Episode], _Scores]]],
+        read: Callable[[Log, Sequence[str]], Coroutine[Any, Any, tuple[list[Episode], list[Record]]]],
         make: Callable[[Episode], Made],
         size: int,
     ) -> AsyncIterator[tuple[Made, tuple[Score, ...]]]:
@@ -437,14 +439,12 @@ class LogStorage(ABC):
             return ids[first : None if asked.limit is None else first + asked.limit]
 
         for ids in batched(await self._read(matching), size):
-            episodes, scores = await self._read(lambda log, ids=ids: read(log, ids))
+            episodes, records = await self._read(lambda log, ids=ids: read(log, ids))
             made = await asyncio.to_thread(lambda episodes=episodes: dict(self._sound(episodes, make)))
+            scores = _parsed(Score, (record for record in records if record[1] in made), self._lost)
             for each in ids:
                 if each in made:
                     yield made[each], tuple(score for _, score in scores.get(each, ()))
-
-    async def _contents(self, log: Log, ids: Sequence[str]) -> tuple[list[Episode], _Scores]:
-        return await log.episodes(ids), await _parsed(log, Score, ids, self._lost)
 
     def _sound[Made](self, episodes: Iterable[Episode], make: Callable[[Episode], Made]) -> Iterator[tuple[str, Made]]:
         """Id -> what is made of the episode; a damaged one is named, and left out if it is skipped."""
@@ -579,7 +579,7 @@ async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | N
 async def _judge(log: Log, ids: Iterable[str]) -> None:
     """Write the newest judgement beside every header. A score that is damaged is named when it is read."""
     for some in batched(ids, 1000):
-        scores = await _parsed(log, Score, some, [])
+        scores = _parsed(Score, await log.records("scores", some), [])
         judged: list[Judged] = []
         for episode in await log.headers(list(scores)) if scores else ():
             known = scores[episode.fields[0]]
@@ -592,7 +592,7 @@ async def _judge(log: Log, ids: Iterable[str]) -> None:
 async def _name(log: Log, ids: Iterable[str]) -> None:
     """Note the kinds of the labels that hold, and the texts of tags. One that is damaged is named when it is read."""
     for some in batched(ids, 1000):
-        labels = await _parsed(log, Label, some, [])
+        labels = _parsed(Label, await log.records("labels", some), [])
         for episode in await log.headers(list(labels)) if labels else ():
             own = [label for _, label in labels[episode.fields[0]]]
             gone = {each.withdraws for each in own}
@@ -601,16 +601,16 @@ async def _name(log: Log, ids: Iterable[str]) -> None:
             await log.name(episode, sorted(names), len(own))
 
 
-async def _parsed[Value: (Score, Label)](
-    log: Log, kind: type[Value], ids: Sequence[str], lost: list[DamagedRecord] | None
+def _parsed[Value: (Score, Label)](
+    kind: type[Value], records: Iterable[Record], lost: list[DamagedRecord] | None
 ) -> dict[str, list[tuple[int, Value]]]:
     """Episode -> its scores, or labels, with their numbers, oldest first. With ``lost`` a damaged one is added to it
     instead of being an error."""
     found: dict[str, list[tuple[int, Value]]] = defaultdict(list)
-    for number, identity, document in await log.records("scores" if kind is Score else "labels", ids) if ids else ():
+    for number, identity, document in records:
         try:
             found[identity].append((number, parsed_json(kind, identity, document)))
-        except DamagedError as error:
+        except (DamagedError, ValueError, AttributeError) as error:
             _lose(lost, DamagedRecord(what=kind.__name__.lower(), id=identity, row=number, cause=str(error)), error)
     return found
 
