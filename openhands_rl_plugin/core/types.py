@@ -96,7 +96,10 @@ def acted_nodes(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
     """
     if head is None:
         return ()
-    path = {at for at in path_to(nodes, head) if nodes[at].sampled and kind_of(nodes[at]) == TURN}
+    walk = path_to(nodes, head)
+    path = {at for at in walk if nodes[at].sampled and kind_of(nodes[at]) == TURN}
+    if len(walk) == len(nodes):
+        return tuple(sorted(path))
     decided = {nodes[at].parent for at in path if REWRITTEN not in nodes[at].metadata}
     others = {at for at, node in enumerate(nodes) if was_executed(node) and node.parent not in decided}
     return tuple(sorted(path | others - _superseded(nodes, others)))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
 import uuid
 from collections import defaultdict
@@ -108,7 +107,6 @@ class MongoLog(Log):
         self._name = name
         # Writes without a journal are lost by a crash of the server within its commit interval (100 ms).
         self._concern = WriteConcern("majority", _REPLICATION_MS, j=True) if durable else WriteConcern(1)
-        self._process = os.getpid()
         self._opened: tuple[asyncio.AbstractEventLoop, AsyncMongoClient[dict[str, Any]]] | None = None
         self._prepared = False
 
@@ -145,8 +143,6 @@ class MongoLog(Log):
     @asynccontextmanager
     async def explained(self) -> AsyncIterator[None]:
         """Turn errors of the server into a ``StorageError`` with the remedy, without any password."""
-        if os.getpid() != self._process:
-            raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
         try:
             yield
         except (PyMongoError, BSONError, OverflowError, UnicodeEncodeError) as error:

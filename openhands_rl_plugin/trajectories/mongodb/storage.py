@@ -43,6 +43,7 @@ class MongoDBTrajectoryStorage(LogStorage):
         await self._log.close()
 
     async def _read[Answer](self, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
+        self._check_process()
         async with self._log.explained():
             counters = self._log["counters"]
             if not self._upgraded:
@@ -53,6 +54,7 @@ class MongoDBTrajectoryStorage(LogStorage):
             return await work(self._log)
 
     async def _change[Answer](self, identity: str, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
+        self._check_process()
         async with self._log.explained(), self._turns.setdefault(identity, asyncio.Lock()):
             await self._log.prepare()
             return await work(self._log)

@@ -124,7 +124,7 @@ _SOME = "IN (SELECT value FROM json_each(?))"
 _INSERT = f"INSERT INTO episodes ({_COLUMNS}, head, scored, reward) VALUES ({'?, ' * len(_FIELDS)}?, 0, ?)"
 
 # What is wrong with one call, and not with the file.
-_OF_ONE_CALL = (sqlite3.DataError, sqlite3.IntegrityError)
+_OF_ONE_CALL = (StorageError, OverflowError, ValueError, sqlite3.DataError, sqlite3.IntegrityError)
 
 type Work[Answer] = Callable[[Log], Coroutine[Any, Any, Answer]]
 
@@ -143,7 +143,6 @@ class FileTrajectoryStorage(LogStorage):
         self._folder = Path(path).expanduser()
         self._file = self._folder / FILE_NAME
         self._durable = durable
-        self._process = os.getpid()
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
         self._waiting = deque[tuple[Work[Any], Future[Any]]]()
@@ -191,32 +190,23 @@ class FileTrajectoryStorage(LogStorage):
     def _ask[Answer](self, ask: Callable[[sqlite3.Connection], Answer]) -> Answer:
         self._check_process()
         with explained(self._file), self._reading:
-            there, kept = self._file.exists(), False
-            connection = (self._reader or self._connect()) if there else empty_database()
+            there = self._file.exists()
+            connection = (self._reader or connect(self._file, durable=self._durable)) if there else empty_database()
+            self._reader = None
             try:
                 connection.execute("PRAGMA query_only = ON")
                 connection.execute("BEGIN")
                 answer = ask(connection)
                 connection.execute("ROLLBACK")
                 # On a disk that is not written from here the next reader looks again whether somebody else does.
-                kept = there and os.access(self._folder, os.W_OK)
+                if there and os.access(self._folder, os.W_OK):
+                    self._reader = connection
                 return answer
             except (ValueError, LookupError, TypeError, OverflowError) as error:
                 raise DamagedError(f"a record is damaged, restore the file from a backup: {describe(error)}") from error
             finally:
-                self._reader = connection if kept else None
-                if not kept:
+                if self._reader is None:
                     connection.close()
-
-    def _connect(self) -> sqlite3.Connection:
-        connection = connect(self._file, durable=self._durable)
-        try:
-            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone():
-                _upgrade(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def _wake(self) -> None:
         """Have the thread store the waiting calls, unless it has been notified already."""
@@ -246,7 +236,7 @@ class FileTrajectoryStorage(LogStorage):
                         connection.execute("SAVEPOINT call")
                         try:
                             outcomes.append(_driven(work, connection))
-                        except (StorageError, OverflowError, ValueError, *_OF_ONE_CALL) as error:
+                        except _OF_ONE_CALL as error:
                             outcomes.append(_stored_not(error))
                             connection.execute("ROLLBACK TO call")
                         connection.execute("RELEASE call")
@@ -267,7 +257,7 @@ class FileTrajectoryStorage(LogStorage):
         if self._writer is None:
             if not self._file.exists():
                 make_database(self._folder)
-            self._writer = self._connect()
+            self._writer = connect(self._file, durable=self._durable)
         elif not self._file.exists():
             raise StorageError(f"{self._file} was deleted while it was in use; what was stored in it is gone")
         return self._writer
@@ -277,17 +267,13 @@ class FileTrajectoryStorage(LogStorage):
             self._disconnect()
             if self._reader is not None:
                 self._reader.close()
-            self._reader = None
+                self._reader = None
 
     def _disconnect(self) -> None:
         self._open.clear()
         if self._writer is not None:
             self._writer.close()
-        self._writer = None
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
+            self._writer = None
 
 
 def _writing_thread() -> ThreadPoolExecutor:
@@ -473,7 +459,8 @@ def _fields_of(header: EpisodeHeader) -> EpisodeHeader:
 
 
 def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
-    """Open an existing store. ``durable``: a commit returns only when it is on the disk. Raises ``StorageError``."""
+    """Open an existing store, and make what it lacks. ``durable``: a commit returns only when it is on the disk. Raises
+    ``StorageError``."""
     with explained(file):
         connection = _open(file)
         try:
@@ -486,6 +473,8 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
             if version > SCHEMA_VERSION:
                 newer = f"{file} has schema version {version}, newer than {SCHEMA_VERSION}"
                 raise StorageError(f"{newer}; upgrade openhands_rl_plugin{_OR}")
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone():
+                _upgrade(connection)
         except BaseException:
             connection.close()
             raise

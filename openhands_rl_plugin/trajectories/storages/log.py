@@ -8,6 +8,7 @@ faster, nothing is changed and the writer looks again.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
@@ -310,8 +311,13 @@ class LogStorage(ABC):
     """A storage above a log, which ``_read`` and ``_change`` hand to what works with it."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._open: OrderedDict[str, _Standing] = OrderedDict()
         self._lost: list[DamagedRecord] | None = None
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise StorageError("a storage cannot be carried over a fork; open it in the process that uses it")
 
     @abstractmethod
     async def _read[Answer](self, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
