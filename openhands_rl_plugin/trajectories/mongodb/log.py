@@ -181,7 +181,8 @@ class MongoLog(Log):
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         if where.limit == 0:
             return []
-        stages = [{"$match": _query_of(where)}, *_key_of(where.sort)]
+        computed = [{"$addFields": {where.sort.value: _COMPUTED[where.sort]}}] if where.sort in _COMPUTED else []
+        stages: list[Query] = [{"$match": _query_of(where)}, *computed]
         direction = -1 if where.descending else 1
         order = {} if where.sort is TrajectoryOrder.STORED else {where.sort.value: direction, "order": 1}
         first = {"unrewarded": 1} if where.sort is TrajectoryOrder.REWARD else {}
@@ -365,11 +366,6 @@ def _query_of(where: TrajectoryFilter) -> Query:
         pattern = re.escape(where.contains).replace("\0", r"\x00")
         query["$or"] = [{"_id" if name == "id" else name: {"$regex": pattern}} for name in SEARCHED]
     return dict(query)
-
-
-def _key_of(sort: TrajectoryOrder) -> list[Query]:
-    """The stage that computes a sort key that is not stored."""
-    return [{"$addFields": {sort.value: _COMPUTED[sort]}}] if sort in _COMPUTED else []
 
 
 def _row(header: EpisodeHeader, state: Episode) -> Query:
