@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=64, help=f"sessions of {TURNS} turns a round (default: 64)")
     parser.add_argument(
-        "--trajectories", type=int, default=100_000, help="among which to find (default: 100,000; 0: none)"
+        "--trajectories", type=int, default=100_000, help="stored ones to find some of (default: 100,000)"
     )
     parser.add_argument("--peers-python", help="a Python that has the other projects installed")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="which of them (default: all)")

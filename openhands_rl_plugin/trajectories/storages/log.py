@@ -245,36 +245,46 @@ class Log(Protocol):
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         """The ids of the matches, in the requested order; ``after`` is left aside."""
+        ...
 
     async def count(self, where: TrajectoryFilter) -> int:
         """How many match, ``offset`` and ``limit`` aside."""
+        ...
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         """The episodes of ``ids`` that are there, without content, in any order."""
+        ...
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
+        ...
 
     async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
         """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
 
         Returns its new state, or ``None`` when it is not as ``before`` any more, and nothing is changed.
         """
+        ...
 
     async def drop(self, episode: Episode) -> bool:
         """Forget an open episode with its scores and labels, unless it has changed."""
+        ...
 
     async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
         """Append scores or labels; a label whose id is known stays as it is."""
+        ...
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         """The scores, or labels, of these episodes, oldest first."""
+        ...
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         """Note the newest judgements beside the headers, and by which reward the episodes are found."""
+        ...
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
         """Note by which labels an episode is found, of which so many were ``seen``."""
+        ...
 
     async def unjudged(self) -> Sequence[str]:
         """The episodes whose newest scores no header says yet."""
@@ -282,6 +292,7 @@ class Log(Protocol):
 
     async def state(self) -> str:
         """A text that is another one when anything was written."""
+        ...
 
 
 @dataclass
