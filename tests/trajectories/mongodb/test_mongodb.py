@@ -177,20 +177,6 @@ async def test_writers_that_know_an_old_state_look_again(mongodb: MongoServer, d
     check_tidy(database)
 
 
-async def test_an_episode_that_was_dropped_elsewhere_is_not_known(mongodb: MongoServer, database: Stored) -> None:
-    start, first, second, *_ = steps_of(sample_episode("a"))
-    async with (
-        MongoDBTrajectoryStorage(mongodb.url, database.name) as one,
-        MongoDBTrajectoryStorage(mongodb.url, database.name) as two,
-    ):
-        await play(one, start)
-        await play(one, first)
-        assert await two.drop(["a"]) == 1
-        with pytest.raises(StorageError, match=r"'a' is not open; begin\(\) it first"):
-            await play(one, second)
-    check_tidy(database)
-
-
 async def test_scores_that_came_before_their_episode_decide_its_place(storage: MongoDBTrajectoryStorage) -> None:
     await storage.add_scores([sample_score("late", 0.9), sample_score("late", 0.1)])
     await storage.add(sample_episode("early", reward=0.5))

@@ -10,16 +10,13 @@ import shutil
 import sqlite3
 import stat
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from stored_samples import play, trajectory
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, Node, Score, StopReason, Trajectory
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite import storage as file_module
@@ -59,13 +56,6 @@ async def test_an_empty_storage_has_nothing_and_makes_no_folder(tmp_path: Path) 
     assert await storage.count() == 0
     await storage.close()
     assert not (tmp_path / "store").exists()
-
-
-async def test_an_id_stored_by_two_storages_is_read_as_it_was_first(tmp_path: Path) -> None:
-    first, second = FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)
-    await asyncio.gather(*(each.add(trajectory("a", reward=0.25)) for each in (first, second, first)))
-    await second.add(trajectory("a", reward=0.875))
-    assert [found.episode_return async for found, _ in FileTrajectoryStorage(tmp_path).find()] == [0.25]
 
 
 @pytest.mark.parametrize("odd", [math.nan, -math.inf, 1e300])
@@ -197,24 +187,6 @@ async def test_a_wrong_growth_changes_nothing(storage: FileTrajectoryStorage, wr
     assert await storage.get("a") == (sample, ())
 
 
-async def test_two_storages_may_take_turns_with_one_episode(tmp_path: Path) -> None:
-    sample = sample_episode("a")
-    storages = [FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)]
-    for at, step in enumerate(steps_of(sample)):
-        await play(storages[at % 2], [step])
-    assert await storages[0].get("a") == (sample, ())
-
-
-async def test_a_growth_may_overlap_what_is_known(storage: FileTrajectoryStorage) -> None:
-    sample = sample_episode("a")
-    start, *_, end = steps_of(sample)
-    await storage.begin(start)
-    for until in (2, 2, 4, 3, 6):
-        await storage.grow(EpisodeGrowth(trajectory_id="a", first=0, nodes=sample.nodes[:until], head=0))
-    await storage.end(end)
-    assert await storage.get("a") == (sample, ())
-
-
 async def test_what_a_cancelled_caller_wrote_is_stored(storage: FileTrajectoryStorage) -> None:
     await storage.add(trajectory("first"))
     tasks = [asyncio.create_task(storage.add(trajectory(str(number)))) for number in range(8)]
@@ -224,59 +196,6 @@ async def test_what_a_cancelled_caller_wrote_is_stored(storage: FileTrajectorySt
     await asyncio.gather(*tasks, return_exceptions=True)
     await storage.close()
     assert set(await ids(storage)) == {"first", *map(str, range(8))}
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> Trajectory:
-    """Any tree of any depth, with rewards and tokens here and there."""
-    count = draw(st.integers(1, 12))
-    nodes = []
-    for at in range(count):
-        sampled = draw(st.booleans())
-        nodes.append(
-            Node(
-                parent=draw(st.none() | st.integers(0, at - 1)) if at else None,
-                message=Message(role="assistant" if sampled else "user", content=draw(st.none() | st.text(max_size=9))),
-                sampled=sampled,
-                reward=draw(st.none() | st.floats(-1, 1)),
-                visits=draw(st.integers(0, 3)),
-            )
-        )
-    head = draw(st.none() | st.integers(0, count - 1))
-    return sample_episode("a").model_copy(update={"nodes": tuple(nodes), "head": head})
-
-
-@settings(max_examples=40, deadline=None)
-@given(trees(), st.data())
-def test_an_episode_that_is_played_equals_one_that_is_added(tree: Trajectory, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(tree.nodes)), max_size=4)) | {len(tree.nodes)})
-    early = data.draw(st.lists(st.booleans(), min_size=len(tree.nodes), max_size=len(tree.nodes)))
-    start, end = EpisodeStart.of(tree), EpisodeEnd.of(tree)
-    growths, first = [], 0
-    for until in cuts:
-        # What is not known early is marked by the next growth, or by one without nodes.
-        nodes = [
-            node if known else node.model_copy(update={"reward": None, "visits": 0})
-            for node, known in zip(tree.nodes[first:until], early[first:until], strict=True)
-        ]
-        growths.append(EpisodeGrowth(trajectory_id="a", first=first, nodes=tuple(nodes), head=until - 1))
-        late = [at for at in range(first, until) if not early[at]]
-        marks = [NodeMark(index=at, reward=tree.nodes[at].reward, visits=tree.nodes[at].visits) for at in late]
-        growths.append(EpisodeGrowth(trajectory_id="a", first=until, head=until - 1, marks=tuple(marks)))
-        first = until
-
-    async def both(folder: Path) -> None:
-        played = FileTrajectoryStorage(folder / "played", durable=False)
-        added = FileTrajectoryStorage(folder / "added", durable=False)
-        await play(played, (start, *growths, end))
-        await added.add(tree)
-        assert await played.get("a") == await added.get("a") == (tree, ())
-        assert [one async for one in played.summaries()] == [one async for one in added.summaries()]
-        await played.close()
-        await added.close()
-
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(both(Path(folder)))
 
 
 async def test_a_damaged_record_is_an_error_that_names_it(tmp_path: Path) -> None:
