@@ -293,7 +293,7 @@ class MongoLog(Log):
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         number = _NUMBERS[kind]
         found = self[kind].find({"episode": {"$in": list(ids)}}).sort(number, 1)
-        return [(each[number], each["episode"], each[kind[:-1]]) async for each in found]
+        return [(each[number], each["episode"], each[kind[:-1]]) async for each in found] if ids else []
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         changes: list[UpdateOne] = []
