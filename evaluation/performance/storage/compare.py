@@ -1,7 +1,6 @@
 """How fast trajectories are stored and found again, beside other projects' stores.
 
-    python -m evaluation.performance.storage.compare [--repeats 5] [--peers-python PATH] [--former DIR] [--folder DIR]
-        [--json FILE]
+    python -m evaluation.performance.storage.compare [--repeats 5] [--rllm-python PATH] [--former DIR] [--folder DIR]
 
 - appends: sessions are stored by 16 tasks; each ``grow`` brings one turn of 1,300 new tokens with logprobs and its
   messages, and the mark with the reward of the turn before, and returns when it is on the disk;
@@ -13,8 +12,8 @@
 The folder decides what is measured: give one on the disk that will hold the trajectories (a folder in memory would
 make the flushing free). Where others use the machine, too, the figures for a CPU second tell more.
 
-``--peers-python`` is a Python with rllm-model-gateway and tinker-cookbook; their stores take turns with this one on a
-part of the sessions, because each of their records holds the whole prompt. ``--former`` is a checkout of other code of
+``--rllm-python`` is a Python with rllm-model-gateway; its store takes turns with this one on a part of the sessions,
+because each of its records holds the whole prompt. ``--former`` is a checkout of other code of
 this project, whose store takes turns as well.
 """
 
@@ -32,14 +31,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from backports import zstd
-from rich.console import Console
-from rich.table import Table
 
 from evaluation.performance.storage.load import Turn, session
 from evaluation.performance.storage.pages import cold_first_page, fill, first_page, queries
@@ -52,8 +49,7 @@ from openhands_rl_plugin.trajectories.storages.packing import pack_nodes, unpack
 TURNS = 30
 CONCURRENCY = 16
 PEER_SESSIONS = 8
-PEERS = ("rllm", "tinker")
-OURS, FORMER = "this", "former"
+OURS, FORMER, RLLM = "this", "former", "rllm"
 
 _POLICY = PolicyRef(base_model="smollm2-135m", adapter="policy", version=1)
 
@@ -68,12 +64,6 @@ class Figure:
     value: float
     bound: float | None = None
     at_most: bool = False
-
-    @property
-    def reached(self) -> bool | None:
-        if self.bound is None:
-            return None
-        return self.value <= self.bound if self.at_most else self.value >= self.bound
 
 
 @dataclass(frozen=True)
@@ -170,10 +160,10 @@ print(json.dumps(dataclasses.asdict(asyncio.run(compare.store_and_scan(folder / 
 def measured(name: str, folder: Path, options: argparse.Namespace) -> Sample:
     """One run of one store in a process of its own."""
     environment = dict(os.environ)
-    if name in PEERS:
+    if name == RLLM:
         script = Path(__file__).with_name("peer.py")
         numbers = [str(number) for number in (PEER_SESSIONS, TURNS, CONCURRENCY)]
-        command = [options.peers_python, str(script), name, str(folder), *numbers]
+        command = [options.rllm_python, str(script), str(folder), *numbers]
     else:
         code = options.former if name == FORMER else Path(__file__).parents[3]
         environment["PYTHONPATH"] = str(code)
@@ -196,8 +186,7 @@ def least(scratch: Path, sessions: Sequence[Sequence[Turn]]) -> list[Figure]:
 
     def secrets() -> None:
         with secrets_looked_up_once():
-            for nodes in each:
-                redact_nodes(nodes)
+            _ = [redact_nodes(nodes) for nodes in each]
 
     def inserts() -> None:
         with closing(sqlite3.connect(scratch / "least.sqlite", isolation_level=None)) as connection:
@@ -239,7 +228,7 @@ def measure(scratch: Path, options: argparse.Namespace) -> dict[str, list[Sample
     """All stores in changing order, ``--repeats`` times."""
     samples: dict[str, list[Sample]] = {}
     for repeat in range(options.repeats):
-        names = [OURS, *([FORMER] if options.former else ()), *(options.peers if options.peers_python else ())]
+        names = [OURS, *([FORMER] if options.former else []), *([RLLM] if options.rllm_python else [])]
         random.Random(repeat).shuffle(names)
         for name in names:
             folder = scratch / f"{name}-{repeat}"
@@ -256,7 +245,7 @@ def first_pages(folder: Path, options: argparse.Namespace) -> list[Figure]:
         ("warm", lambda folder, where: asyncio.run(first_page(folder, where))),
     ):
         medians = {
-            query: _median(ask(folder, where) for _ in range(options.repeats))
+            query: statistics.median(ask(folder, where) for _ in range(options.repeats))
             for query, where in queries(options.trajectories).items()
         }
         slowest = max(medians, key=lambda query: medians[query])
@@ -265,55 +254,34 @@ def first_pages(folder: Path, options: argparse.Namespace) -> list[Figure]:
     return figures
 
 
-def own_figures(samples: Sequence[Sample], pages: Iterable[Figure]) -> list[Figure]:
-    """The medians of this store, and what they have to reach."""
-    return [
-        Figure("durable appends a second", _median(each.appends for each in samples), 3000.0),
-        Figure("bytes a turn of 1,300 new tokens", _median(each.bytes for each in samples), 4500.0, at_most=True),
-        Figure("turns read a second", _median(each.scan or 0.0 for each in samples), 15_000.0),
-        Figure("appends a CPU second", _median(each.appends_of_cpu or 0.0 for each in samples)),
-        Figure("turns read a CPU second", _median(each.scan_of_cpu or 0.0 for each in samples)),
-        *pages,
-    ]
+# Field of a sample -> what it is, what this store has to reach, and whether less is better.
+_FIELDS: dict[str, tuple[str, float | None, bool]] = {
+    "appends": ("durable appends a second", 3000.0, False),
+    "bytes": ("bytes a turn of 1,300 new tokens", 4500.0, True),
+    "scan": ("turns read a second", 15_000.0, False),
+    "appends_of_cpu": ("appends a CPU second", None, False),
+    "scan_of_cpu": ("turns read a CPU second", None, False),
+}
 
 
-def peer_figures(samples: dict[str, list[Sample]]) -> list[Figure]:
-    """Medians of the others, and the median of the ratios of each round."""
-    figures = []
-    for name in samples.keys() - {OURS}:
-        theirs, ours = samples[name], samples[OURS]
-        figures += [
-            Figure(f"{name}: appends a second", _median(each.appends for each in theirs)),
-            Figure(f"{name}: bytes a call", _median(each.bytes for each in theirs)),
-            Figure(
-                f"times the appends of {name}",
-                _median(a.appends / b.appends for a, b in zip(ours, theirs, strict=True)),
-            ),
-            Figure(f"times smaller than {name}", _median(b.bytes / a.bytes for a, b in zip(ours, theirs, strict=True))),
-        ]
-        for what, values in (
-            ("calls read a second", [each.scan for each in theirs]),
-            ("appends a CPU second", [each.appends_of_cpu for each in theirs]),
-            ("turns read a CPU second", [each.scan_of_cpu for each in theirs]),
-        ):
-            if None not in values:
-                figures.append(Figure(f"{name}: {what}", _median(value or 0.0 for value in values)))
-    return sorted(figures, key=lambda figure: figure.name)
+def figures_of(samples: dict[str, list[Sample]]) -> Iterator[Figure]:
+    """The medians of every store, as far as they are known."""
+    for name, runs in sorted(samples.items()):
+        for field, (what, bound, at_most) in _FIELDS.items():
+            values = [value for each in runs if (value := getattr(each, field)) is not None]
+            if values:
+                yield Figure(f"{name}: {what}", statistics.median(values), bound if name == OURS else None, at_most)
 
 
 def main() -> None:
-    """Measure, print a table and one line of JSON, and write the same JSON to ``--json``."""
+    """Measure and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="a scratch folder is made in here (default: .)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=64, help=f"sessions of {TURNS} turns a round (default: 64)")
-    parser.add_argument(
-        "--trajectories", type=int, default=100_000, help="stored ones to find some of (default: 100,000)"
-    )
-    parser.add_argument("--peers-python", help="a Python that has the other projects installed")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="which of them (default: all)")
+    parser.add_argument("--trajectories", type=int, default=100_000, help="among which to find (default: 100,000)")
+    parser.add_argument("--rllm-python", help="a Python that has rllm-model-gateway")
     parser.add_argument("--former", type=Path, help="a checkout of other code of this project")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="storage-benchmark-") as scratch:
@@ -322,28 +290,11 @@ def main() -> None:
         many = Path(scratch) / "many"
         asyncio.run(fill(many, options.trajectories))
         pages = first_pages(many, options) if options.trajectories else []
-    figures = [*own_figures(samples[OURS], pages), *floor, *peer_figures(samples)]
-    table = Table(
-        "figure", "bound", "median", "reached", title=f"{options.repeats} repeats, {CONCURRENCY} appends at a time"
-    )
+    figures = [*figures_of(samples), *pages, *floor]
     for figure in figures:
-        bound = "" if figure.bound is None else f"{'<=' if figure.at_most else '>='} {figure.bound:,g}"
-        table.add_row(
-            figure.name,
-            bound,
-            f"{figure.value:,.3g}" if figure.value < 100 else f"{figure.value:,.0f}",
-            {None: "", True: "yes", False: "no"}[figure.reached],
-        )
-    Console().print(table)
-    machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_before": round(before, 2)}
-    report = json.dumps({"machine": machine, "figures": [asdict(figure) for figure in figures]})
-    print(report)
-    if options.json is not None:
-        options.json.write_text(report + "\n", encoding="utf-8")
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
+        bound = "" if figure.bound is None else f" ({'at most' if figure.at_most else 'at least'} {figure.bound:,g})"
+        print(f"{figure.name}: {figure.value:,.4g}{bound}")
+    print(f"{os.cpu_count()} CPUs, Python {platform.python_version()}, load before: {before:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Stores sessions with another project's store, run by that project's Python; nothing of this one is imported.
+"""Stores sessions with rllm's store, run by rllm's Python; nothing of this one is imported.
 
-    PYTHON evaluation/performance/storage/peer.py {rllm,tinker} FOLDER SESSIONS TURNS CONCURRENCY
+    PYTHON evaluation/performance/storage/peer.py FOLDER SESSIONS TURNS CONCURRENCY
 
-Prints one line of JSON. Each store gets what it is made for: the whole prompt with every call. rllm's keeps a rollback
-journal with ``synchronous=NORMAL``, tinker's a write-ahead log with ``synchronous=FULL``, and no messages.
+Prints one line of JSON. The store gets what it is made for: the whole prompt with every call. It keeps a rollback
+journal with ``synchronous=NORMAL``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,51 +65,15 @@ def rllm(file: Path, sessions: list[list[Turn]], concurrency: int) -> tuple[floa
     return asyncio.run(run())
 
 
-def tinker(file: Path, sessions: list[list[Turn]], concurrency: int) -> tuple[float, float | None]:
-    """``CaptureDB.ingest_wire`` from several threads."""
-    from tinker_cookbook.capture.store.db import CaptureDB  # pyright: ignore[reportMissingImports]
-
-    rows = [
-        {
-            "run_id": "run",
-            "sampling_session_id": str(number),
-            "seq_id": at,
-            "sample_idx": 0,
-            "created_at": 0.0,
-            "prompt_tokens": prompt,
-            "sampled_tokens": list(turn.said_ids),
-            "logprobs": list(turn.logprobs),
-        }
-        for number, turns in enumerate(sessions)
-        for at, (turn, prompt) in enumerate(zip(turns, prompts(turns), strict=True))
-    ]
-    database = CaptureDB(file)
-    with ThreadPoolExecutor(concurrency) as threads:
-        started = time.perf_counter()
-        results = list(threads.map(lambda row: database.ingest_wire([row]), rows))
-        writing = time.perf_counter() - started
-    database.close()
-    assert sum(result.inserted for result in results) == len(rows)
-    return writing, None
-
-
-STORES: dict[str, Callable[[Path, list[list[Turn]], int], tuple[float, float | None]]] = {
-    "rllm": rllm,
-    "tinker": tinker,
-}
-
-
 def main() -> None:
     """Store, read, print."""
-    name, folder, *numbers = sys.argv[1:]
+    folder, *numbers = sys.argv[1:]
     count, turns, concurrency = map(int, numbers)
-    writing, reading = STORES[name](
-        Path(folder) / "store.db", [session(seed, turns) for seed in range(count)], concurrency
-    )
+    sessions = [session(seed, turns) for seed in range(count)]
+    writing, reading = rllm(Path(folder) / "store.db", sessions, concurrency)
     size = sum(path.stat().st_size for path in Path(folder).iterdir())
     calls = count * turns
-    scan = None if reading is None else calls / reading
-    print(json.dumps({"appends": calls / writing, "bytes": size / calls, "scan": scan}))
+    print(json.dumps({"appends": calls / writing, "bytes": size / calls, "scan": calls / reading}))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ import sqlite3
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class FileTrajectoryStorage(LogStorage):
         self._durable = durable
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._waiting = deque[tuple[Work[Any], Future[Any]]]()
+        self._waiting = deque[tuple[Work[Any], asyncio.Future[Any]]]()
         self._called = False  # whether the thread has been notified of waiting calls
         self._thread = _writing_thread()
         # Two threads that read only wait for each other: both make objects.
@@ -180,12 +181,12 @@ class FileTrajectoryStorage(LogStorage):
         """``work`` in the one thread that writes: with a second one, to pack while another flushes, both waited for
         Python's lock longer than the flush takes."""
         self._check_process()
-        outcome = Future[Answer]()
-        outcome.set_running_or_notify_cancel()  # what a cancelled caller wrote is stored
+        loop = asyncio.get_running_loop()
+        outcome = loop.create_future()
         self._waiting.append((work, outcome))
         # A moment later, so that all who call now are stored together.
-        asyncio.get_running_loop().call_soon(self._wake)
-        return await asyncio.wrap_future(outcome)
+        loop.call_soon(self._wake)
+        return await outcome
 
     def _ask[Answer](self, ask: Callable[[sqlite3.Connection], Answer]) -> Answer:
         self._check_process()
@@ -247,11 +248,11 @@ class FileTrajectoryStorage(LogStorage):
                 outcomes = [_stored_not(error)] * len(group)
                 raise
             finally:
-                for (_, future), outcome in zip(group, outcomes, strict=True):
-                    if isinstance(outcome, StorageError):
-                        future.set_exception(outcome)
-                    else:
-                        future.set_result(outcome)
+                settled = zip((future for _, future in group), outcomes, strict=True)
+                for loop, some in groupby(settled, lambda each: each[0].get_loop()):
+                    # No caller waits in a closed loop.
+                    with suppress(RuntimeError):
+                        loop.call_soon_threadsafe(_wake_callers, tuple(some))
 
     def _opened(self) -> sqlite3.Connection:
         if self._writer is None:
@@ -304,6 +305,12 @@ def _upgrade(connection: sqlite3.Connection) -> None:
     make_tables(connection)
     _driven(upgrade, connection)
     connection.execute("COMMIT")
+
+
+def _wake_callers(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, outcome in settled:
+        if not future.done():  # a cancelled caller waits no more, but it is stored
+            (future.set_exception if isinstance(outcome, StorageError) else future.set_result)(outcome)
 
 
 def _stored_not(error: BaseException) -> StorageError:

@@ -17,7 +17,7 @@ from pymongo.database import Database
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
-from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, Node, Trajectory
 from openhands_rl_plugin.testing import check_storage
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
@@ -155,35 +155,6 @@ async def test_two_clients_may_write_the_same_episode(mongodb: MongoServer, data
         for storage in (one, two):
             assert {each.id: each async for each, _ in storage.find()} == {"added": added, "played": played}
     check_tidy(database)
-
-
-async def test_writers_that_know_an_old_state_look_again(mongodb: MongoServer, database: Stored) -> None:
-    sample = sample_episode("a")
-    start, first, *rest = steps_of(sample)
-    async with (
-        MongoDBTrajectoryStorage(mongodb.url, database.name) as one,
-        MongoDBTrajectoryStorage(mongodb.url, database.name) as two,
-    ):
-        await play(one, start)
-        await play(one, first)
-        for step in rest[:-1]:
-            await play(two, step)
-        # It believes in the first growth still, and may neither cut the others off nor store them twice.
-        for step in rest:
-            await play(one, step)
-        assert await one.get("a") == (sample, ())
-        with pytest.raises(StorageError, match="is finished and grows no more"):
-            await two.grow(EpisodeGrowth(trajectory_id="a", first=6, nodes=sample.nodes[5:], head=6))
-    check_tidy(database)
-
-
-async def test_scores_that_came_before_their_episode_decide_its_place(storage: MongoDBTrajectoryStorage) -> None:
-    await storage.add_scores([sample_score("late", 0.9), sample_score("late", 0.1)])
-    await storage.add(sample_episode("early", reward=0.5))
-    await storage.add(sample_episode("late", reward=0.8))
-    by_reward = TrajectoryFilter(sort=TrajectoryOrder.REWARD)
-    assert [(each.id, each.reward) async for each in storage.summaries(by_reward)] == [("late", 0.1), ("early", None)]
-    assert [each.id async for each, _ in storage.find(TrajectoryFilter(reward_at_most=0.2))] == ["late"]
 
 
 async def test_a_score_whose_writer_died_half_way_counts(storage: MongoDBTrajectoryStorage, database: Stored) -> None:

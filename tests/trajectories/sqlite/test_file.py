@@ -41,14 +41,6 @@ async def closed_store(folder: Path, *identities: str) -> Path:
     return folder / FILE_NAME
 
 
-async def test_what_was_stored_is_read_back_equal_and_in_order(storage: FileTrajectoryStorage) -> None:
-    stored = [trajectory(str(number), turns=number + 1) for number in range(40)]
-    for one in stored:
-        await storage.add(one)
-    assert [found async for found, _ in storage.find()] == stored
-    assert await storage.get("7") == (stored[7], ())
-
-
 async def test_an_empty_storage_has_nothing_and_makes_no_folder(tmp_path: Path) -> None:
     storage = FileTrajectoryStorage(tmp_path / "store")
     assert await ids(storage) == []
@@ -80,18 +72,6 @@ async def test_no_text_is_taken_for_a_query(storage: FileTrajectoryStorage) -> N
     assert await ids(storage, TrajectoryFilter(ids=(odd, *map(str, range(40_000))))) == [odd]
 
 
-async def test_a_stream_can_be_left_early(storage: FileTrajectoryStorage) -> None:
-    for number in range(50):
-        await storage.add(trajectory(str(number)))
-    seen = []
-    async for found, _ in storage.find():
-        seen.append(found.id)
-        if len(seen) == 40:
-            break
-    await storage.close()
-    assert seen == [str(number) for number in range(40)]
-
-
 async def test_what_is_dropped_while_a_stream_is_read_is_left_out(storage: FileTrajectoryStorage) -> None:
     for number in range(64):
         await play(storage, steps_of(sample_episode(str(number)))[:2])
@@ -114,15 +94,6 @@ async def test_files_are_private_and_no_name_becomes_a_path(tmp_path: Path) -> N
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
     await storage.close()
     assert [path.name for path in (tmp_path / "deep" / "store").iterdir()] == [FILE_NAME]
-
-
-async def test_a_storage_can_be_used_again_after_close(storage: FileTrajectoryStorage) -> None:
-    await storage.add(trajectory("a"))
-    await storage.close()
-    await storage.add(trajectory("b"))
-    assert await ids(storage) == ["a", "b"]
-    await storage.close()
-    await storage.close()
 
 
 @pytest.mark.parametrize(("durable", "level"), [(True, 2), (False, 1)], ids=["full", "normal"])

@@ -42,6 +42,7 @@ OPERATIONS: dict[str, tuple[st.SearchStrategy[Any], ...]] = {
     "reopen": (),
 }
 CALLS = st.sampled_from(sorted(OPERATIONS)).flatmap(lambda name: st.tuples(st.just(name), ID, *OPERATIONS[name]))
+LATE = {"reward", "value", "visits", "simulated"}
 Act = Callable[[LogStorage], Coroutine[Any, Any, Any]]
 
 
@@ -64,16 +65,14 @@ class Model:
                 return [lambda storage: storage.begin(EpisodeStart.of(sample))], False
             case "grow" | "end":
                 until, overlap, marked = given or (LENGTH, 0, True)
-                until = max(until, len(known or ()))
-                first = max(0, len(known or ()) - overlap)
-                nodes = tuple(unrewarded(sample).nodes[first:until])
-                marks = tuple(NodeMark(index=at, **_late(sample.nodes[at])) for at in range(until) if marked)
-                head = until - 1 if until else None
-                growth = EpisodeGrowth(trajectory_id=identity, first=first, nodes=nodes, head=head, marks=marks)
-                if is_open:
-                    self.nodes[identity] = joined(
-                        known or (), unrewarded(sample).nodes[len(known or ()) : until], marks
-                    )
+                nodes, stored = unrewarded(sample).nodes, len(known or ())
+                until, first = max(until, stored), max(0, stored - overlap)
+                late = [node.model_dump(include=LATE) for node in sample.nodes[: until * marked]]
+                marks = tuple(NodeMark(index=at, **facts) for at, facts in enumerate(late))
+                of = {"trajectory_id": identity, "head": until - 1 if until else None, "marks": marks}
+                growth = EpisodeGrowth(first=first, nodes=nodes[first:until], **of)
+                if known is not None and is_open:
+                    self.nodes[identity] = joined(known, nodes[stored:until], marks)
                 calls: list[Act] = [lambda storage: storage.grow(growth)]
                 if name == "end":
                     calls.append(lambda storage: storage.end(EpisodeEnd.of(sample)))
@@ -100,9 +99,8 @@ class Model:
     def _label(self, identity: str, kind: LabelKind, withdrawn: int | None) -> Act:
         own = [each.id for each in self.labels if each.trajectory_id == identity]
         withdraws = own[withdrawn] if withdrawn is not None and withdrawn < len(own) else None
-        label = Label(
-            id=f"{next(_NUMBERS)}", trajectory_id=identity, kind=kind, text="good", withdraws=withdraws, at=1.0
-        )
+        of = {"id": f"{next(_NUMBERS)}", "trajectory_id": identity, "withdraws": withdraws}
+        label = Label(kind=kind, text="good", at=1.0, **of)
         self.labels.append(label)
         return lambda storage: storage.add_labels([label])
 
@@ -118,10 +116,6 @@ _NUMBERS = count()
 _DATABASES = count()
 
 
-def _late(node: Node) -> dict[str, Any]:
-    return {"reward": node.reward, "value": node.value, "visits": node.visits, "simulated": node.simulated}
-
-
 async def refused(storage: LogStorage, calls: Sequence[Act]) -> bool:
     try:
         for call in calls:
@@ -134,22 +128,20 @@ async def refused(storage: LogStorage, calls: Sequence[Act]) -> bool:
 async def checked(storage: LogStorage, model: Model) -> Any:
     """What is read, as far as both storages must say the same, after a comparison with the model."""
     found = [each async for each in storage.find(TrajectoryFilter(finished=None))]
-    expected = [
-        (name, nodes, [score for each, score in model.scores if each == name]) for name, nodes in model.nodes.items()
-    ]
-    assert [(one.id, list(one.nodes), [score.reward for score in scores]) for one, scores in found] == expected
-    assert [one.id for one, _ in found if one.stop != "unfinished"] == [
-        each for each in model.nodes if each in model.ended
-    ]
+    assert {one.id: list(one.nodes) for one, _ in found} == model.nodes
+    assert {one.id for one, _ in found if one.stop != "unfinished"} == model.ended
+    scores = [(one.id, score.reward) for one, scores in found for score in scores]
+    assert scores == [each for name in model.nodes for each in model.scores if each[0] == name]
     assert [*await storage.labels(list("abc"))] == model.labels
     for label in ("good", *LabelKind):
         where = TrajectoryFilter(label=label, finished=None)
         assert [each.id async for each in storage.summaries(where)] == model.found(label), label
         assert await storage.count(where) == len(model.found(label))
     good = TrajectoryFilter(reward_at_least=0.5, finished=None)
-    unknown = {"times": None}
-    summaries = [each.model_copy(update=unknown) async for each in storage.summaries(TrajectoryFilter(finished=None))]
-    return summaries, [each.id async for each in storage.summaries(good)]
+    summaries = [each async for each in storage.summaries(TrajectoryFilter(finished=None))]
+    return [each.model_copy(update={"times": None}) for each in summaries], [
+        each.id async for each in storage.summaries(good)
+    ]
 
 
 @settings(max_examples=30)
@@ -157,20 +149,15 @@ async def checked(storage: LogStorage, model: Model) -> Any:
 def test_both_do_what_the_model_does(mongodb: MongoServer, calls: list[Any]) -> None:
     async def both(folder: str) -> None:
         name, model = f"operations_{next(_DATABASES)}", Model()
-        kinds = (
-            lambda: FileTrajectoryStorage(folder, durable=False),
-            lambda: MongoDBTrajectoryStorage(mongodb.url, name),
-        )
-        storages = [(make(), make()) for make in kinds]
+        files = [FileTrajectoryStorage(folder, durable=False) for _ in range(2)]
+        storages = files, [MongoDBTrajectoryStorage(mongodb.url, name) for _ in range(2)]
         for turn, call in enumerate(calls):
             acts, refuses = model.applied(*call)
             for pair in storages:
                 assert await refused(pair[turn % 2], acts) is refuses, call
         file, other = [await checked(pair[0], model) for pair in storages]
         assert file == other
-        for pair in storages:
-            for storage in pair:
-                await storage.close()
+        await asyncio.gather(*(storage.close() for pair in storages for storage in pair))
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(both(folder))
