@@ -7,16 +7,23 @@ import asyncio
 import os
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
 from openhands_rl_plugin.cli.options.numbers import positive
-from openhands_rl_plugin.config.work import WorkOptions, work_of
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.work import OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.messages import visible
+from openhands_rl_plugin.core.messages import one_line, visible
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
+from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node
+from openhands_rl_plugin.models.engines.openai_wire import parse_object
 
 EPILOG = """examples:
   openhands-rl run -t "Make the failing test pass" --model policy --base-url http://127.0.0.1:8100/v1
@@ -27,17 +34,18 @@ EPILOG = """examples:
   openhands-rl run --base-url http://127.0.0.1:8100/v1 --store ./trajectories -- python my_agent.py
   openhands-rl run --strategy BestOfN --base-url http://127.0.0.1:8100/v1 -- mini -t "Make the failing test pass" -y
 
-OpenHands V1 (its SDK) plays it in this process; where only V0 is installed, `python -m openhands.core.main` does. [rl]
-host decides where both could. Commands stay in the folder ([rl.workspace]). Ctrl-C stops it; what was sampled stays.
+The agent is that of OpenHands V0 where it is installed, else of V1 (its SDK); [rl] host decides where both are. Of the
+file only [llm] and [rl] count. Commands stay in the folder ([rl.workspace]). Ctrl-C stops it; what was sampled stays.
 
 A command after -- is any other agent. Its completions are recorded on their way to the model server: OPENAI_BASE_URL,
 OPENAI_API_BASE, LLM_BASE_URL and ANTHROPIC_BASE_URL name an address of this process. It runs with your rights, and its
 exit code is returned. With --strategy or --max-turns each of its chat completions is decided by that strategy, which
 compares what the model proposes: nothing is forked.
 """
-_PATIENCE, _COMMAND_SECONDS = 35.0, 10.0
+PATIENCE, _COMMAND_SECONDS = 35.0, 10.0
 """Seconds after a signal: in all, and for the command to end."""
 _KEYS = ("OPENAI_API_KEY", "LLM_API_KEY", "ANTHROPIC_API_KEY")
+_LONGEST = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,13 +80,72 @@ def run(args: argparse.Namespace) -> int:
         args.workspace.mkdir(parents=True, exist_ok=True)
     if not args.workspace.is_dir():
         raise ConfigError(f"--workspace: there is no folder {args.workspace}; --create makes it")
+    run_id = f"run-{uuid.uuid4().hex}"
     if args.agent:
         if args.attempts > 1:
             raise ConfigError("--attempts: of a task; a command is run again by the same line again")
-        return ENDING.run(_run_command(args.agent, args.workspace, options))
-    from openhands_rl_plugin.hosts.local import run_task
+        work = work_of(options, needs_model=False)
+        opened = bool(options.strategy) or options.max_turns is not None
+        command = partial(_run_command, args.agent, args.workspace, work, run_id, opened)
+        return ENDING.run(_recorded(work.settings, run_id, command))
+    from openhands_rl_plugin.hosts.local import task_attempts
 
-    return run_task(_task(args), args.workspace, options, _show, attempts=args.attempts)
+    attempts = task_attempts(_task(args), args.workspace, work_of(options), run_id, args.attempts)
+    return ENDING.run(_recorded(attempts[0], run_id, partial(_run_attempts, *attempts)))
+
+
+async def _recorded(settings: RLSettings, run_id: str, roll_out: Callable[[TrajectoryStorage], Awaitable[int]]) -> int:
+    """Roll out episodes into the storage, and print what was recorded. Returns the exit code of ``roll_out``."""
+    from openhands_rl_plugin.config.build import open_storage
+    from openhands_rl_plugin.hosts.shared.sessions import group_summary, run_summary
+
+    storage = open_storage(settings)
+    try:
+        code = await roll_out(storage)
+    finally:
+        recorded = [each async for each in storage.find(TrajectoryFilter(run_id=run_id, finished=None))]
+        await storage.close()
+        for trajectory, scores in recorded:
+            _show(run_summary(trajectory, scores, settings))
+        if len(recorded) > 1:
+            _show(group_summary(recorded, settings))
+    if not recorded:
+        _show("nothing was recorded: the command did not send a completion to the address in OPENAI_BASE_URL")
+    return code
+
+
+async def _run_attempts(
+    settings: RLSettings, attempts: Sequence[tuple[EpisodeRequest, Any]], storage: TrajectoryStorage
+) -> int:
+    from openhands_rl_plugin.hosts.local import local_runner
+    from openhands_rl_plugin.hosts.shared.sessions import judged
+
+    failed = False
+    for request, options in attempts:
+        if len(attempts) > 1:
+            _show(f"attempt {request.sample + 1} of {len(attempts)}, in {options.folder}")
+        runner = local_runner(settings, options, storage=cast(TrajectoryStorage, _Watched(storage)))
+        trajectory = await runner.run(request)
+        await judged(storage, trajectory, settings.reward)
+        failed |= trajectory.failure is not None
+    return int(failed)
+
+
+class _Watched:
+    """The storage of an episode whose answers are printed when the agent acts on them."""
+
+    def __init__(self, storage: TrajectoryStorage) -> None:
+        self._storage, self._nodes, self._head = storage, list[Node](), cast(int | None, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        await self._storage.grow(growth)
+        self._nodes += growth.nodes
+        if growth.head is not None and growth.head != self._head and self._nodes[growth.head].sampled:
+            _show_answer(self._nodes[growth.head].message)
+        self._head = growth.head
 
 
 def _task(args: argparse.Namespace) -> str:
@@ -93,56 +160,45 @@ def _task(args: argparse.Namespace) -> str:
     return text
 
 
-async def _run_command(words: Sequence[str], folder: Path, options: WorkOptions) -> int:
-    """Run a command whose completions are recorded as one episode, and print what was recorded."""
+async def _run_command(
+    words: Sequence[str], folder: Path, work: OwnWork, run_id: str, opened: bool, storage: TrajectoryStorage
+) -> int:
+    """Run a command whose completions are recorded as one episode. ``opened``: the strategy decides each of them."""
     import httpx
 
-    from openhands_rl_plugin.config.build import open_storage
-    from openhands_rl_plugin.core.records import TrajectoryFilter
-    from openhands_rl_plugin.hosts.shared.sessions import run_summary
     from openhands_rl_plugin.session.gateway import running_gateway
     from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
-    work = work_of(options, needs_model=False)
     settings, serving = work.settings, work.settings.serving
     upstream, key = work.llm.get("base_url") or serving.base_url, str(work.llm.get("api_key") or "none")
     if not upstream:
         raise ConfigError("which model server? give --base-url URL, or a file with [llm] base_url")
-    ENDING.patience, session = _PATIENCE, uuid.uuid4().hex
+    session = run_id.removeprefix("run-")
     config = GatewayConfig(
         upstream=str(upstream),
         port=0,
         api_key_env="",
         upstream_key_env=serving.api_key_env if upstream == serving.base_url else "",
-        run_id=f"run-{session}",
+        run_id=run_id,
         base_model=serving.model,
         adapters_path=serving.adapters_directory,
         restore_calls=True,
     )
-    storage = open_storage(settings)
-    try:
-        async with (
-            running_gateway(config, storage, settings=settings) as url,
-            httpx.AsyncClient(trust_env=False, timeout=None) as client,
-        ):
-            base = f"{url}/session/{session}"
-            versioned = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{base}/v1")
-            keys = {name: key if key != "none" else os.environ.get(name, key) for name in _KEYS}
-            environ = {**os.environ, **versioned, **keys, "ANTHROPIC_BASE_URL": base}
-            if options.strategy or options.max_turns is not None:
-                opened = await client.post(f"{url}/session", json={"session": session})
-                if opened.is_error:
-                    raise ConfigError(opened.json()["error"]["message"])
-            code, interrupted = await _executed(words, folder, environ)
-            if not interrupted:
-                await client.post(f"{base}/end", json={"evidence": {"exit_code": code}})
-        recorded = [each async for each in storage.find(TrajectoryFilter(run_id=config.run_id, finished=None))]
-    finally:
-        await storage.close()
-    for trajectory, scores in recorded:
-        _show(run_summary(trajectory, scores, settings))
-    if not recorded:
-        _show("nothing was recorded: the command did not send a completion to the address in OPENAI_BASE_URL")
+    async with (
+        running_gateway(config, storage, settings=settings) as url,
+        httpx.AsyncClient(trust_env=False, timeout=None) as client,
+    ):
+        base = f"{url}/session/{session}"
+        versioned = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), f"{base}/v1")
+        keys = {name: key if key != "none" else os.environ.get(name, key) for name in _KEYS}
+        environ = {**os.environ, **versioned, **keys, "ANTHROPIC_BASE_URL": base}
+        if opened:
+            answer = await client.post(f"{url}/session", json={"session": session})
+            if answer.is_error:
+                raise ConfigError(answer.json()["error"]["message"])
+        code, interrupted = await _executed(words, folder, environ)
+        if not interrupted:
+            await client.post(f"{base}/end", json={"evidence": {"exit_code": code}})
     return code
 
 
@@ -163,6 +219,22 @@ async def _executed(words: Sequence[str], folder: Path, environ: dict[str, str])
         with suppress(ProcessLookupError):
             process.kill()
         return ENDING.code, True
+
+
+def _show_answer(answer: Message) -> None:
+    """Print its text and its calls: what is thought and where it ends in words."""
+    lines = [answer.content or ""]
+    for call in answer.tool_calls:
+        given = parse_object(call.arguments.encode()) or {}
+        if call.name == "think":
+            lines.append(f"({one_line(str(given.get('thought')), _LONGEST)})")
+        elif call.name == "finish":
+            lines.append(str(given.get("message") or ""))
+        else:
+            what = " ".join(str(given[name]) for name in ("command", "path") if given.get(name)) or call.arguments
+            lines.append(f"[{call.name}: {one_line(what, _LONGEST)}]")
+    for line in filter(None, lines):
+        _show(line)
 
 
 def _show(line: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
 from openhands_rl_plugin.config.build import strategy_spec
@@ -22,7 +24,8 @@ class HostOptions(Frozen):
     ``stuck_detection`` is OpenHands' own. ``replies``: what a simulated user replies to each message without a tool
     call, the last of them from then on (default: OpenHands' own text). ``condenser`` is a section
     ``[agent.NAME.condenser]`` of OpenHands, whose model is the policy; by default there is none, so that every prompt
-    is a prefix of the next one.
+    is a prefix of the next one. ``llm``, of this process only: keys of ``[llm]`` in place of ``[rl.serving]``.
+    ``folder``: where a session without a workspace of its own works; default: one that is removed with it.
     """
 
     environment_mode: bool = True
@@ -35,6 +38,8 @@ class HostOptions(Frozen):
     llm_retries: int = Field(default=2, ge=1)
     replies: tuple[str, ...] = ()
     condenser: JsonObject = Field(default_factory=dict)
+    llm: JsonObject = Field(default_factory=dict, repr=False)
+    folder: Path | None = None
 
     def strategy_spec(self, settings: RLSettings) -> StrategySpec:
         """The strategy with all its options. For an agent of OpenHands it names that agent."""

@@ -12,15 +12,23 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from pydantic import SecretStr
+from pydantic import BaseModel, ValidationError
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_engine, make_environment, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import shielded
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, unknown_name
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, problems, unknown_name
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Limits, StopReason, Trajectory
+from openhands_rl_plugin.core.types import (
+    EpisodeRequest,
+    Failure,
+    FailureKind,
+    JsonObject,
+    Limits,
+    StopReason,
+    Trajectory,
+)
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
@@ -29,6 +37,8 @@ from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampli
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.session.session import Session, bind_episode
+
+log = logging.getLogger("openhands")
 
 ITERATIONS_A_TURN = 4
 """Of OpenHands: one, or several with several tool calls, a summary, or an answer that cannot be read."""
@@ -96,13 +106,34 @@ class HostSession(ABC):
         """Why the episode ended (``None``: as its agent noted), its failure, and the host's last error."""
 
 
+def make_llm[LLM: BaseModel](kind: type[LLM], section: JsonObject, **own: object) -> LLM:
+    """OpenHands' LLM with ``own`` fields and those of ``[llm]`` over them. Unknown keys are left out, with a warning.
+
+    Raises ``ConfigError`` for a value that OpenHands refuses.
+    """
+    known = {key: value for key, value in section.items() if key in kind.model_fields}
+    if unknown := sorted(set(section) - set(known)):
+        log.warning("openhands_rl_plugin: [llm] %s: not a setting of this OpenHands, ignored", ", ".join(unknown))
+    try:
+        return kind.model_validate({**own, **known})
+    except ValidationError as error:
+        # Never the value: it may be a key.
+        lines = (f"[llm] {at[-1] if at else ''}: {what.partition(', got ')[0]}" for at, what in problems(error, kind))
+        raise ConfigError("\n".join(lines)) from None
+
+
 def llm_settings(settings: RLSettings, options: HostOptions, served: str, limits: Limits) -> dict[str, Any]:
-    """Fields of OpenHands' LLM, which both hosts have; ``served``: the name of the model on its server."""
+    """Fields of OpenHands' LLM, which both hosts have: those of ``options``, if it has any.
+
+    ``served``: the name of the model on its server.
+    """
+    if options.llm:
+        return options.llm
     serving = settings.serving
     return {
         "model": f"openai/{served}",
         "base_url": serving.base_url,
-        "api_key": SecretStr(serving.api_key() or "none"),
+        "api_key": serving.api_key() or "none",
         "native_tool_calling": options.native_tool_calling,
         "timeout": max(1, round(serving.request_timeout)),
         "num_retries": options.llm_retries,
@@ -130,8 +161,9 @@ class SessionHostRunner:
     def __init__(
         self, settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
     ) -> None:
-        require_server(settings)
         self._options = options or HostOptions()
+        if not self._options.llm:
+            require_server(settings)
         self._settings = settings
         self._storage = storage
         self._spec = self._options.strategy_spec(settings)

@@ -31,10 +31,11 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import FOLDER, newest_outcome
 from openhands_rl_plugin.core.messages import one_line
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import CHECKED, LAST_ERROR, WorkspaceCommand
 from openhands_rl_plugin.core.redaction import redact_trajectory
 from openhands_rl_plugin.core.statistics import pass_at_k
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Frozen, Node, Score, StopReason, Task, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.rollout import scoring
 from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session
@@ -106,21 +107,10 @@ def end_episode(
 
 WORKSPACE = "workspace"
 
-RUN_VARIABLE = "OPENHANDS_RL_RUN"
-"""An ``OwnRun`` as JSON for the episode that begins next in this process, which is an attempt of that run."""
-
 _TITLE, _WORDS, _SHORT = 36, 7, 8
 
 # OpenHands' own logger, by its name: nothing here imports OpenHands.
 log = logging.getLogger("openhands")
-
-
-class OwnRun(Frozen):
-    """One attempt of ``openhands-rl run``. ``workspace`` is the folder that was given, of which this may be a copy."""
-
-    run_id: str
-    workspace: str
-    sample: int = 0
 
 
 TASK_INDEX_VARIABLE = "OPENHANDS_RL_TASK_INDEX"
@@ -141,32 +131,38 @@ def standalone_episode(
 
     ``served_model``: the adapter's name on the server, if the session samples from one.
 
-    In environment mode its task is the environment's, else that of this ``instruction`` in this ``workspace``. With a
-    ``[rl.sampling] seed`` the same attempt is sampled the same way in every run; without one every run differs.
+    In environment mode its task is the environment's, else that of this ``instruction`` in this ``workspace``.
     """
-    given = os.environ.pop(RUN_VARIABLE, "")
-    run = OwnRun.model_validate_json(given) if given else OwnRun(run_id="", workspace=str(Path(workspace).resolve()))
-    task = workspace_task(instruction, run.workspace)
+    task = workspace_task(instruction, str(Path(workspace).resolve()))
     if environment_mode:
         task = task_from_environment_variable(settings).model_copy(update={"instruction": instruction})
-    run_id = run.run_id or f"standalone-{uuid.uuid4().hex}"
-    asked = (task.environment, str(task.data if environment_mode else {}), instruction)
-    seed = (str(settings.sampling.seed), *asked) if "seed" in settings.sampling.model_fields_set else (run_id,)
-    request = EpisodeRequest(
-        task=task,
-        run_id=run_id,
-        group_id=run.run_id or session,
-        sample=run.sample,
-        seed=zlib.crc32("\0".join([*seed, *([str(run.sample)] if run.sample else [])]).encode()),
-        served_model=served_model,
-    )
     return Session(
-        request,
+        own_request(settings, task, f"standalone-{uuid.uuid4().hex}", session, served_model=served_model),
         settings,
         strategy=make_strategy(settings),
         strategy_spec=strategy_spec(settings),
         base_model=base_model,
         environment_mode=environment_mode,
+    )
+
+
+def own_request(
+    settings: RLSettings, task: Task, run_id: str, group_id: str, *, sample: int = 0, served_model: str | None = None
+) -> EpisodeRequest:
+    """The request of an attempt that nobody planned.
+
+    With a ``[rl.sampling] seed`` the same attempt is sampled the same way in every run; without one every run differs.
+    """
+    data = {} if task.environment == WORKSPACE else task.data
+    seed = [str(settings.sampling.seed), task.environment, str(data), task.instruction]
+    seed = [*(seed if "seed" in settings.sampling.model_fields_set else [run_id]), *([str(sample)] if sample else [])]
+    return EpisodeRequest(
+        task=task,
+        run_id=run_id,
+        group_id=group_id,
+        sample=sample,
+        seed=zlib.crc32("\0".join(seed).encode()),
+        served_model=served_model,
     )
 
 
@@ -228,18 +224,11 @@ class StandaloneRun:
         return self._first.acquire(blocking=False)
 
     async def _store(self, trajectory: Trajectory) -> None:
-        """Also judge it by the reward's command, if it has one; other rewards are computed when they are needed."""
-        reward, scores = self._episode.settings.reward, list[Score]()
         if self._storage is None:
             return await self._episode.end(trajectory)
         try:
             await self._episode.end(trajectory)
-            if trajectory.failure is None and workspace_command(reward) is not None:
-                outcome = await scoring.judge(make_reward(reward), trajectory)
-                if isinstance(outcome, Failure):
-                    log.warning("no reward: %s", outcome.message)
-                else:
-                    await self._storage.add_scores(scores := [outcome])
+            scores = await judged(self._storage, trajectory, self._episode.settings.reward)
         finally:
             await self._storage.close()
         self._sum_up(trajectory, *scores)
@@ -247,6 +236,21 @@ class StandaloneRun:
     def _sum_up(self, trajectory: Trajectory, *scores: Score) -> None:
         # What is stored says less than the episode did where a secret was taken out.
         log.info("%s", run_summary(redact_trajectory(trajectory), scores, self._episode.settings))
+
+
+async def judged(storage: TrajectoryStorage, trajectory: Trajectory, settings: RewardSettings) -> tuple[Score, ...]:
+    """Judge a stored episode by the reward's command, if it has one; other rewards are computed when they are needed.
+
+    Raises ``StorageError``.
+    """
+    if trajectory.failure is not None or workspace_command(settings) is None:
+        return ()
+    outcome = await scoring.judge(make_reward(settings), trajectory)
+    if isinstance(outcome, Failure):
+        log.warning("no reward: %s", outcome.message)
+        return ()
+    await storage.add_scores((outcome,))
+    return (outcome,)
 
 
 SHORT_ID = 8
@@ -267,7 +271,8 @@ def run_summary(trajectory: Trajectory, scores: Sequence[Score], settings: RLSet
 
 def group_summary(recorded: Sequence[tuple[Trajectory, tuple[Score, ...]]], settings: RLSettings) -> str:
     """One line on the attempts at one task: how many succeeded, pass@k, and what can be done with them."""
-    valid = [(episode, scores) for episode, scores in recorded if episode.failure is None]
+    ended = [(episode, scores) for episode, scores in recorded if episode.stop is not StopReason.UNFINISHED]
+    valid = [(episode, scores) for episode, scores in ended if episode.failure is None]
     task, store = recorded[0][0].task if recorded else None, store_name(settings)
     if task is None or not valid:
         return "no attempt counts: all failed"
@@ -304,6 +309,8 @@ def _reward(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
 
 
 def _outcome(trajectory: Trajectory, scores: Sequence[Score], store: str) -> str:
+    if trajectory.stop is StopReason.UNFINISHED:
+        return "stopped before its end, so never trained on"
     if (failure := trajectory.failure) is not None:
         return f"failed, so never trained on ({failure.kind.value}: {one_line(failure.message, 120)})"
     if (reward := _reward(trajectory, scores)) is not None:

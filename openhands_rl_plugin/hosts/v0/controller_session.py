@@ -41,6 +41,7 @@ from openhands_rl_plugin.hosts.shared.session_runner import (
     HostSession,
     SessionHostRunner,
     llm_settings,
+    make_llm,
 )
 from openhands_rl_plugin.hosts.v0.agent import WORKSPACE_RUNTIME, RLAgent, controller_end, record_agent
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
@@ -188,8 +189,9 @@ def controller_config(settings: RLSettings, options: HostOptions, episode: Sessi
         sampling = episode.sampling_for(None, 0)
     # OpenHands sends these with every call: it drops an ``extra_body`` that a call has of its own.
     extra = altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS})
-    llm = LLMConfig(
-        **llm_settings(settings, options, model, limits),
+    llm = make_llm(
+        LLMConfig,
+        llm_settings(settings, options, model, limits),
         temperature=settings.sampling.temperature if sampling.temperature is None else sampling.temperature,
         top_p=sampling.top_p or settings.sampling.top_p,
         seed=sampling.seed,
@@ -211,6 +213,7 @@ def controller_config(settings: RLSettings, options: HostOptions, episode: Sessi
         llms={"llm": llm},
         agents={"agent": config, options.agent: config.model_copy(deep=True)},
         default_agent=options.agent,
+        workspace_base=str(options.folder) if options.folder is not None else None,
         runtime=WORKSPACE_RUNTIME,
         file_store="memory",
         enable_browser=False,

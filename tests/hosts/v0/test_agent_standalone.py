@@ -23,11 +23,11 @@ from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, SamplingParams, StopReason
 from openhands_rl_plugin.hosts.shared.sessions import (
-    RUN_VARIABLE,
     TASK_INDEX_VARIABLE,
-    OwnRun,
     StandaloneRun,
+    own_request,
     standalone_episode,
+    workspace_task,
 )
 from openhands_rl_plugin.hosts.v0.agent import controller_end
 from openhands_rl_plugin.session.session import Session, bind_episode, current_episode
@@ -85,17 +85,13 @@ def test_a_task_follows_from_its_text_and_its_folder(tmp_path):
     assert len({task(*each).id for each in asked}) == len({asked_in_common(task(*each)) for each in asked}) == 3
 
 
-def test_attempts_of_one_run_are_samples_of_a_group_with_seeds_of_their_own(tmp_path, monkeypatch):
-    settings, requests = RLSettings(sampling=SamplingSettings(seed=7)), []
-    for sample in (0, 1, None):
-        if sample is not None:
-            run = OwnRun(run_id="run-1", workspace=str(tmp_path), sample=sample)
-            monkeypatch.setenv(RUN_VARIABLE, run.model_dump_json())
-        given = {"session": "s", "instruction": "Do it.", "base_model": "m", "environment_mode": False}
-        requests.append(standalone_episode(settings, workspace=tmp_path / "copy", **given).request)
-    one, two, later = requests
+def test_attempts_of_one_run_are_samples_of_a_group_with_seeds_of_their_own(tmp_path):
+    settings, task = RLSettings(sampling=SamplingSettings(seed=7)), workspace_task("Do it.", str(tmp_path))
+    one, two = (own_request(settings, task, "run-1", "run-1", sample=sample) for sample in (0, 1))
     assert (one.run_id, one.group_id, one.task) == (two.run_id, two.group_id, two.task) and one.seed != two.seed
-    assert (later.group_id, later.task == one.task) == ("s", False), "the variable is for one episode"
+    given = {"session": "s", "instruction": "Do it.", "base_model": "m", "environment_mode": False}
+    first = standalone_episode(settings, workspace=tmp_path, **given).request
+    assert (first.seed, first.task, first.group_id) == (one.seed, task, "s")
 
 
 async def test_two_runs_of_one_named_session_are_two_trajectories(tmp_path):

@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from openhands.sdk import LLM
 from scripted_model import ScriptedModel, call, says
 from sdk_play import finish, repair, stored, think
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.hosts.v1.runs import make_llm
+from openhands_rl_plugin.hosts.shared.session_runner import make_llm
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -85,7 +86,7 @@ async def test_ctrl_c_ends_a_completion_at_once_and_what_was_sampled_stays(
     assert time.monotonic() - pressed < 12
     assert "recorded in store as " in out.splitlines()[-1] and "never trained on" in out
     [episode] = await stored(tmp_path / "store")
-    assert episode.stop is StopReason.ERROR and len([node for node in episode.nodes if node.sampled]) == 1
+    assert episode.stop is StopReason.UNFINISHED and len([node for node in episode.nodes if node.sampled]) == 1
 
 
 @pytest.mark.slow
@@ -203,7 +204,7 @@ def test_what_cannot_begin_is_one_line(words: list[str], said: str, server: Scri
 
 def test_a_setting_that_the_sdk_refuses_is_named_without_its_value() -> None:
     with pytest.raises(ConfigError) as refused:
-        make_llm({"model": "openai/x", "num_retries": "many", "api_key": [SECRET]})
+        make_llm(LLM, {"model": "openai/x", "num_retries": "many", "api_key": [SECRET]})
     said = str(refused.value)
     assert said.startswith("[llm] ") and "[llm] num_retries: must be a valid integer" in said and SECRET not in said
 
@@ -211,6 +212,6 @@ def test_a_setting_that_the_sdk_refuses_is_named_without_its_value() -> None:
 def test_settings_of_v0_that_v1_does_not_have_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     given = {"model": "openai/x", "temperature": 0.5, "custom_llm_provider": "me", "native_tool_calling": False}
     with caplog.at_level("WARNING", logger="openhands"):  # a runner in another test may have raised it
-        llm = make_llm(given)
-    assert (llm.temperature, llm.native_tool_calling, llm.reasoning_effort) == (0.5, False, None)
+        llm = make_llm(LLM, given, usage_id="agent")
+    assert (llm.temperature, llm.native_tool_calling, llm.usage_id) == (0.5, False, "agent")
     assert "[llm] custom_llm_provider: not a setting of this OpenHands" in caplog.text
