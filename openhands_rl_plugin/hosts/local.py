@@ -19,8 +19,12 @@ from openhands_rl_plugin.core.machine import without_collection
 from openhands_rl_plugin.core.types import EpisodeRequest, Trajectory
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
-from openhands_rl_plugin.hosts.shared.session_runner import EnvironmentSessions
+from openhands_rl_plugin.hosts.shared.session_runner import (
+    RL_AGENT,
+    EnvironmentSessions,
+    HostOptions,
+    check_engine_setting,
+)
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 
 # No price list from the network, no banner; read when OpenHands is imported.
@@ -73,22 +77,20 @@ def task_attempts(
     search here.
     """
     os.environ.update({"LOG_LEVEL": "WARNING", **_QUIET, **os.environ})
-    from openhands_rl_plugin.hosts.shared.litellm_calls import split_provider
-    from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, check_workspace_strategy
-    from openhands_rl_plugin.hosts.shared.sessions import own_request, workspace_task
+    from openhands_rl_plugin.hosts.shared import litellm_calls, sessions
 
-    serving = work.settings.serving
-    serving = serving.model_copy(update={"model": serving.model or split_provider(str(work.llm["model"]))[1]})
+    named = work.settings.serving.model or litellm_calls.split_provider(str(work.llm["model"]))[1]
+    serving = work.settings.serving.model_copy(update={"model": named})
     settings, workspace = work.settings.model_copy(update={"serving": serving}), workspace.resolve()
     if host_of(settings) == "v0":
         check_engine_setting(settings)
-    server = check_model(settings, work.llm)
-    check_workspace_strategy(settings)
-    served = adapter_in_use(serving, *server) if server is not None else None
-    asked, attempts = workspace_task(task, str(workspace)), list[tuple[EpisodeRequest, HostOptions]]()
+    server = litellm_calls.check_model(settings, work.llm)
+    litellm_calls.check_workspace_strategy(settings)
+    served = litellm_calls.adapter_in_use(serving, *server) if server is not None else None
+    asked, attempts = sessions.workspace_task(task, str(workspace)), list[tuple[EpisodeRequest, HostOptions]]()
     for sample, folder in enumerate([workspace] if count == 1 else _copies(workspace, settings, count)):
-        options = HostOptions(environment_mode=False, llm=work.llm, folder=folder)
-        attempts.append((own_request(settings, asked, run_id, run_id, sample=sample, served_model=served), options))
+        request = sessions.own_request(settings, asked, run_id, run_id, sample=sample, served_model=served)
+        attempts.append((request, HostOptions(environment_mode=False, llm=work.llm, folder=folder)))
     return settings, attempts
 
 

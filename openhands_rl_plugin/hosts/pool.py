@@ -43,7 +43,7 @@ from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
-from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
 from openhands_rl_plugin.rollout.session import failed_episode
 

@@ -35,7 +35,7 @@ from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.local import HostRunner
 from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
+from openhands_rl_plugin.hosts.shared.session_runner import RL_AGENT, HostOptions
 
 SCRATCH = ".work"
 """The folder of checkouts below that of the evaluation; leftovers of a killed process are removed."""

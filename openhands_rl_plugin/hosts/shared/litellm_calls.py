@@ -2,13 +2,17 @@
 
 A session answers in litellm's place. The arguments of the call become the body of a request, the document that the
 session returns becomes litellm's response, and an error of the model server becomes litellm's exception.
+
+What a run needs of its model server and its strategy is checked here, before the run begins.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -21,8 +25,10 @@ from litellm.llms.openai.common_utils import OpenAIError as ServersError
 from litellm.types.utils import ModelResponse
 from openai import OpenAIError
 
+from openhands_rl_plugin.config.build import make_strategy
+from openhands_rl_plugin.config.rl import AUTO, RLSettings, ServingSettings
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import CaughtFailure, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, InfrastructureError, boundary
 from openhands_rl_plugin.core.messages import (
     finish_in,
     is_json_object,
@@ -32,10 +38,15 @@ from openhands_rl_plugin.core.messages import (
     usage_in,
     usage_to_wire,
 )
+from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream, ServerError, server_error
 from openhands_rl_plugin.models.engines.extensions import ExtensionTable
 from openhands_rl_plugin.models.engines.openai_wire import Json, parse_object
+from openhands_rl_plugin.models.engines.server_models import ListedModel, check_model_server, listed_models
+from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 from openhands_rl_plugin.session.session import Complete, Upstream
 
 # Litellm's proxy adds the working folder, where agents write modules, to the path.
@@ -169,15 +180,74 @@ def key_of(provider: str) -> str | None:
     return os.environ.get(_KEY_VARIABLES.get(provider, "OPENAI_API_KEY"))
 
 
-def missing_keys(model: str) -> list[str]:
-    """The environment variables of keys, one of which a vendor's model needs, where this process has none of them."""
-    asked = litellm.validate_environment(model=model)["missing_keys"]
-    # AWS has roles and profiles, too; what is no key has a default.
-    keys = [name for name in asked if name.endswith("_KEY") and not name.startswith("AWS_")]
-    return [] if any(map(os.environ.get, keys)) else keys
-
-
 def split_provider(model: str) -> tuple[str, str]:
     """``"openai/Qwen/Qwen3-8B"`` -> ``("openai", "Qwen/Qwen3-8B")``; the provider is empty when unknown."""
     provider, slash, name = model.partition("/")
     return (provider, name) if slash and provider in litellm.provider_list else ("", model)
+
+
+_SECONDS = 10.0
+_WANTED_CONTEXT = 16_384
+
+# OpenHands' own logger, by its name: nothing here imports OpenHands.
+log = logging.getLogger("openhands")
+
+
+def check_workspace_strategy(settings: RLSettings) -> None:
+    """Raises ``ConfigError`` for a sandbox that cannot be made here, and a strategy that cannot search in it."""
+    isolated = settings.workspace.isolation != "none"
+    if isolated:
+        check_bubblewrap()
+    if isinstance(strategy := make_strategy(settings), SearchStrategy):
+        strategy.check_world(EnvInfo(emits_rewards=False) if isolated else None)
+
+
+def check_model(settings: RLSettings, llm: Mapping[str, object]) -> tuple[str, str, str | None] | None:
+    """The model of ``[llm]`` by its server's name, the URL of that server, which answers, and its key; ``None`` where
+    another one is asked.
+
+    ``llm``: ``model``, ``base_url``, ``api_key`` and ``custom_llm_provider`` of ``[llm]``, by litellm's names. Raises
+    ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model.
+    """
+    if settings.engine not in (AUTO, "openai"):
+        return None
+    provider, model = named_in(llm)
+    url, key = str(llm.get("base_url") or "").rstrip("/"), str(llm.get("api_key") or "") or None
+    if url and provider in OPENAI_COMPATIBLE:
+        key = key or key_of(provider)
+        check_model_server(url, model, key, named_by="[llm] base_url")
+        return model, url, key
+    return None
+
+
+def adapter_in_use(serving: ServingSettings, model: str, url: str, key: str | None) -> str | None:
+    """The served name of the version that ``[rl.serving]`` points to, if the server has it on this model. Blocks.
+
+    ``url``: where ``[rl.serving]`` names no server, that of the LLM. ``None``: sample from ``model``, because nothing
+    was published there, or the server lists nothing: whether it is away the first completion will say.
+    """
+    current = AdapterStore(serving.adapters_directory).current(serving.adapter)
+    if current is None or (not serving.base_url and current.base_model != model):
+        return None
+    listed: Sequence[ListedModel] = ()
+    with suppress(ConfigError, InfrastructureError):
+        listed = listed_models(url, key, _SECONDS) or ()
+    for each in listed:
+        if each.id in (current.name, f"{model}:{current.name}") and each.parent in (None, model):
+            return each.id
+    if listed:
+        log.warning(
+            "%s is not loaded on %s at %s, so that model itself is sampled; load it with: openhands-rl adapters "
+            "publish --adapters %s --adapter %s --version %s --base-url %s",
+            *(current.name, model, url, serving.adapters_directory, serving.adapter, current.version, url),
+        )
+    return None
+
+
+def too_long(settings: RLSettings) -> str:
+    """What is wrong with a first prompt that the model's context has no room for, and what to do."""
+    return (
+        f"OpenHands' first prompt and [rl] max_response_length = {settings.max_response_length:,} are longer than the "
+        f"model's context; serve a model with a context of {_WANTED_CONTEXT:,} or more (vLLM: --max-model-len), or set "
+        '[rl.workspace] prompt = "compact"'
+    )

@@ -55,7 +55,7 @@ class SandboxedWorkspace:
     """The workspace of one session at ``/workspace``, whatever the folder's place on the host. All methods block.
 
     ``folder``: by default one that is removed with it. ``task``: the folder is that of a task, with its own mounts and
-    variables. ``protected``: as in ``Baseline``. ``isolated``: in bubblewrap, else it cannot be forked. ``output``:
+    variables. ``protected``: as in ``Baseline``. Without isolation it cannot be forked. ``output``:
     bytes of one command's output that are kept. ``seconds``: the time limit of a command that names none, which its
     host reads. The folder's content is recorded as the start.
     Raises ``ConfigError`` where bubblewrap does not work.
@@ -76,10 +76,10 @@ class SandboxedWorkspace:
         *,
         task: TaskWorkspace | None = None,
         protected: Sequence[str] = (),
-        isolated: bool = True,
         output: int = SandboxLimits().output,
     ) -> None:
-        if isolated:
+        self.forks = settings.isolation != "none"
+        if self.forks:
             check_bubblewrap()
         private = temporary_folder("workspace")
         self._protected = protected
@@ -91,10 +91,9 @@ class SandboxedWorkspace:
             output=output,
         )
         self.variables = dict(task.variables) if task is not None else {}
-        self.forks = isolated
         root = (task.root if task is not None else folder or private / "workspace").expanduser().resolve()
         root.mkdir(parents=True, exist_ok=True)
-        if isolated:
+        if self.forks:
             self._sandbox = BubblewrapSandbox(
                 root,
                 network=settings.network,
@@ -203,15 +202,14 @@ class SandboxedWorkspace:
         The session's processes rest meanwhile. Without isolation and protected files it is run in the workspace itself.
         """
         with self._at_rest(), scratch_folder("check") as private:
-            tree, isolated = self._tree, isinstance(self._sandbox, BubblewrapSandbox)
+            tree, sandbox = self._tree, self._sandbox
             try:
-                if isolated or asked.protected:
-                    methods = METHODS if isolated else METHODS[1:]
-                    tree = fork_tree(tree, private, limits=_CHECKED, methods=methods, stop=stop, live=isolated)
-                if isinstance(self._sandbox, BubblewrapSandbox):
-                    again = self._sandbox.over(tree.directory, tree.mounting())
-                else:
-                    again = SubprocessSandbox(tree.directory, private)
+                if self.forks or asked.protected:
+                    methods = METHODS if self.forks else METHODS[1:]
+                    tree = fork_tree(tree, private, limits=_CHECKED, methods=methods, stop=stop, live=self.forks)
+                isolated = isinstance(sandbox, BubblewrapSandbox)
+                directory, around = tree.directory, tree.mounting()
+                again = sandbox.over(directory, around) if isolated else SubprocessSandbox(directory, private)
                 if asked.protected:
                     self._baseline.restore(again, asked.protected)
             except (BadEnvironmentError, InfrastructureError) as error:

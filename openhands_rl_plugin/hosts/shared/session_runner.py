@@ -1,4 +1,7 @@
-"""Runs episodes in sessions of a host, many side by side in this process; those of environments without a host."""
+"""Runs episodes in sessions of a host, many side by side in this process; those of environments without a host.
+
+``HostOptions`` are what a host needs beside ``[rl]``: where an episode runs, with which agent, and within which limits.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import asyncio
 import logging
 import math
 import os
-from abc import ABC, abstractmethod
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.build import make_engine, make_environment, make_strategy
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.build import make_engine, make_environment, make_strategy, strategy_spec
+from openhands_rl_plugin.config.rl import AUTO, RLSettings
 from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, problems, unknown_name
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
@@ -24,14 +28,15 @@ from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
     FailureKind,
+    Frozen,
     JsonObject,
     Limits,
     StopReason,
+    StrategySpec,
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions, check_engine_setting
 from openhands_rl_plugin.hosts.shared.sessions import end_episode
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.rollout.journal import EpisodeSink
@@ -43,29 +48,83 @@ log = logging.getLogger("openhands")
 ITERATIONS_A_TURN = 4
 """Of OpenHands: one, or several with several tool calls, a summary, or an answer that cannot be read."""
 
+RL_AGENT = "RLAgent"
+
+
+class HostOptions(Frozen):
+    """How a host runs its sessions.
+
+    ``environment_mode``: the model sees only an environment's observations; else it works in a workspace with
+    OpenHands' own tools. ``sessions``: how many a worker of a pool runs at a time (default: ``[rl] max_workers``
+    divided by the workers). ``command_timeout`` is in seconds. ``agent`` is ``RLAgent`` or an agent of OpenHands, which
+    does not use the strategy. ``token_ids``: request token ids and logprobs, which some servers reject.
+    ``stuck_detection`` is OpenHands' own. ``replies``: what a simulated user replies to each message without a tool
+    call, the last of them from then on (default: OpenHands' own text). ``condenser`` is a section
+    ``[agent.NAME.condenser]`` of OpenHands, whose model is the policy; by default there is none, so that every prompt
+    is a prefix of the next one. ``llm``, of this process only: keys of ``[llm]`` in place of ``[rl.serving]``.
+    ``folder``: where a session without a workspace of its own works; default: one that is removed with it.
+    """
+
+    environment_mode: bool = True
+    sessions: int | None = None
+    command_timeout: int = 60
+    native_tool_calling: bool = True
+    agent: str = RL_AGENT
+    token_ids: bool = True
+    stuck_detection: bool = False
+    llm_retries: int = Field(default=2, ge=1)
+    replies: tuple[str, ...] = ()
+    condenser: JsonObject = Field(default_factory=dict)
+    llm: JsonObject = Field(default_factory=dict, repr=False)
+    folder: Path | None = None
+
+    def strategy_spec(self, settings: RLSettings) -> StrategySpec:
+        """The strategy with all its options. For an agent of OpenHands it names that agent."""
+        if self.agent != RL_AGENT:
+            return StrategySpec(name=self.agent)
+        return strategy_spec(settings)
+
+
+def check_engine_setting(settings: RLSettings) -> None:
+    """OpenHands' controller asks its model server itself. Raises ``ConfigError`` for another engine."""
+    if settings.engine not in (AUTO, "openai"):
+        raise ConfigError(
+            f"[rl] engine: OpenHands asks its model by itself, so {settings.engine!r} would not be used; it is for "
+            "RLAgent in Python. Remove the line from this config.toml"
+        )
+
 
 type End = Failure | RLError | StopReason | None
 """Why a session ended: a failure, what must stop the run, a limit, or (``None``) what its host's state says."""
 
 
-class HostSession(ABC):
-    """One session of a host, for one episode of a runner. ``ended`` has its ``End``, ``_opened`` what ``close`` closes.
+class HostSession:
+    """One session of a host, for one episode of a runner. ``ended`` has its ``End``, ``opened`` what ``close`` closes.
 
     ``open``, ``conclude`` and ``close`` block and are called on threads.
     """
 
-    def __init__(self, episode: Session, options: HostOptions, sid: str) -> None:
-        self._episode = episode
-        self._options = options
-        self._sid = sid
-        self.ended = Future[End]()
-        self._opened = ExitStack()
+    def __init__(self, episode: Session, options: HostOptions) -> None:
+        self.episode, self.options, self.id = episode, options, str(uuid.uuid4())
+        self.ended, self.opened = Future[End](), ExitStack()
+
+    def start(self, instruction: str) -> None:
+        """Create the session and give it the task."""
+        raise NotImplementedError
+
+    def reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
+        """Why the episode ended (``None``: as its agent noted), its failure, and the host's last error."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """End a decision that is under way."""
+        self.episode.cancel(math.inf)
 
     def open(self) -> None:
-        """Create the session and give it the task. Raises ``CaughtFailure``."""
-        task = self._episode.request.task
-        with boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self._episode):
-            self._start(task.instruction or task.id)
+        """As ``start``. Raises ``CaughtFailure``."""
+        task = self.episode.request.task
+        with boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self.episode):
+            self.start(task.instruction or task.id)
 
     def finish(self, end: End) -> None:
         """The session has ended, or a part of it has failed. Only the first reason counts."""
@@ -74,36 +133,22 @@ class HostSession(ABC):
 
     def conclude(self) -> Trajectory:
         """The trajectory of the ended episode. Raises the ``RLError`` that ended it, if it must stop the run."""
-        self._cancel()
-        end = self._episode.error or self.ended.result()
+        self.cancel()
+        end = self.episode.error or self.ended.result()
         if isinstance(end, RLError):
             raise end
-        stop, failure, last_error = self._reason(end)
-        return end_episode(self._sid, self._episode, stop, failure, last_error=last_error)
+        stop, failure, last_error = self.reason(end)
+        return end_episode(self.id, self.episode, stop, failure, last_error=last_error)
 
     def close(self) -> None:
         """Release the session, and wait until its threads have finished their current call."""
-        self._cancel()
-        self._release()
+        self.cancel()
+        self.opened.close()
 
-    def _reply(self, said: int, otherwise: str) -> str:
-        """What the simulated user says, after so many replies."""
-        replies = self._options.replies
-        return replies[min(said, len(replies) - 1)] if replies else otherwise
-
-    @abstractmethod
-    def _start(self, instruction: str) -> None: ...
-
-    def _cancel(self) -> None:
-        """End a decision that is under way."""
-        self._episode.cancel(math.inf)
-
-    def _release(self) -> None:
-        self._opened.close()
-
-    @abstractmethod
-    def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
-        """Why the episode ended (``None``: as its agent noted), its failure, and the host's last error."""
+    def reply(self, number: int, otherwise: str) -> str:
+        """What the simulated user replies, after so many replies."""
+        replies = self.options.replies
+        return replies[min(number, len(replies) - 1)] if replies else otherwise
 
 
 def make_llm[LLM: BaseModel](kind: type[LLM], section: JsonObject, **own: object) -> LLM:

@@ -61,26 +61,25 @@ from openhands.llm.router import RouterLLM
 from openhands.memory.condenser.impl.no_op_condenser import NoOpCondenser
 from openhands.memory.view import View
 from openhands.runtime import get_runtime_cls
+from pydantic import Field
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, describe
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.protocols import Forkable, info_of
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
-from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, StopReason
+from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, described, system_prompt
-from openhands_rl_plugin.hosts.shared.litellm_calls import answered, malformed, response_of, split_provider, upstream_of
-from openhands_rl_plugin.hosts.shared.options import check_engine_setting
-from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, too_long
+from openhands_rl_plugin.hosts.shared import litellm_calls
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+from openhands_rl_plugin.hosts.shared.session_runner import check_engine_setting
 from openhands_rl_plugin.hosts.shared.sessions import StandaloneRun, runtime_of, standalone_episode, workspace_command
-from openhands_rl_plugin.hosts.v0.runtime import EnvironmentRuntime, SessionRuntime, WorkspaceRuntime
-from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings, refusing
+from openhands_rl_plugin.hosts.v0 import runtime as runtimes
 from openhands_rl_plugin.models.engines.openai_wire import Json
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session, Upstream, current_episode
 
-MALFORMED = malformed(exceptions)
+MALFORMED = litellm_calls.malformed(exceptions)
 """What OpenHands raises for an answer of the model that it cannot parse."""
 
 ANSWERED = MALFORMED[1:]
@@ -101,9 +100,19 @@ def register(name: str, agent_cls: type[Agent]) -> None:
 Agent.register = staticmethod(register)
 
 
-WORKSPACE_RUNTIME = f"{WorkspaceRuntime.__module__}.{WorkspaceRuntime.__name__}"
+WORKSPACE_RUNTIME = f"{runtimes.WorkspaceRuntime.__module__}.{runtimes.WorkspaceRuntime.__name__}"
 _WANTS_CALLS = "this environment wants its tools called: set react_format = true in [rl], to answer with text"
 _TOOLS_OF_OTHER_RUNTIMES = {"enable_browsing": False, "enable_jupyter": False}
+
+
+class RLAgentHostConfig(AgentConfig):
+    """``[agent.RLAgent]`` with an ``[agent.RLAgent.rl]`` table in it.
+
+    OpenHands uses this model only where the section has a ``classpath`` line; without one it refuses the table. The
+    table is checked when the agent is created: after an error here OpenHands would skip the whole section.
+    """
+
+    rl: JsonObject = Field(default_factory=dict)
 
 
 class RLAgent(CodeActAgent):
@@ -123,13 +132,13 @@ class RLAgent(CodeActAgent):
     _standalone: StandaloneRun | None = None
 
     def __init__(self, config: AgentConfig, llm_registry: LLMRegistry) -> None:
-        with refusing():
+        with runtimes.refusing():
             bound, runtime = current_episode(), config.runtime or ""
             kind = runtime.rpartition(".")[2]
-            self._environment_mode = kind == EnvironmentRuntime.__name__
-            if kind == WorkspaceRuntime.__name__:
+            self._environment_mode = kind == runtimes.EnvironmentRuntime.__name__
+            if kind == runtimes.WorkspaceRuntime.__name__:
                 config = config.model_copy(update=_TOOLS_OF_OTHER_RUNTIMES)
-            self._settings = bound.settings if bound else host_settings(config, llm_registry.config)
+            self._settings = bound.settings if bound else runtimes.host_settings(config, llm_registry.config)
             super().__init__(config, llm_registry)
             if isinstance(self.llm, RouterLLM):
                 raise ConfigError(
@@ -139,7 +148,7 @@ class RLAgent(CodeActAgent):
             if self._described:
                 describe_tools(self.llm)
             asked = workspace_command(self._settings.reward)
-            if asked is not None and runtime and not issubclass(get_runtime_cls(runtime), WorkspaceRuntime):
+            if asked is not None and runtime and not issubclass(get_runtime_cls(runtime), runtimes.WorkspaceRuntime):
                 raise ConfigError(
                     f"[rl.reward]: `{asked.command}` judges a workspace, and runtime = {runtime!r} cannot run it: set "
                     f"runtime = {WORKSPACE_RUNTIME!r} in [core], or choose another reward"
@@ -153,8 +162,8 @@ class RLAgent(CodeActAgent):
         check_engine_setting(self._settings)
         llm = self.llm.config
         key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
-        server = check_model(self._settings, llm.model_dump() | key)
-        return adapter_in_use(self._settings.serving, *server) if server is not None else None
+        server = litellm_calls.check_model(self._settings, llm.model_dump() | key)
+        return litellm_calls.adapter_in_use(self._settings.serving, *server) if server is not None else None
 
     def step(self, state: State) -> Action:
         """The next action: a pending one, or the first of a new answer. OpenHands' controller handles its exceptions.
@@ -177,7 +186,7 @@ class RLAgent(CodeActAgent):
     def _roll_out(self, state: State) -> Action:
         """The episode of an environment. Raises ``EpisodeOver`` at its end."""
         session, runtime = self._session, runtime_of(state.session_id)
-        assert session is not None and isinstance(runtime, EnvironmentRuntime)
+        assert session is not None and isinstance(runtime, runtimes.EnvironmentRuntime)
         live, tree = runtime.live, session.tree
         while True:
             if tree.head is None or tree.nodes[tree.head].sampled:
@@ -228,7 +237,7 @@ class RLAgent(CodeActAgent):
             self._settings,
             session=state.session_id,
             instruction=self._get_initial_user_message(state.history).content,
-            base_model=self._settings.serving.model or split_provider(self.llm.config.model)[1],
+            base_model=self._settings.serving.model or litellm_calls.split_provider(self.llm.config.model)[1],
             environment_mode=self._environment_mode,
             served_model=self._served_model,
             workspace=self.llm_registry.config.workspace_base or "",
@@ -252,7 +261,7 @@ class RLAgent(CodeActAgent):
     def _ask_session(self, body: Json) -> Json:
         """The session's answer. Raises as ``Session.respond``, and ``CancelledError`` when the user stops it."""
         assert self._session is not None and self._state is not None
-        if isinstance(runtime := runtime_of(self._state.session_id), SessionRuntime):
+        if isinstance(runtime := runtime_of(self._state.session_id), runtimes.SessionRuntime):
             runtime.session = self._session
         return self._session.answer(body, _last_event(self._state))
 
@@ -260,9 +269,9 @@ class RLAgent(CodeActAgent):
         """The live session, for the strategy to fork."""
         assert self._session is not None and self._state is not None
         runtime = runtime_of(self._state.session_id)
-        if isinstance(runtime, EnvironmentRuntime):
+        if isinstance(runtime, runtimes.EnvironmentRuntime):
             return runtime.live.world(self._session.limits)
-        if not (isinstance(runtime, WorkspaceRuntime) and runtime.workspace.forks):
+        if not (isinstance(runtime, runtimes.WorkspaceRuntime) and runtime.workspace.forks):
             return None
         live = SessionBranch(self, self._state, runtime, *self._seen)
         return BranchWorld(live, self._session)
@@ -276,7 +285,7 @@ class RLAgent(CodeActAgent):
         return super()._get_messages(events, initial_user_message, forgotten_event_ids)
 
     def _why_unread(self, document: Json) -> str | None:
-        response = response_of(document)
+        response = litellm_calls.response_of(document)
         try:
             if not self.llm.is_function_calling_active():
                 read_described_call(response, check_tools(self.tools, self.llm.config))
@@ -326,7 +335,7 @@ class SessionBranch:
 
     agent: RLAgent
     state: State
-    runtime: WorkspaceRuntime
+    runtime: runtimes.WorkspaceRuntime
     events: list[Event]
     forgotten: set[int]
 
@@ -402,11 +411,11 @@ def connect(llm: LLM, complete: Complete) -> Upstream:
     send = getattr(holder._completion_unwrapped, "send", holder._completion_unwrapped)
 
     def answer(**more: Any) -> ModelResponse:
-        return answered(complete, {**send.keywords, **more})
+        return litellm_calls.answered(complete, {**send.keywords, **more})
 
     answer.send = send  # type: ignore[attr-defined]
     holder._completion_unwrapped = answer
-    return upstream_of(send.keywords, send)
+    return litellm_calls.upstream_of(send.keywords, send)
 
 
 def describe_tools(llm: LLM) -> None:
@@ -470,7 +479,7 @@ def recorded_step(
         if session.turns:
             session.failure = None
         else:
-            openhands_logger.error(too_long(session.settings))
+            openhands_logger.error(litellm_calls.too_long(session.settings))
     if isinstance(action, AgentFinishAction):
         # Without a call of the model it is OpenHands' own, where the user says /exit.
         stop = StopReason.TERMINATED if action.tool_call_metadata else StopReason.NO_ACTION

@@ -7,7 +7,6 @@ session's threads ends it; OpenHands' own loop would wait forever.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
@@ -35,9 +34,10 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.session_runner import (
     ITERATIONS_A_TURN,
+    RL_AGENT,
+    HostOptions,
     HostSession,
     SessionHostRunner,
     llm_settings,
@@ -53,25 +53,23 @@ _ENDS = frozenset({AgentState.FINISHED, AgentState.REJECTED, AgentState.ERROR, A
 class ControllerSession(HostSession):
     """Runs one episode by OpenHands' controller."""
 
-    def __init__(self, episode: Session, options: HostOptions) -> None:
-        super().__init__(episode, options, f"rl-{uuid.uuid4().hex[:24]}")
-        self._config = controller_config(episode.settings, options, episode)
-        self._controller: AgentController | None = None
+    _controller: AgentController | None = None
 
-    def _start(self, instruction: str) -> None:
-        config = self._config
+    def start(self, instruction: str) -> None:
+        """As in ``HostSession``."""
+        config = controller_config(self.episode.settings, self.options, self.episode)
         llms = LLMRegistry(config)
-        stats = ConversationStats(None, self._sid, None)
+        stats = ConversationStats(None, self.id, None)
         llms.subscribe(stats.register_llm)
         agent = create_agent(config, llms)
         if not isinstance(agent, RLAgent):
-            record_agent(agent, self._episode)
-        stream = SessionEventStream(self._sid, self.finish, self._on_state)
-        self._opened.callback(stream.close)
-        runtime = WorkspaceRuntime(config, stream, llms, self._sid, status_callback=self._on_status, headless_mode=True)
-        self._opened.callback(runtime.close)
+            record_agent(agent, self.episode)
+        stream = SessionEventStream(self.id, self.finish, self._on_state)
+        self.opened.callback(stream.close)
+        runtime = WorkspaceRuntime(config, stream, llms, self.id, status_callback=self._on_status, headless_mode=True)
+        self.opened.callback(runtime.close)
         asyncio.run(runtime.connect())
-        memory: Any = SessionMemory(stream, self._sid)
+        memory: Any = SessionMemory(stream, self.id)
         memory.set_runtime_status = partial(self._on_status, "error")
         memory.set_conversation_instructions(None)
         memory.set_runtime_info(runtime, {}, str(runtime.workspace_root))
@@ -81,11 +79,12 @@ class ControllerSession(HostSession):
         )
         stream.add_event(MessageAction(content=instruction), EventSource.USER)
 
-    def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
+    def reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
+        """As in ``HostSession``."""
         state = self._controller.state if self._controller is not None else State()
-        if isinstance(end, Failure):
-            return None, end, state.last_error
-        stop, failure = controller_end(state) if end is None else (end, None)
+        stop, failure = (
+            controller_end(state) if end is None else (None, end) if isinstance(end, Failure) else (end, None)
+        )
         return stop, failure, state.last_error
 
     def _on_state(self) -> None:
@@ -93,7 +92,7 @@ class ControllerSession(HostSession):
         state = self._controller.get_state()
         if state.agent_state is AgentState.AWAITING_USER_INPUT:
             users = [each for each in state.history if isinstance(each, MessageAction) and each.source == "user"]
-            text = self._reply(len(users) - 1, auto_continue_response(state))
+            text = self.reply(len(users) - 1, auto_continue_response(state))
             self._controller.event_stream.add_event(MessageAction(content=text), EventSource.USER)
         elif state.agent_state in _ENDS:
             self.finish(None)

@@ -9,6 +9,10 @@ unsorted listings may differ in a fork.
 
 ``runtime = "openhands_rl_plugin.hosts.v0.runtime.EnvironmentRuntime"`` puts the environment of ``[rl] env_name`` in the
 place of a workspace.
+
+The settings of an OpenHands process that no runner drives are read here. OpenHands drops a top-level ``[rl]`` with a
+warning, so the file is read once more; the warning is suppressed. The plugin is imported before OpenHands checks the
+sections, with autoload as well as with a ``classpath`` line.
 """
 
 from __future__ import annotations
@@ -16,16 +20,20 @@ from __future__ import annotations
 import asyncio
 import atexit
 import copy
+import sys
 import tempfile
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from openhands.core.config import OpenHandsConfig
+from openhands.core.config import AgentConfig, OpenHandsConfig
+from openhands.core.config.arg_utils import get_headless_parser
 from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
 from openhands.core.exceptions import AgentRuntimeError
+from openhands.core.logger import openhands_logger
 from openhands.core.schema import AgentState
 from openhands.events.action import (
     ChangeAgentStateAction,
@@ -48,18 +56,51 @@ from openhands.storage.locations import get_conversation_dir
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.config.build import make_environment, make_strategy
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import has_settings, load_settings, settings_from_sections
 from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
+from openhands_rl_plugin.hosts.shared.session_runner import RL_AGENT
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime
-from openhands_rl_plugin.hosts.v0.settings import host_settings
 from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session, current_episode
+
+_MAIN_SPEC = getattr(sys.modules["__main__"], "__spec__", None)
+_IN_HEADLESS_MAIN = _MAIN_SPEC is not None and _MAIN_SPEC.name == "openhands.core.main"
+
+# The file that OpenHands reads. Absolute at once: some runtimes change the working directory of the process.
+_FILE = Path(get_headless_parser().parse_known_args(None if _IN_HEADLESS_MAIN else [])[0].config_file).absolute()
+
+openhands_logger.addFilter(lambda record: "Unknown section [rl]" not in record.getMessage())
+
+
+def host_settings(agent_config: AgentConfig, config: OpenHandsConfig) -> RLSettings:
+    """The settings of this process: ``[rl]``, overridden by ``[extended.rl]``, overridden by ``[agent.RLAgent.rl]``.
+
+    All three are read from the file if it has any, else the latter two from OpenHands' configuration objects.
+    Raises ``ConfigError``.
+    """
+    if _FILE.is_file() and has_settings(_FILE):
+        return load_settings(_FILE)
+    own = getattr(agent_config, "rl", {})
+    return settings_from_sections({"extended": config.extended.model_dump(), "agent": {"RLAgent": {"rl": own}}})
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End ``openhands.core.main``, which would print a traceback, with one line; other hosts get the error itself."""
+    try:
+        yield
+    except RLError as error:
+        if _IN_HEADLESS_MAIN:
+            raise SystemExit("\n".join(f"error: {line}" for line in str(error).splitlines())) from error
+        raise
+
 
 # Seconds to start a sandbox, which takes a fraction of one: a machine under load is given time.
 _START_TIMEOUT = 14.0
@@ -135,8 +176,7 @@ class WorkspaceRuntime(SessionRuntime):
         bound = current_episode()
         task = bound.workspace if bound else None
         settings = bound.settings if bound else host_settings(config.get_agent_config(RL_AGENT), config)
-        isolated = settings.workspace.isolation != "none"
-        if isolated and config.sandbox.use_host_network:
+        if settings.workspace.isolation != "none" and config.sandbox.use_host_network:
             raise ConfigError("[sandbox] use_host_network: write [rl.workspace] network = true in its place")
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
         self.workspace = SandboxedWorkspace(
@@ -144,7 +184,6 @@ class WorkspaceRuntime(SessionRuntime):
             settings.workspace,
             task=task,
             protected=protected_by(settings.reward),
-            isolated=isolated,
         )
         super().__init__(config, *args, **kwargs)
         who = (("NAME", config.git_user_name), ("EMAIL", config.git_user_email))

@@ -55,8 +55,7 @@ from openhands_rl_plugin.core.protocols import Forkable
 from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run, trajectory_id
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, system_prompt
-from openhands_rl_plugin.hosts.shared.litellm_calls import server_error, split_provider
-from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, too_long
+from openhands_rl_plugin.hosts.shared.litellm_calls import adapter_in_use, server_error, split_provider, too_long
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import (
     SHORT_ID,
@@ -260,8 +259,8 @@ class ConversationEpisode:
             runtime.sandboxed.begin()
         else:
             # The folder is the evidence where the tools have no workspace of their own.
-            settings, protected = session.settings.workspace, protected_by(session.settings.reward)
-            self._unisolated = SandboxedWorkspace(folder, settings, protected=protected, isolated=False)
+            settings = session.settings.workspace.model_copy(update={"isolation": "none"})
+            self._unisolated = SandboxedWorkspace(folder, settings, protected=protected_by(session.settings.reward))
             register_runtime(self.id, self._unisolated)
         if self.standalone is not None:
             self.standalone.before_exit = partial(self.end, exiting=True)

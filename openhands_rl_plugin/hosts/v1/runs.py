@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.options import RL_AGENT, HostOptions
 from openhands_rl_plugin.hosts.shared.session_runner import (
     ITERATIONS_A_TURN,
+    RL_AGENT,
     HostSession,
     SessionHostRunner,
     llm_settings,
@@ -27,7 +27,6 @@ from openhands_rl_plugin.hosts.shared.session_runner import (
 )
 from openhands_rl_plugin.hosts.v1.agent import BOUNDARY, RLAgent, conversation_end, episode_of, said_finish
 from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL
-from openhands_rl_plugin.session.session import Session
 
 _CONTINUE = (
     "Please go on in the way that you think is right. If you think that the task is solved, finish. Nobody will answer "
@@ -40,40 +39,41 @@ _PATIENCE = 30.0
 class ConversationSession(HostSession):
     """The conversation runs in a thread of its own."""
 
-    def __init__(self, episode: Session, options: HostOptions) -> None:
-        super().__init__(episode, options, str(uuid.uuid4()))
-        self._conversation: LocalConversation | None = None
+    _conversation: LocalConversation | None = None
 
-    def _start(self, instruction: str) -> None:
+    def start(self, instruction: str) -> None:
+        """As in ``HostSession``."""
         # Last opened, first closed: the conversation with its tools, its thread, the folder.
-        given, opened = self._episode.workspace, self._opened
-        folder = given.root / given.repository if given is not None else self._options.folder
+        given, opened = self.episode.workspace, self.opened
+        folder = given.root / given.repository if given is not None else self.options.folder
         if folder is None:
             folder = temporary_folder("tools")
             opened.callback(remove_tree, folder)
         agent = self._make_agent()
         # The stock agent's prompts are recorded as it writes them.
-        self._episode.exact = self._options.agent == RL_AGENT
-        agent._session = self._episode
+        self.episode.exact = self.options.agent == RL_AGENT
+        agent._session = self.episode
         conversation = self._conversation = LocalConversation(
             agent=agent,
-            conversation_id=uuid.UUID(self._sid),
+            conversation_id=uuid.UUID(self.id),
             workspace=str(folder.resolve()),
             visualizer=None,
-            stuck_detection=self._options.stuck_detection,
-            max_iteration_per_run=self._episode.limits.max_turns * ITERATIONS_A_TURN + 2,
+            stuck_detection=self.options.stuck_detection,
+            max_iteration_per_run=self.episode.limits.max_turns * ITERATIONS_A_TURN + 2,
         )
-        thread = threading.Thread(target=self._play, args=(conversation,), name="rl-conversation", daemon=True)
+        thread = threading.Thread(target=self._converse, args=(conversation,), name="rl-conversation", daemon=True)
         opened.callback(lambda: thread.is_alive() and thread.join(_PATIENCE))
         opened.callback(conversation.close)
         conversation.send_message(instruction)
         thread.start()
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """End a decision that is under way, of a sub-agent, too."""
         if (recorded := episode_of(self._conversation)) is not None:
             recorded.cancel()
 
-    def _reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
+    def reason(self, end: Failure | StopReason | None) -> tuple[StopReason | None, Failure | None, str]:
+        """As in ``HostSession``."""
         stop = end if isinstance(end, StopReason) else None
         error = conversation_end(self._conversation.state)[1] if self._conversation is not None else ""
         if (recorded := episode_of(self._conversation)) is not None:
@@ -82,7 +82,7 @@ class ConversationSession(HostSession):
         missing = Failure(kind=FailureKind.INFRASTRUCTURE, message="the conversation took no step", boundary=BOUNDARY)
         return stop, None if stop is not None else end if isinstance(end, Failure) else missing, error
 
-    def _play(self, conversation: LocalConversation) -> None:
+    def _converse(self, conversation: LocalConversation) -> None:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, BOUNDARY):
                 self._run(conversation)
@@ -96,28 +96,28 @@ class ConversationSession(HostSession):
             self.finish(None)
 
     def _run(self, conversation: LocalConversation) -> None:
-        for said in itertools.count():
+        for number in itertools.count():
             conversation.run()
             events = conversation.state.events
-            over = self._episode.stop is not None or not any(isinstance(event, MessageEvent) for event in events)
+            over = self.episode.stop is not None or not any(isinstance(event, MessageEvent) for event in events)
             if conversation.state.execution_status != Status.FINISHED or over or said_finish(events):
                 return
-            conversation.send_message(self._reply(said, _CONTINUE))
+            conversation.send_message(self.reply(number, _CONTINUE))
 
     def _make_agent(self) -> RLAgent:
-        limit = {"no_change_timeout_seconds": self._options.command_timeout}
+        limit = {"no_change_timeout_seconds": self.options.command_timeout}
         tools = [Tool(name=TERMINAL, params=limit), Tool(name=EDITOR)]
         return RLAgent(llm=self._llm("agent"), tools=tools, condenser=self._condenser())
 
     def _llm(self, usage: str) -> LLM:
-        episode = self._episode
+        episode = self.episode
         served = episode.request.served_model or episode.base_model
-        section = llm_settings(episode.settings, self._options, served, episode.limits)
+        section = llm_settings(episode.settings, self.options, served, episode.limits)
         # What the SDK would ask of a model that it does not know, and servers of open models refuse or ignore.
         return make_llm(LLM, section, usage_id=usage, reasoning_effort=None)
 
     def _condenser(self) -> CondenserBase | None:
-        wanted = dict(self._options.condenser)
+        wanted = dict(self.options.condenser)
         if (kind := wanted.pop("type", "noop")) == "noop":
             return None
         if kind != "llm":
@@ -125,7 +125,7 @@ class ConversationSession(HostSession):
         try:
             return LLMSummarizingCondenser.model_validate({**wanted, "llm": self._llm("condenser")})
         except ValidationError as error:
-            raise ConfigError(f"condenser {self._options.condenser}: {describe(error)}") from error
+            raise ConfigError(f"condenser {self.options.condenser}: {describe(error)}") from error
 
 
 class ConversationRunner(SessionHostRunner):

@@ -54,7 +54,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def editor(root: Path) -> WorkspaceEditor:
-    workspace = SandboxedWorkspace(root, WorkspaceSettings(), isolated=False)
+    workspace = SandboxedWorkspace(root, WorkspaceSettings(isolation="none"))
     return WorkspaceEditor(workspace.place, root.parent / "private")
 
 

@@ -16,7 +16,7 @@ from openhands_rl_plugin import AdapterStore
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.hosts.shared.run_checks import adapter_in_use, check_model, check_workspace_strategy
+from openhands_rl_plugin.hosts.shared.litellm_calls import adapter_in_use, check_model, check_workspace_strategy
 
 
 @pytest.fixture

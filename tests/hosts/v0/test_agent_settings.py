@@ -11,8 +11,8 @@ from openhands.core.config.utils import load_openhands_config
 from openhands.core.logger import openhands_logger
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.hosts.v0.agent import RLAgent
-from openhands_rl_plugin.hosts.v0.settings import RLAgentHostConfig, host_settings
+from openhands_rl_plugin.hosts.v0.agent import RLAgent, RLAgentHostConfig
+from openhands_rl_plugin.hosts.v0.runtime import host_settings
 
 
 def config_with(extended: dict) -> OpenHandsConfig:

@@ -24,7 +24,7 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, Workspace
 from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.local import local_runner
-from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
 
 TOOLS = {"editor": "str_replace_editor", "shell": "execute_bash"}

@@ -22,7 +22,7 @@ from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, tr
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.local import HostRunner, local_runner
 from openhands_rl_plugin.hosts.pool import ProcessWorker, WorkerPoolRunner
-from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

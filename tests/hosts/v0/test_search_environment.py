@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.types import (
     StopReason,
     Trajectory,
 )
-from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
 from openhands_rl_plugin.hosts.shared.sessions import TASK_INDEX_VARIABLE
 from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 

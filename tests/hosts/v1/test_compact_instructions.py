@@ -21,7 +21,7 @@ from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.local import local_runner
-from openhands_rl_plugin.hosts.shared.options import HostOptions
+from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
 from openhands_rl_plugin.hosts.v1 import RLAgent
 
 TOOLS = {"editor": EDITOR, "shell": TERMINAL}
