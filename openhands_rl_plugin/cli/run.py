@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         opened = bool(options.strategy) or options.max_turns is not None
         command = partial(_run_command, args.agent, args.workspace, work, run_id, opened)
         return ENDING.run(_recorded(work.settings, run_id, command))
-    from openhands_rl_plugin.hosts.local import task_attempts
+    from openhands_rl_plugin.hosts.pool import task_attempts
 
     attempts = task_attempts(_task(args), args.workspace, work_of(options), run_id, args.attempts)
     return ENDING.run(_recorded(attempts[0], run_id, partial(_run_attempts, *attempts)))
@@ -117,7 +117,7 @@ async def _recorded(settings: RLSettings, run_id: str, roll_out: Callable[[Traje
 async def _run_attempts(
     settings: RLSettings, attempts: Sequence[tuple[EpisodeRequest, Any]], storage: TrajectoryStorage
 ) -> int:
-    from openhands_rl_plugin.hosts.local import local_runner
+    from openhands_rl_plugin.hosts.pool import local_runner
     from openhands_rl_plugin.hosts.shared.sessions import judged
 
     failed = False

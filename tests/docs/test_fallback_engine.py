@@ -14,7 +14,7 @@ from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.hosts.shared.session_runner import check_engine_setting
+from openhands_rl_plugin.hosts.shared.sessions import check_engine_setting
 from openhands_rl_plugin.testing import check_engine
 
 PLUGIN = Path(__file__).parents[2] / "docs/examples/fallback_engine"

@@ -20,7 +20,7 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
 from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 
 BASH, EDIT = "execute_bash", "str_replace_editor"
 V1_TOOLS = {BASH: "terminal", EDIT: "file_editor"}

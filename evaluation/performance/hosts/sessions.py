@@ -33,7 +33,7 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.protocols import EpisodeRunner
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
 from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 
 _SHOP = """
 import sys, time

@@ -16,7 +16,7 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.types import CONDENSATION, TURN, EpisodeRequest, Limits, Node, Task, Trajectory, kind_of
 from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, build_dataset
 

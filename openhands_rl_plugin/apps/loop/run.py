@@ -41,7 +41,7 @@ from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
 from openhands_rl_plugin.evals.runs.suites import graded_by
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import RL_AGENT
+from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace

@@ -50,7 +50,7 @@ from openhands_rl_plugin.evals.runs.suites import (
 )
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.hosts.shared.session_runner import RL_AGENT
+from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.engines.server_models import check_answers, check_model_server, listed_models
 from openhands_rl_plugin.rollout.scoring import judge, refuse_labels, refuse_without_workspace
 from openhands_rl_plugin.training.data.batch import (

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, Score, St
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, stored_with_scores
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.swe.dataset import read_rows
-from openhands_rl_plugin.hosts.local import HostRunner
+from openhands_rl_plugin.hosts.pool import HostRunner
 from openhands_rl_plugin.rollout.scoring import judge
 
 _AS_RETURNED = "return-1"

@@ -33,9 +33,8 @@ from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, Suite, graded_by
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
-from openhands_rl_plugin.hosts.local import HostRunner
-from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import RL_AGENT, HostOptions
+from openhands_rl_plugin.hosts.pool import HostRunner, open_runner
+from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, HostOptions
 
 SCRATCH = ".work"
 """The folder of checkouts below that of the evaluation; leftovers of a killed process are removed."""

@@ -30,7 +30,7 @@ from openhands_rl_plugin.evals.runs.suites import directory_of
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.run_evaluation import grade_with_retries
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
-from openhands_rl_plugin.hosts.local import HostRunner
+from openhands_rl_plugin.hosts.pool import HostRunner
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import failed_episode
 

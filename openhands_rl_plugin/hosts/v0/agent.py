@@ -70,10 +70,8 @@ from openhands_rl_plugin.core.protocols import Forkable, info_of
 from openhands_rl_plugin.core.tree import CHARACTERS_PER_TOKEN
 from openhands_rl_plugin.core.types import CONDENSATION, Failure, FailureKind, JsonObject, StopReason
 from openhands_rl_plugin.hosts.compact_prompt import SYSTEM, compact_tools, described, system_prompt
-from openhands_rl_plugin.hosts.shared import litellm_calls
+from openhands_rl_plugin.hosts.shared import litellm_calls, sessions
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
-from openhands_rl_plugin.hosts.shared.session_runner import check_engine_setting
-from openhands_rl_plugin.hosts.shared.sessions import StandaloneRun, runtime_of, standalone_episode, workspace_command
 from openhands_rl_plugin.hosts.v0 import runtime as runtimes
 from openhands_rl_plugin.models.engines.openai_wire import Json
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
@@ -129,7 +127,7 @@ class RLAgent(CodeActAgent):
 
     _state: State | None = None
     _session: Session | None = None
-    _standalone: StandaloneRun | None = None
+    _standalone: sessions.StandaloneRun | None = None
 
     def __init__(self, config: AgentConfig, llm_registry: LLMRegistry) -> None:
         with runtimes.refusing():
@@ -147,7 +145,7 @@ class RLAgent(CodeActAgent):
             self._seen: tuple[list[Event], set[int]] = ([], set())
             if self._described:
                 describe_tools(self.llm)
-            asked = workspace_command(self._settings.reward)
+            asked = sessions.workspace_command(self._settings.reward)
             if asked is not None and runtime and not issubclass(get_runtime_cls(runtime), runtimes.WorkspaceRuntime):
                 raise ConfigError(
                     f"[rl.reward]: `{asked.command}` judges a workspace, and runtime = {runtime!r} cannot run it: set "
@@ -159,7 +157,7 @@ class RLAgent(CodeActAgent):
 
     def _check_server(self) -> str | None:
         """Raises ``RLError`` when the run cannot begin; returns the served name of the adapter that it samples from."""
-        check_engine_setting(self._settings)
+        sessions.check_engine_setting(self._settings)
         llm = self.llm.config
         key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
         server = litellm_calls.check_model(self._settings, llm.model_dump() | key)
@@ -185,7 +183,7 @@ class RLAgent(CodeActAgent):
 
     def _roll_out(self, state: State) -> Action:
         """The episode of an environment. Raises ``EpisodeOver`` at its end."""
-        session, runtime = self._session, runtime_of(state.session_id)
+        session, runtime = self._session, sessions.runtime_of(state.session_id)
         assert session is not None and isinstance(runtime, runtimes.EnvironmentRuntime)
         live, tree = runtime.live, session.tree
         while True:
@@ -233,7 +231,7 @@ class RLAgent(CodeActAgent):
         return self._compact and not self.llm.is_function_calling_active()
 
     def _begin_standalone(self, state: State) -> Session:
-        session = standalone_episode(
+        session = sessions.standalone_episode(
             self._settings,
             session=state.session_id,
             instruction=self._get_initial_user_message(state.history).content,
@@ -242,7 +240,7 @@ class RLAgent(CodeActAgent):
             served_model=self._served_model,
             workspace=self.llm_registry.config.workspace_base or "",
         )
-        self._standalone = StandaloneRun(session, state.session_id)
+        self._standalone = sessions.StandaloneRun(session, state.session_id)
         return self._begin(session)
 
     def _begin(self, session: Session) -> Session:
@@ -261,14 +259,14 @@ class RLAgent(CodeActAgent):
     def _ask_session(self, body: Json) -> Json:
         """The session's answer. Raises as ``Session.respond``, and ``CancelledError`` when the user stops it."""
         assert self._session is not None and self._state is not None
-        if isinstance(runtime := runtime_of(self._state.session_id), runtimes.SessionRuntime):
+        if isinstance(runtime := sessions.runtime_of(self._state.session_id), runtimes.SessionRuntime):
             runtime.session = self._session
         return self._session.answer(body, _last_event(self._state))
 
     def _world(self) -> Forkable | None:
         """The live session, for the strategy to fork."""
         assert self._session is not None and self._state is not None
-        runtime = runtime_of(self._state.session_id)
+        runtime = sessions.runtime_of(self._state.session_id)
         if isinstance(runtime, runtimes.EnvironmentRuntime):
             return runtime.live.world(self._session.limits)
         if not (isinstance(runtime, runtimes.WorkspaceRuntime) and runtime.workspace.forks):

@@ -34,7 +34,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.session_runner import (
+from openhands_rl_plugin.hosts.shared.sessions import (
     ITERATIONS_A_TURN,
     RL_AGENT,
     HostOptions,

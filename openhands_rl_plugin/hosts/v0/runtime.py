@@ -35,12 +35,7 @@ from openhands.core.config.mcp_config import MCPConfig, MCPStdioServerConfig
 from openhands.core.exceptions import AgentRuntimeError
 from openhands.core.logger import openhands_logger
 from openhands.core.schema import AgentState
-from openhands.events.action import (
-    ChangeAgentStateAction,
-    CmdRunAction,
-    FileEditAction,
-    FileReadAction,
-)
+from openhands.events.action import ChangeAgentStateAction, CmdRunAction, FileEditAction, FileReadAction
 from openhands.events.action.mcp import MCPAction
 from openhands.events.event import Event, FileEditSource, FileReadSource
 from openhands.events.observation import (
@@ -65,8 +60,7 @@ from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
-from openhands_rl_plugin.hosts.shared.session_runner import RL_AGENT
-from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime
+from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, protected_by, register_runtime
 from openhands_rl_plugin.rollout.session import LiveEnvironment
 from openhands_rl_plugin.session.session import Session, current_episode
 

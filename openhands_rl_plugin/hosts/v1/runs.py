@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.hosts.shared.session_runner import (
+from openhands_rl_plugin.hosts.shared.sessions import (
     ITERATIONS_A_TURN,
     RL_AGENT,
     HostSession,

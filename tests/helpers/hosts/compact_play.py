@@ -21,7 +21,7 @@ from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 
 MOST_TOKENS = 700
 _WRONG, _RIGHT = "return a - b", "return a + b"

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, Mi
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.pool import WorkerPoolRunner, open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -23,8 +23,8 @@ from scripted_model import ScriptedModel, serve
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.hosts.local import local_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.pool import local_runner
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.agent import RLAgent
 
 TOOLS = {"editor": "str_replace_editor", "shell": "execute_bash"}

@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     kind_of,
 )
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner, controller_config
 from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import off_policy_sampling, pack, samples_of

@@ -20,9 +20,8 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.local import HostRunner, local_runner
-from openhands_rl_plugin.hosts.pool import ProcessWorker, WorkerPoolRunner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.pool import HostRunner, ProcessWorker, WorkerPoolRunner, local_runner
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -254,7 +253,7 @@ async def test_an_environment_that_cannot_be_made_stops_a_run(model: str):
 
 def test_importing_runners_and_the_pool_imports_no_openhands():
     code = (
-        "import sys; import openhands_rl_plugin.hosts.local, openhands_rl_plugin.hosts.pool;"
+        "import sys; import openhands_rl_plugin.hosts.pool, openhands_rl_plugin.hosts.pool;"
         "print([name for name in sys.modules if name.partition('.')[0] in ('openhands', 'litellm')])"
     )
     root, environ = Path(__file__).parents[3], {**os.environ, "OPENHANDS_RL_AUTOLOAD": "0"}

@@ -15,7 +15,7 @@ from scripted_model import call, says, serve
 from openhands_rl_plugin import FileTrajectoryStorage, RLSettings, Trajectory
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 
 

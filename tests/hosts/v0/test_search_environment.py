@@ -23,13 +23,8 @@ from starlette.types import Receive, Scope, Send
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.servers import listening, serving
-from openhands_rl_plugin.core.types import (
-    JsonObject,
-    StopReason,
-    Trajectory,
-)
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
-from openhands_rl_plugin.hosts.shared.sessions import TASK_INDEX_VARIABLE
+from openhands_rl_plugin.core.types import JsonObject, StopReason, Trajectory
+from openhands_rl_plugin.hosts.shared.sessions import TASK_INDEX_VARIABLE, HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 
 LONGEST = 60

@@ -28,7 +28,7 @@ from scripted_model import ScriptedModel, call, says, serve
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner, controller_config
 
 pytestmark = needs_bubblewrap

@@ -19,7 +19,7 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, Workspace
 from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Score, StopReason, Task, Trajectory
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
 
 pytestmark = [pytest.mark.contract, needs_bubblewrap]

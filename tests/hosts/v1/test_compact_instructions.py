@@ -20,8 +20,8 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.hosts.local import local_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.pool import local_runner
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v1 import RLAgent
 
 TOOLS = {"editor": EDITOR, "shell": TERMINAL}

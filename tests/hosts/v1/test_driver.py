@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 IN_A_WORKSPACE = HostOptions(environment_mode=False)

@@ -17,7 +17,7 @@ from sdk_play import finish, repair, stored, think
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.hosts.shared.session_runner import make_llm
+from openhands_rl_plugin.hosts.shared.sessions import make_llm
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool import open_runner
-from openhands_rl_plugin.hosts.shared.session_runner import HostOptions
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v1.runs import ConversationSession
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
