@@ -31,7 +31,7 @@ from openhands.server.services.conversation_stats import ConversationStats
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import CaughtFailure, RLError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, describe
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
 from openhands_rl_plugin.hosts.shared.sessions import (
@@ -179,8 +179,8 @@ def controller_config(settings: RLSettings, options: HostOptions, episode: Sessi
 
     The served model, limits and sampling are those of ``episode``, by default those of the settings. OpenHands'
     iteration limit only backs up the episode's own turn limit; an agent other than ``RLAgent`` has no other limit.
-    ``RLAgent`` sets the sampling of each call itself. Raises ``ValueError`` for a condenser that OpenHands does not
-    know.
+    ``RLAgent`` sets the sampling of each call itself. Raises ``ConfigError`` for an LLM or a condenser that OpenHands
+    refuses.
     """
     model, limits, sampling = settings.serving.model, settings.limits(), settings.sampling_params()
     if episode is not None:
@@ -199,6 +199,10 @@ def controller_config(settings: RLSettings, options: HostOptions, episode: Sessi
     )
     kind = str(options.condenser.get("type", "noop"))
     asks = {"llm_config": llm} if kind in _ASKING else {}
+    try:
+        condenser = create_condenser_config(kind, {**options.condenser, **asks})
+    except ValueError as error:
+        raise ConfigError(f"condenser {options.condenser}: {describe(error)}") from error
     config = AgentConfig(
         enable_browsing=False,
         enable_jupyter=False,
@@ -206,7 +210,7 @@ def controller_config(settings: RLSettings, options: HostOptions, episode: Sessi
         enable_plan_mode=False,
         enable_stuck_detection=options.stuck_detection,
         enable_history_truncation=False,
-        condenser=create_condenser_config(kind, {**options.condenser, **asks}),
+        condenser=condenser,
     )
     return OpenHandsConfig(
         llms={"llm": llm},

@@ -15,6 +15,7 @@ from openhands.events.action import MessageAction
 from scripted_model import ScriptedModel, call, says, serve
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, TrainingSettings
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import (
     CONDENSATION,
@@ -138,7 +139,7 @@ def test_a_summary_that_the_model_asks_for(server: ScriptedModel, tmp_path: Path
 
 
 async def test_a_condenser_that_openhands_does_not_know_is_refused(server: ScriptedModel) -> None:
-    with pytest.raises(ValueError, match="Unknown condenser type: magic"):
+    with pytest.raises(ConfigError, match=r"condenser .*Unknown condenser type: magic"):
         await play(server, "magic", condenser={"type": "magic"})
 
 
