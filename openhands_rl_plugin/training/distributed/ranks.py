@@ -241,8 +241,8 @@ def shard_layers(base: nn.Module, trained: Iterable[nn.Parameter], device: torch
             fully_shard(layer, mesh=mesh, ignored_params=whole)
 
 
-def shard_all(root: nn.Module, base: nn.Module, device: torch.device, compute: torch.dtype) -> None:
-    """Shard every weight of ``root``, which calls ``base``, in float32; ``compute`` is the dtype of matrix products.
+def shard_all(base: nn.Module, device: torch.device, compute: torch.dtype) -> None:
+    """Shard every weight of ``base`` over the ranks, in float32; ``compute`` is the dtype of matrix products.
 
     Gradients are summed over the ranks in float32 (reduce-scatter). A layer is converted when it is sharded, so no
     rank ever has the whole model in float32. Raises ``TrainingError`` as ``shard_layers`` does.
@@ -250,7 +250,7 @@ def shard_all(root: nn.Module, base: nn.Module, device: torch.device, compute: t
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
     with _sharding_errors(base):
-        for module in (*_layers(base), root):
+        for module in (*_layers(base), base):
             for parameter in module.parameters():
                 if not isinstance(parameter, DTensor):
                     parameter.data = parameter.data.float()

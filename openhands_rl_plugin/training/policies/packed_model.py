@@ -109,8 +109,6 @@ _LARGEST_ID = 200
 
 # (mean, largest) difference in nats. On unlikely text bfloat16 alone moves logprobs by 0.1 nats on average.
 _TOLERANCE = {torch.bfloat16: (0.3, 2.0), torch.float32: (1e-3, 1e-2)}
-_TF32_TOLERANCE = (2e-2, 2e-1)
-"""Of float32 on a GPU, whose products have factors of 10 bits: eight times as fine as those of bfloat16."""
 
 # In nats, when only other sequences of the pack change: then attention models give the same bits. Experts do not, where
 # other tokens are sent to them: sums are then made in other shapes.
@@ -158,9 +156,7 @@ def problem_of_packing(
     changed = logprobs(sequences_of(vocabulary, (11, 2), 13))[1], *logprobs(sequences_of(vocabulary, (1, 12)))[::2]
     same = zip((found[1], found[0], found[2]), changed, strict=True)
     leak = max((mine - theirs).abs().max().item() for mine, theirs in same)
-    if not leak <= _LEAK_TOLERANCE[dtype] and (
-        not leak <= _tolerance(plain[0], dtype)[1] or depends(sequences_of(vocabulary))
-    ):
+    if not leak <= _LEAK_TOLERANCE[dtype] and (not leak <= _TOLERANCE[dtype][1] or depends(sequences_of(vocabulary))):
         return f"its layers carry state from one packed sequence to the next ({leak:.2g} nats)"
     return problem_of_logprobs(found, plain, dtype)
 
@@ -168,7 +164,7 @@ def problem_of_packing(
 def problem_of_logprobs(found: Sequence[Tensor], plain: Sequence[Tensor], dtype: torch.dtype) -> str:
     """How logprobs differ from those of the unchanged model, in one clause; empty when they do not."""
     differences = torch.cat([(mine - theirs).abs() for mine, theirs in zip(found, plain, strict=True)])
-    mean, largest = _tolerance(differences, dtype)
+    mean, largest = _TOLERANCE[dtype]
     if differences.mean().item() <= mean and differences.max().item() <= largest:
         return ""
     return (
@@ -185,12 +181,6 @@ def problem_of_positions(model: PreTrainedModel) -> str:
     if kinds & {"dynamic", "longrope"}:
         return "its rotary positions depend on the longest sequence of a pack"
     return ""
-
-
-def _tolerance(found: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest accepted mean and maximum of differences on the device of ``found``, in nats."""
-    exact = torch.get_float32_matmul_precision() == "highest"
-    return _TF32_TOLERANCE if dtype == torch.float32 and found.is_cuda and not exact else _TOLERANCE[dtype]
 
 
 def drop_nothing(model: nn.Module) -> None:
@@ -253,9 +243,11 @@ class OutputScale:
     factor: float = 1.0
     cap: float | None = None
 
-    def logits(self, hidden: Tensor, head: nn.Linear) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[K, vocabulary] float32 logits of [K, width] hidden states."""
-        return _scaled(hidden, head.weight, head.bias, self.factor, self.cap)
+        low = None if bias is None else bias.to(hidden.dtype)
+        logits = F.linear(hidden, weight.to(hidden.dtype), low).float() * self.factor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 def measure_scale(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> OutputScale:
@@ -267,7 +259,9 @@ def measure_scale(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Out
     config = model.config.get_text_config()
     if cap := getattr(config, "final_logit_softcapping", None):
         return OutputScale(cap=float(cap))
-    plain = OutputScale().logits(hidden, model.get_output_embeddings())  # pyright: ignore[reportArgumentType]
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)  # checked when it was loaded
+    plain = OutputScale().logits(hidden.to(head.weight.dtype), head.weight, head.bias)
     size = plain.square().sum()
     measured = ((plain * logits.float()).sum() / size).item() if size > 0 else 1.0
     known = [1.0, getattr(config, "logit_scale", None), getattr(config, "lm_head_multiplier", None)]
@@ -280,78 +274,33 @@ def measure_scale(model: PreTrainedModel, hidden: Tensor, logits: Tensor) -> Out
 def scaled_token_logprobs(
     hidden: Tensor,
     targets: Tensor,
-    head: nn.Linear,
-    scale: OutputScale,
+    weight: Tensor,
+    bias: Tensor | None = None,
     temperatures: Tensor | None = None,
     *,
-    entropy_gradient: bool,
+    scale: OutputScale = OutputScale(),
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As ``logprobs.token_logprobs``, with a cap, and with gradients for the output layer where it is trained."""
-    parts = [
-        checkpoint(
-            _one_chunk,
-            hidden[start : start + ROWS_AT_A_TIME],
-            targets[start : start + ROWS_AT_A_TIME],
-            head.weight,
-            head.bias,
-            scale,
-            None if temperatures is None else temperatures[start : start + ROWS_AT_A_TIME],
-            entropy_gradient,
-            use_reentrant=False,
-        )
-        for start in range(0, max(1, len(targets)), ROWS_AT_A_TIME)  # of no targets: empty, with a gradient
-    ]
+    """As ``logprobs.token_logprobs``, with a scale, and with gradients for ``weight`` and ``bias`` where they have one.
+
+    Logits are in memory for ``ROWS_AT_A_TIME`` positions only, and recomputed in the backward pass. Gradients of the
+    output layer are summed over these in float32.
+    """
+
+    def of_rows(rows: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = scale.logits(hidden, weight, bias)
+        distribution = torch.log_softmax(logits if temperatures is None else logits / temperatures[rows, None], dim=-1)
+        spread = distribution if entropy_gradient else distribution.detach()
+        return distribution.gather(1, targets[rows, None])[:, 0], -torch.linalg.vecdot(spread.exp(), spread)
+
+    wide = weight.float() if weight.requires_grad else weight
+    starts = range(0, max(1, len(targets)), ROWS_AT_A_TIME)  # of no targets: empty, with a gradient
+    parts = []
+    for rows in (slice(start, start + ROWS_AT_A_TIME) for start in starts):
+        options: dict[str, bool] = {"use_reentrant": False, "preserve_rng_state": False}
+        parts.append(checkpoint(of_rows, rows, hidden[rows], wide, bias, **options))
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _one_chunk(
-    hidden: Tensor,
-    targets: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: OutputScale,
-    temperatures: Tensor | None,
-    entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
-    logits = _scaled(hidden, weight, bias, scale.factor, scale.cap)
-    distribution = torch.log_softmax(logits if temperatures is None else logits / temperatures[:, None], dim=-1)
-    spread = distribution if entropy_gradient else distribution.detach()
-    return distribution.gather(1, targets[:, None])[:, 0], -torch.linalg.vecdot(spread.exp(), spread)
-
-
-def _scaled(hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: float, cap: float | None) -> Tensor:
-    logits = F.linear(hidden.to(weight.dtype), weight, bias).float() * factor
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def use_tensor_cores(device: torch.device) -> None:
-    """Let this process multiply float32 matrices on a GPU with factors of 10 bits (TF32), eight times as fast."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-
-
-def keep_positions_exact(model: nn.Module) -> None:
-    """Multiply positions by rotary frequencies in full float32: with 10 bits, tokens 2049 and 2050 are at one place."""
-    for module in model.modules():
-        if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
-            _ExactProducts(module)
-
-
-class _ExactProducts:
-    """Full float32 products while ``module`` runs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._before = torch.get_float32_matmul_precision()
-        module.register_forward_pre_hook(self._begin)
-        module.register_forward_hook(self._end, always_call=True)
-
-    def _begin(self, *_: object) -> None:
-        self._before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-
-    def _end(self, *_: object) -> None:
-        torch.set_float32_matmul_precision(self._before)
 
 
 _UNBOUNDED = 2**31
@@ -366,7 +315,6 @@ class PackedModel(ABC):
     def __init__(self, model_path: str | Path, settings: TrainingSettings) -> None:
         self.model_path = str(model_path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        use_tensor_cores(self.device)
         self.dtype = _dtype(settings.dtype, self.device)
         self._entropy_gradient = settings.entropy_coefficient > 0
         self._base = self._open()
@@ -375,8 +323,9 @@ class PackedModel(ABC):
         """The model's maximal context length, in tokens."""
         self.vocabulary: int = config.vocab_size
         self._router: RouterLoss | None = None
+        self.sharded = False
+        """Whether every rank has only its shard of the trained parameters, in ``weights`` and ``parameters``."""
         drop_nothing(self._base)
-        keep_positions_exact(self._base)
         with short_windows(self._base):
             try:
                 plain = self._plain_logprobs()
@@ -442,7 +391,8 @@ class PackedModel(ABC):
             layout = lay_out(group)
             last = torch.tensor([rows[-1] for rows in layout.rows], device=self.device)
             parts.append(self._hidden(PackedRows(layout, self.device))[last])
-        return self._scale.logits(torch.cat(parts), self._head())
+        head = self._head()
+        return self._scale.logits(torch.cat(parts), head.weight, head.bias)
 
     def _logprobs_of_rows(
         self, layout: Layout, wanted: list[tuple[int, int]], temperatures: Tensor | None
@@ -463,11 +413,6 @@ class PackedModel(ABC):
         """Use the reference model inside the block, where it is still available."""
         raise TrainingError('full fine-tuning keeps no reference model; set kl = "none", or train an adapter')
         yield
-
-    @property
-    def sharded(self) -> bool:
-        """Whether every rank has only its shard of the trained parameters, in ``weights`` and ``parameters``."""
-        return False
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
@@ -501,18 +446,13 @@ class PackedModel(ABC):
     def _score(
         self, hidden: Tensor, targets: Tensor, head: nn.Linear, temperatures: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        scale, bonus = self._scale, self._entropy_gradient
-        if scale.cap is not None or (head.bias is not None and scale.factor != 1.0):
-            return scaled_token_logprobs(hidden, targets, head, scale, temperatures, entropy_gradient=bonus)
+        scale, weight, bias, bonus = self._scale, head.weight, head.bias, self._entropy_gradient
+        if weight.requires_grad or scale.cap is not None or (bias is not None and scale.factor != 1.0):
+            return scaled_token_logprobs(
+                hidden, targets, weight, bias, temperatures, scale=scale, entropy_gradient=bonus
+            )
         scaled = hidden if scale.factor == 1.0 else hidden * scale.factor
-        return self._score_linear(scaled, targets, head, temperatures)
-
-    def _score_linear(
-        self, hidden: Tensor, targets: Tensor, head: nn.Linear, temperatures: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            hidden, targets, head.weight, head.bias, temperatures, entropy_gradient=self._entropy_gradient
-        )
+        return token_logprobs(scaled, targets, weight, bias, temperatures, entropy_gradient=bonus)
 
     def _head(self) -> nn.Linear:
         head = self._base.get_output_embeddings()

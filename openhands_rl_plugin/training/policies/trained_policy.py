@@ -21,15 +21,11 @@ class TrainedPolicy(Protocol):
     packing: Packing
     longest: int
     vocabulary: int
+    sharded: bool
 
     @property
     def device(self) -> torch.device:
         """Where logprobs are computed."""
-        ...
-
-    @property
-    def sharded(self) -> bool:
-        """Whether no process has all weights."""
         ...
 
     @property

@@ -26,7 +26,7 @@ from openhands_rl_plugin.training.learn import WITHOUT_EFFECT
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss, TrainingSample
 from openhands_rl_plugin.training.policies.adapter_shape import check_start
-from openhands_rl_plugin.training.policies.full_policy import FullPolicy, ShardedFullPolicy
+from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.old_logprobs import micro_batch_logprobs
@@ -228,8 +228,7 @@ class FullTrainer(LocalTrainer):
             _check_weights(adapter)
             check_start(adapter, settings)
             model_path = adapter.path
-        kind = ShardedFullPolicy if is_sharded(settings.sharding) else FullPolicy
-        policy = kind(model_path, settings)
+        policy = FullPolicy(model_path, settings)
         super().__init__(policy, settings, version=adapter.version if adapter is not None else 0)
         self._model = policy
         self._optimizer.register_step_post_hook(lambda *_: policy.round())
@@ -237,7 +236,7 @@ class FullTrainer(LocalTrainer):
     def hand_over(self) -> None:
         """Send this rank's shard of the weights to rank 0; called by all others while rank 0 calls ``save_model``."""
         if self._model.sharded:
-            for _ in self._model.stored():
+            for _ in self._model.whole():
                 pass
 
     def save_model(self, directory: Path, *, base_model: str, metrics: dict[str, float] | None = None) -> TrainedModel:

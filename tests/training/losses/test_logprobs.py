@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, Diagnostics, diagnose, token_logprobs
 from openhands_rl_plugin.training.losses.objectives import TokenBatch, ppo
-from openhands_rl_plugin.training.policies.full_policy import trained_token_logprobs
+from openhands_rl_plugin.training.policies.packed_model import scaled_token_logprobs
 
 pytestmark = pytest.mark.contract
 
@@ -76,7 +76,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_plain_autograd(with_bias:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("score", [token_logprobs, trained_token_logprobs], ids=["adapter", "all weights"])
+@pytest.mark.parametrize("score", [token_logprobs, scaled_token_logprobs], ids=["adapter", "all weights"])
 def test_the_gradient_of_the_entropy_is_that_of_plain_autograd(score, with_bias: bool) -> None:
     torch.manual_seed(2)
     count = ROWS_AT_A_TIME + 5
@@ -120,7 +120,7 @@ def test_at_a_temperature_they_are_those_of_the_divided_logits(
     chosen = expected.gather(1, targets[:, None])[:, 0]
     slopes = torch.autograd.grad((chosen * scale).sum(), given_to)
 
-    compute = trained_token_logprobs if head_is_trained else token_logprobs
+    compute = scaled_token_logprobs if head_is_trained else token_logprobs
     logprobs, entropies = compute(hidden, targets, weight, bias, temperatures)
     mine = torch.autograd.grad((logprobs * scale).sum(), given_to)
     torch.testing.assert_close(logprobs, chosen, rtol=1e-5, atol=1e-5)
