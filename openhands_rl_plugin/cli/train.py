@@ -13,9 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, redirect_stdout
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from pydantic import TypeAdapter
+from typing import TYPE_CHECKING, cast
 
 from openhands_rl_plugin.cli.options.ending import ENDING
 from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of, settings_from
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.training.verifier.data import VerifierDataset, VerifierExample
     from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
     from openhands_rl_plugin.training.verifier.report import VerifierReport
+    from openhands_rl_plugin.training.verifier.train import TrainedVerifier
 
 
 def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
@@ -186,11 +185,10 @@ class TrainingRun:
                 self._where = self._where.model_copy(update={"ids": ids})
             yield storage
 
-    def _from_rank_0[T](self, kind: TypeAdapter[T], make: Callable[[], T]) -> T:
+    def _from_rank_0[T](self, make: Callable[[], T]) -> T:
         """The value that rank 0 makes. So all ranks have the same one, even if the store is being written to."""
-        if self._ranks is None:
-            return make()
-        return kind.validate_json(self._ranks.broadcast_text(kind.dump_json(make()).decode() if self._leads else ""))
+        made = make() if self._leads else None
+        return cast("T", made if self._ranks is None else self._ranks.broadcast(made))
 
     def _written(self, samples: Sequence[Sample]) -> Adapter | None:
         """The version that the same command wrote before it was killed, which it then says."""
@@ -198,7 +196,7 @@ class TrainingRun:
 
         call = call_of(samples, self._training)
         found = (self._run_directory, call, self._adapters, self._name, self._parent)
-        made = self._from_rank_0(TypeAdapter(Adapter | None), lambda: version_written(*found))
+        made = self._from_rank_0(lambda: version_written(*found))
         if made is not None:
             print_note(f"{made.name} is what this command wrote before it was ended: it is not trained on that again")
         return made
@@ -366,10 +364,8 @@ class PolicyTraining(TrainingRun):
     def run(self) -> int:
         """Train in the main thread, which has the device of its rank and gets Ctrl-C."""
         from openhands_rl_plugin.rewards.verifier.reward import forget_models
-        from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
-        kind = TypeAdapter(tuple[str, TrainingDataset])
-        base_model, dataset = self._from_rank_0(kind, lambda: ENDING.run(self._read()))
+        base_model, dataset = self._from_rank_0(lambda: ENDING.run(self._read()))
         forget_models()  # of a verifier that scored the episodes
         forget_unused()
         self._print_plan(dataset)
@@ -474,7 +470,7 @@ class PolicyTraining(TrainingRun):
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.engines import make_trainer
+            from openhands_rl_plugin.training.learn import make_trainer
         trainer = make_trainer(self._args.model, self._training, self._config, base_model, self._parent)
         tell_notes(trainer, print_note)
         with training_progress() as advanced:
@@ -571,11 +567,10 @@ class VerifierTraining(TrainingRun):
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.verifier.data import VerifierDataset
             from openhands_rl_plugin.training.verifier.prompt import prompts_for
             from openhands_rl_plugin.training.verifier.report import REPORT_FILE, VerifierReport
         prompts = prompts_for(str(self._args.model), self._settings.max_length)
-        dataset = self._from_rank_0(TypeAdapter(VerifierDataset), lambda: ENDING.run(self._read(prompts)))
+        dataset = self._from_rank_0(lambda: ENDING.run(self._read(prompts)))
         self._print_plan(dataset)
         if self._args.dry_run:
             return 0
@@ -642,7 +637,7 @@ class VerifierTraining(TrainingRun):
                     ranks=self._ranks,
                 )
             if not self._leads:
-                trained.pending.delete()
+                self._delete(trained)
                 return None
             note_call(self._run_directory, call_of(_sequences(dataset), self._training), self._adapters, self._name)
             adapter = self._adapters.create(
@@ -654,19 +649,24 @@ class VerifierTraining(TrainingRun):
                 metrics=trained.metrics.as_floats() | trained.report.as_floats(),
                 probe=trained.probe,
             )
-        trained.pending.delete()
+        self._delete(trained)
         return adapter
+
+    @staticmethod
+    def _delete(trained: TrainedVerifier) -> None:
+        for checkpoint in trained.pending:
+            checkpoint.delete()
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
         """A directory of rank 0, which all ranks know."""
         if self._ranks is not None and self._ranks.rank > 0:
-            yield Path(self._ranks.broadcast_text(""))
+            yield Path(self._ranks.broadcast(""))
             return
         self._adapters.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".verifier-", dir=self._adapters.root) as scratch:
             if self._ranks is not None:
-                self._ranks.broadcast_text(scratch)
+                self._ranks.broadcast(scratch)
             yield Path(scratch)
 
 

@@ -14,18 +14,21 @@ from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, Estimator, nothing
 
 Kind = Literal["imitation", "preference", "reinforcement"]
-Objective = Literal["likelihood", "preference", "ppo", "gspo", "cispo"]
+Objective = Literal["ppo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "fixed", "rollout"]
 OldLogprobs = Literal["auto", "recorded", "recomputed"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """``low`` and ``high`` are the clip's bounds around a ratio of 1; ``estimator`` is for reinforcement only.
-    ``rewarded``: whether rewards are looked at; else a teacher's logprobs alone are."""
+    """A setting of the trainer's loss: cross-entropy, a policy gradient, or preferences.
+
+    ``low`` and ``high`` are the clip's bounds around a ratio of 1; they, ``objective`` and ``estimator`` are for
+    reinforcement only. ``rewarded``: whether rewards are looked at; else a teacher's logprobs alone are.
+    """
 
     kind: Kind
-    objective: Objective
+    objective: Objective = "ppo"
     aggregation: Aggregation = "token"
     estimator: Estimator = ESTIMATORS["reinforce++-baseline"]
     rewarded: bool = True
@@ -36,21 +39,32 @@ class Algorithm:
 _NOTHING = Estimator(nothing, grouped=False)
 
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
-    "sft": Algorithm("imitation", "likelihood"),
-    "rejection-sampling": Algorithm("imitation", "likelihood"),
-    "reinforce++": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["reinforce++"]),
-    # DAPO's clip-higher: it keeps the entropy up at no cost.
-    "reinforce++-baseline": Algorithm("reinforcement", "ppo", high=0.28),
-    "rloo": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["rloo"]),
-    "grpo": Algorithm("reinforcement", "ppo", "sequence", ESTIMATORS["grpo"]),
-    "dr-grpo": Algorithm("reinforcement", "ppo", "fixed", ESTIMATORS["dr-grpo"]),
-    # Its dynamic filtering (groups without a signal are left out) is done for all algorithms that compare in groups.
-    "dapo": Algorithm("reinforcement", "ppo", estimator=ESTIMATORS["grpo"], high=0.28),
+    "sft": Algorithm("imitation"),
+    # RAFT, arXiv 2304.06767
+    "rejection-sampling": Algorithm("imitation"),
+    # arXiv 2501.03262
+    "reinforce++": Algorithm("reinforcement", estimator=ESTIMATORS["reinforce++"]),
+    # The same, with DAPO's clip-higher: it keeps the entropy up at no cost.
+    "reinforce++-baseline": Algorithm("reinforcement", high=0.28),
+    # arXiv 2402.14740
+    "rloo": Algorithm("reinforcement", estimator=ESTIMATORS["rloo"]),
+    # arXiv 2402.03300
+    "grpo": Algorithm("reinforcement", aggregation="sequence", estimator=ESTIMATORS["grpo"]),
+    # arXiv 2503.20783
+    "dr-grpo": Algorithm("reinforcement", aggregation="fixed", estimator=ESTIMATORS["dr-grpo"]),
+    # arXiv 2503.14476. Its dynamic filtering (groups without a signal are left out) is done for all algorithms that
+    # compare in groups.
+    "dapo": Algorithm("reinforcement", estimator=ESTIMATORS["grpo"], high=0.28),
+    # arXiv 2507.18071
     "gspo": Algorithm("reinforcement", "gspo", "sequence", ESTIMATORS["grpo"], low=3e-4, high=4e-4),
+    # arXiv 2506.13585
     "cispo": Algorithm("reinforcement", "cispo", estimator=ESTIMATORS["grpo"], high=0.28),
-    "opd": Algorithm("reinforcement", "ppo", estimator=_NOTHING, rewarded=False),
-    "opsd": Algorithm("reinforcement", "ppo", estimator=_NOTHING, rewarded=False),
-    "dpo": Algorithm("preference", "preference"),
+    # arXiv 2306.13649
+    "opd": Algorithm("reinforcement", estimator=_NOTHING, rewarded=False),
+    # arXiv 2602.04942
+    "opsd": Algorithm("reinforcement", estimator=_NOTHING, rewarded=False),
+    # arXiv 2305.18290
+    "dpo": Algorithm("preference"),
 }
 
 

@@ -1,13 +1,15 @@
-"""What every training has: say how, fit the trainer, create the next adapter version, probe it. Loads no torch."""
+"""What every training has: a trainer, its notes, the steps, the next adapter version with its probe. Loads no torch."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
@@ -17,9 +19,12 @@ from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
-    from openhands_rl_plugin.training.data.imitation import PreferencePair
+    from openhands_rl_plugin.training.distributed.launched import LaunchedTrainer
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-    from openhands_rl_plugin.training.trainer.trainer import OnProgress
+    from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
+
+type PolicyTrainer = Trainer | LaunchedTrainer
+"""What `train` and a loop ask of a trainer; ``trainer.Trainer`` says what each method does."""
 
 PROBE_TOKENS = 128
 """Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""
@@ -36,38 +41,26 @@ def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int 
         )
 
 
-class PolicyTrainer(Protocol):
-    """What `train` and a loop ask of a trainer; ``trainer.Trainer`` says what each method does."""
+def make_trainer(
+    model: Path, training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None
+) -> PolicyTrainer:
+    """A trainer by ``training``, which ``adapter`` starts, or the base model.
 
-    @property
-    def notes(self) -> list[str]: ...
+    ``model``: the folder of its weights, for an engine of this machine; ``base_model``: its name at the server of the
+    policy. ``settings`` say where another engine is. Other packages add engines by the entry points
+    ``openhands_rl_plugin.training_engines``: modules with ``make_trainer(training, settings, base_model, adapter)`` and
+    ``check_settings(training)``.
+    Raises ``ConfigError`` and ``TrainingError``.
+    """
+    training.check_engine()
+    if training.engine != LOCAL:
+        return registry.find("training_engines", training.engine).make_trainer(training, settings, base_model, adapter)
+    from openhands_rl_plugin.training.distributed.launched import LaunchedTrainer
+    from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
 
-    @property
-    def is_main_process(self) -> bool: ...
-
-    def sft(
-        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
-    ) -> TrainMetrics: ...
-
-    def reinforce(
-        self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
-    ) -> TrainMetrics: ...
-
-    def prefer(
-        self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
-    ) -> TrainMetrics: ...
-
-    def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe: ...
-
-    def save_adapter(self, directory: Path) -> None: ...
-
-    def became(self, adapter: Adapter | None) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def save_state(self, directory: Path) -> None: ...
-
-    def load_state(self, directory: Path) -> None: ...
+    if training.nproc_per_node > 1:
+        return LaunchedTrainer(model, training, adapter=adapter)
+    return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)
 
 
 def tell_notes(trainer: PolicyTrainer, say: Callable[[str], None]) -> tuple[str, ...]:
@@ -99,7 +92,7 @@ def fit(
             metrics = trainer.prefer(dataset.pairs, on_progress, run=run)
         case "reinforcement":
             metrics = trainer.reinforce(dataset.samples, on_progress, run=run)
-    if not metrics.steps:
+    if metrics.steps <= metrics.unmoved:
         trainer.finish()
         raise TrainingError(f"nothing was learnt: none of {metrics.samples} sequences had a gradient")
     return metrics

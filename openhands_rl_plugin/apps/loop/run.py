@@ -84,7 +84,7 @@ async def open_parts(
     ``model`` is the directory of the base model; ``demonstrator``, ``lessons`` and ``evaluator``: see ``LoopParts``.
     Raises ``ConfigError`` and ``TrainingError``.
     """
-    from openhands_rl_plugin.training.engines import make_trainer
+    from openhands_rl_plugin.training.learn import make_trainer
     from openhands_rl_plugin.training.teacher import ServedTeacher, teacher_of
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import cast
 
 import torch
 from pydantic import ValidationError
@@ -34,9 +35,9 @@ from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.layout import Layout
 from openhands_rl_plugin.training.learn import WITHOUT_EFFECT
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
-from openhands_rl_plugin.training.losses.losses import MicroBatch, MicroBatchLoss, TrainingSample
-from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE
-from openhands_rl_plugin.training.trainer.metrics import RunningMetrics
+from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, TrainingSample
+from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE, PackedModel
+from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.resume import RunCheckpoint, fingerprint
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 
@@ -74,12 +75,14 @@ class TinkerTrainer(Trainer):
         self._base_model = tinker.model or base_model
         self._service = TinkerService(tinker) if service is None else service
         self._model: RemoteAdapter | None = None
-        self._path, self._optimizer = self._start(adapter, settings), False
+        self._path, self._with_moments = self._start(adapter, settings), False
         """The newest checkpoint, and whether its moments are this trainer's."""
         self._saved_at: int | None = None
         """The step of that checkpoint, where it is one of this trainer."""
         self._reduces = False
-        super().__init__(_RemotePolicy(self), settings, version=adapter.version if adapter is not None else 0)
+        super().__init__(
+            cast(PackedModel, _RemotePolicy(self)), settings, version=adapter.version if adapter is not None else 0
+        )
 
     @property
     def model(self) -> RemoteAdapter:
@@ -88,7 +91,7 @@ class TinkerTrainer(Trainer):
             if self._path is None:
                 self._model = self._service.create(self._base_model, self.settings)
             else:
-                self._model = self._service.open(self._path, optimizer=self._optimizer)
+                self._model = self._service.open(self._path, optimizer=self._with_moments)
         return self._model
 
     def save_adapter(self, directory: Path) -> None:
@@ -114,12 +117,12 @@ class TinkerTrainer(Trainer):
         except (KeyError, ValueError) as error:
             raise TrainingError(f'{source} does not hold a training state of engine = "tinker"') from error
         self._close()
-        self._path, self._optimizer, self._saved_at = path, True, step
+        self._path, self._with_moments, self._saved_at = path, True, step
         self.step, self._version = step, version
 
     def _begin(
-        self, items: list[TrainingSample], loss: MicroBatchLoss, kept: RunCheckpoint | None
-    ) -> tuple[int, int, RunningMetrics, bool]:
+        self, items: list[TrainingSample], loss: Loss, kept: RunCheckpoint | None
+    ) -> tuple[int, int, TrainMetrics, bool]:
         if any(item.temperatures is not None for item in items):
             raise TrainingError("the Tinker service trains at temperature 1; set [rl.sampling] temperature = 1.0")
         if not self._reduces:
@@ -133,7 +136,7 @@ class TinkerTrainer(Trainer):
         return super()._begin(items, loss, kept)
 
     def _update(
-        self, live: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
+        self, live: list[TrainingSample], weights: list[float], loss: Loss
     ) -> tuple[float, float | None, Diagnostics]:
         try:
             total, diagnostics = self._gradient(live, torch.tensor(weights), loss)
@@ -148,7 +151,7 @@ class TinkerTrainer(Trainer):
             raise
         return total, norm, diagnostics
 
-    def _gradient(self, live: list[TrainingSample], weights: Tensor, loss: MicroBatchLoss) -> tuple[float, Diagnostics]:
+    def _gradient(self, live: list[TrainingSample], weights: Tensor, loss: Loss) -> tuple[float, Diagnostics]:
         """Add the gradient of the batch at the service."""
         answers = self.model.forward(forward_rows([item.sample.input_ids for item in live]))
         # An answer begins with the second token of a sequence.
@@ -161,10 +164,10 @@ class TinkerTrainer(Trainer):
         self.model.forward_backward(gradient_rows(live, old, factors, self._tinker.reduction))
         return share.item(), diagnostics
 
-    def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
+    def _fingerprint(self, samples: list[Sample], loss: Loss) -> str:
         settings = self.settings.model_dump_json(exclude=WITHOUT_EFFECT)
         where = f"{self._tinker.address}\n{self._base_model}\n{self._tinker.reduction}\n{self._path}"
-        return fingerprint(f"{type(loss).__name__}\n{where}\n{settings}", samples, (), self.step)
+        return fingerprint(f"{loss.kind}\n{where}\n{settings}", samples, (), self.step)
 
     def _start(self, adapter: Adapter | None, settings: TrainingSettings) -> str | None:
         """The checkpoint to start from. Raises ``TrainingError`` where the service has none."""
@@ -191,7 +194,7 @@ class TinkerTrainer(Trainer):
     def _saved(self) -> str:
         """The path of a checkpoint of the present state."""
         if self._path is None or self._saved_at != self.step:
-            self._path, self._optimizer, self._saved_at = self.model.save(self._new_name()), True, self.step
+            self._path, self._with_moments, self._saved_at = self.model.save(self._new_name()), True, self.step
         return self._path
 
     def _new_name(self) -> str:
@@ -204,12 +207,12 @@ class TinkerTrainer(Trainer):
 
 
 class _RemotePolicy:
-    """The policy as what computes logprobs: ``TrainedPolicy``."""
+    """What a trainer asks of a ``PackedModel``, from the service."""
 
     packing = PACKED
     longest = vocabulary = sys.maxsize  # the service refuses what is too long, or not in its vocabulary
     device = torch.device("cpu")
-    sharded = False
+    sharded, parameters = False, dict[str, Tensor]()
     probe_tolerance = PROBE_TOLERANCE[torch.bfloat16]
 
     def __init__(self, trainer: TinkerTrainer) -> None:

@@ -8,17 +8,15 @@ process. Only rank 0 writes files and talks to servers.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -29,103 +27,48 @@ from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import TrainingSample, micro_batches
 
-_CHUNK_BYTES = 64 * 1024**2
-"""The size of a piece of a broadcast: small, because the device memory is full of weights and activations."""
-
 _TIMEOUT = timedelta(days=1)
 """Long, because the other ranks wait while rank 0 scores episodes or writes a model. When a process dies, the launcher
 ends all of them."""
 
-Checkpoint = tuple[dict[str, Tensor], dict[str, str]]
-"""Tensors and counters, as ``trainer.checkpoint`` reads and writes them."""
+
+_CPU = torch.device("cpu")
 
 
-class Ranks(Protocol):
-    """The processes that train together. Every method but ``shard`` is a collective: all ranks must call it."""
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together. Every method but ``shard`` is a collective: all ranks must call it.
 
-    rank: int
-    """The number of this process, from 0."""
+    ``rank``: the number of this process, from 0; ``size``: that of processes (the world size). Tensors of collectives
+    are on ``device``.
+    """
 
-    size: int
-    """The number of processes (the world size)."""
+    rank: int = 0
+    size: int = 1
+    device: torch.device = _CPU
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, in place. All tensors have one dtype."""
-        ...
+        """Replace each tensor by its sum over the ranks, in place. All tensors have one dtype.
 
-    def broadcast_object(self, state: Checkpoint | None) -> Checkpoint | None:
-        """Return the checkpoint of rank 0; the argument of other ranks is ignored."""
-        ...
-
-    def broadcast_text(self, text: str) -> str:
-        """Return the text of rank 0; the argument of other ranks is ignored."""
-        ...
-
-    def assert_equal(self, what: str, digest: str) -> None:
-        """Raise ``TrainingError`` unless all ranks have the same ``digest`` of ``what``."""
-        ...
-
-    def shard[T](self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """The values of this rank's shard, and padding: values of others, to be computed with weight zero.
-
-        With the padding all ranks compute equally many, which sharded weights need: fetching them is a collective.
+        In one message, because the weights of an adapter are many and small.
         """
-        ...
-
-
-class SingleProcess:
-    """``Ranks`` of one process."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing."""
-
-    def broadcast_object(self, state: Checkpoint | None) -> Checkpoint | None:
-        """Return ``state``."""
-        return state
-
-    def broadcast_text(self, text: str) -> str:
-        """Return ``text``."""
-        return text
-
-    def assert_equal(self, what: str, digest: str) -> None:
-        """Do nothing."""
-
-    def shard[T](self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """All values and no padding."""
-        return list(values), []
-
-
-class ProcessGroup:
-    """``Ranks`` of torch's default process group; its tensors are on ``device``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self._device = device
-
-    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Sum in one message, because the weights of an adapter are many and small."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self._device)
+        if self.size == 1:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.device)
         dist.all_reduce(flat)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    def broadcast_object(self, state: Checkpoint | None) -> Checkpoint | None:
-        """Send the counters as JSON and the tensors as safetensors."""
-        counters = json.loads(self.broadcast_text(json.dumps(state[1] if state is not None else None)))
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state[0].items()} if state else {}
-        found = load(self._broadcast(save(tensors)))
-        return None if counters is None else (found, counters)
-
-    def broadcast_text(self, text: str) -> str:
-        """Send the text as UTF-8."""
-        return self._broadcast(text.encode()).decode()
+    def broadcast[T](self, value: T) -> T:
+        """The value of rank 0; that of other ranks is ignored."""
+        found = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(found, src=0, device=self.device)
+        return found[0]
 
     def assert_equal(self, what: str, digest: str) -> None:
-        """Compare with the digest of rank 0."""
-        differing = torch.tensor(float(self._broadcast(digest.encode()) != digest.encode()))
+        """Raise ``TrainingError`` unless all ranks have the same ``digest`` of ``what``."""
+        differing = torch.tensor(float(self.broadcast(digest) != digest))
         self.all_reduce([differing])
         if count := int(differing.item()):
             raise TrainingError(
@@ -134,27 +77,17 @@ class ProcessGroup:
             )
 
     def shard[T](self, values: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Every ``size``-th value; the padding repeats the first one."""
+        """Every ``size``-th value, and padding, which repeats the first one and is computed with weight zero.
+
+        With the padding all ranks compute equally many, which sharded weights need: fetching them is a collective.
+        """
         mine = list(values[self.rank :: self.size])
         return mine, list(values[:1]) * (-(-len(values) // self.size) - len(mine))
-
-    def _broadcast(self, data: bytes) -> bytes:
-        """The bytes of rank 0."""
-        length = torch.tensor([len(data)], device=self._device)
-        dist.broadcast(length, src=0)
-        found = bytearray(int(length.item()))
-        for start in range(0, len(found), _CHUNK_BYTES):
-            chunk = torch.zeros(min(_CHUNK_BYTES, len(found) - start), dtype=torch.uint8, device=self._device)
-            if self.rank == 0:
-                chunk.copy_(torch.frombuffer(bytearray(data[start : start + _CHUNK_BYTES]), dtype=torch.uint8))
-            dist.broadcast(chunk, src=0)
-            found[start : start + _CHUNK_BYTES] = chunk.cpu().numpy().tobytes()
-        return bytes(found)
 
 
 @contextmanager
 def join_ranks(environ: Mapping[str, str] | None = None, *, meeting: str | None = None) -> Iterator[Ranks]:
-    """Join the process group that a launcher has started until the block ends; ``SingleProcess`` without a launcher.
+    """Join the process group that a launcher has started until the block ends; one process without a launcher.
 
     ``meeting``: a ``file://`` URL where the processes of one machine find each other, in the place of the launcher's
     address. On GPUs each process uses the device of its ``LOCAL_RANK``. Raises ``TrainingError`` when the process group
@@ -162,7 +95,7 @@ def join_ranks(environ: Mapping[str, str] | None = None, *, meeting: str | None 
     """
     known = os.environ if environ is None else environ
     if int(known.get("WORLD_SIZE", "1")) == 1:
-        yield SingleProcess()
+        yield Ranks()
         return
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -187,8 +120,8 @@ def join_ranks(environ: Mapping[str, str] | None = None, *, meeting: str | None 
 
 
 def current_ranks(device: torch.device) -> Ranks:
-    """The process group that this process has joined, or ``SingleProcess``."""
-    return ProcessGroup(device) if dist.is_initialized() else SingleProcess()
+    """The process group that this process has joined, or this process alone."""
+    return Ranks(dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else Ranks()
 
 
 def shard_micro_batches(

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, by the algorithm that the settings name: token losses or preference losses."""
+"""Samples into optimiser batches and micro-batches, and the loss of one, by the algorithm that the settings name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.algorithms import (
+    Kind,
     OldLogprobs,
     aggregation_of,
     algorithm_of,
@@ -178,190 +179,105 @@ class MicroBatch:
         counts = torch.tensor([len(item.positions) for item in self.items], device=self.logprobs.device)
         return torch.repeat_interleave(torch.arange(len(self.items), device=counts.device), counts)
 
-    def tokens(self, parts: Sequence[Tensor]) -> Tensor:
-        """[K]: one tensor per sample, concatenated."""
-        return torch.cat(list(parts)).to(self.logprobs.device)
+    def tokens(self, name: str) -> Tensor:
+        """[K]: a field of all samples, concatenated."""
+        return torch.cat([getattr(item, name) for item in self.items]).to(self.logprobs.device)
 
 
-class MicroBatchLoss(Protocol):
-    """A loss with gradient accumulation: the losses of a batch's micro-batches add up to the loss of the batch."""
+class Loss:
+    """The loss of a call. Those of the micro-batches of an optimiser batch add up to that of the batch.
 
-    whole_units: bool
-    """Whether the samples of a unit must be in one micro-batch."""
+    - imitation: the cross-entropy of the sampled tokens, in nats; advantages are ignored.
+    - reinforcement: ``correction * (objective + kl_coefficient * kl) - entropy_coefficient * entropy`` of each token: a
+      clipped policy gradient, the importance correction of stale tokens, and a KL term. The samples of a call have a
+      teacher's logprobs all, or none has. The bonus is the exact entropy of the next-token distribution (Mnih et al.
+      2016, arXiv 1602.01783; verl's ``entropy_coeff``), which is not corrected for stale tokens.
+    - preference: the mean over pairs of ``-log sigmoid(beta * margin)`` (DPO, Rafailov et al. 2023, arXiv 2305.18290);
+      the reference is the policy that training started from.
 
-    old_logprobs: OldLogprobs
-    """Whose logprobs ``TrainingSample.old`` are: recorded when sampling, or recomputed by the policy before the first
-    step; "auto": recomputed where the recorded ones differ from the policy's by more than the clip's bounds."""
+    ``kind``: that of the settings' algorithm, unless another one is given.
+    """
 
-    needs_reference: bool
-    """Whether ``TrainingSample.reference`` must be set, the base model's logprobs."""
+    def __init__(self, settings: TrainingSettings, kind: Kind | None = None) -> None:
+        self.kind: Kind = kind or algorithm_of(settings).kind
+        # The fallback from reinforcement learning to SFT keeps the settings; their aggregation is not meant for SFT.
+        self.settings = settings.model_copy(update={"algorithm": "sft"}) if self.kind == "imitation" else settings
+        self.whole_units = self.kind == "preference"
+        """Whether the samples of a unit must be in one micro-batch."""
+        self.needs_reference = self.kind == "reinforcement" and settings.kl != "none"
+        """Whether ``TrainingSample.reference`` must be set, the base model's logprobs."""
+        self._kl_in_loss = self.needs_reference and settings.kl_in == "loss"
+
+    @property
+    def old_logprobs(self) -> OldLogprobs:
+        """Whose logprobs ``TrainingSample.old`` are: recorded when sampling, or recomputed by the policy before the
+        first step; "auto": recomputed where the recorded ones differ from the policy's by more than the clip's
+        bounds."""
+        if self.kind == "reinforcement":
+            return old_logprobs_of(self.settings)
+        return "recomputed" if self.kind == "preference" else "recorded"
 
     def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
-        """[S]: the weight of a token of each sample of an optimiser batch."""
-        ...
+        """[S]: the weight of a token of each sample of an optimiser batch: as ``aggregation`` says, and that of every
+        pair is the same."""
+        if self.kind == "preference":
+            return torch.full((len(batch),), 1.0 / len({item.unit for item in batch}))
+        return batch_weights(batch, self.settings)
 
     def counts(self, item: TrainingSample) -> bool:
         """Whether the sample has a gradient; others are part of the weights, but need no forward pass."""
-        ...
+        in_loss = self._kl_in_loss or item.teacher is not None or self.settings.entropy_coefficient > 0
+        return self.kind != "reinforcement" or in_loss or bool(item.advantages.any())
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
         """The micro-batch's share of the batch's loss, with gradient."""
-        ...
-
-
-class Imitation:
-    """Negative log-likelihood (supervised fine-tuning)."""
-
-    whole_units = needs_reference = False
-    old_logprobs: OldLogprobs = "recorded"
-
-    def __init__(self, settings: TrainingSettings) -> None:
-        # The fallback from reinforcement learning to SFT keeps the settings; their aggregation is not meant for SFT.
-        self._settings = settings.model_copy(update={"algorithm": "sft"})
-
-    def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
-        """As ``aggregation`` says."""
-        return batch_weights(batch, self._settings)
-
-    def counts(self, item: TrainingSample) -> bool:
-        """Always: advantages are ignored."""
-        return True
-
-    def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
-        """The mean over the sampled tokens, in nats."""
-        loss = -(one.weights[one.sequence] * one.logprobs).sum()
+        if self.kind == "reinforcement":
+            return self._policy_gradient(one)
+        imitates = self.kind == "imitation"
+        loss = -(one.weights[one.sequence] * one.logprobs).sum() if imitates else self._preference(one)
         return loss, Diagnostics(tokens=one.logprobs.numel(), entropy=one.entropies.mean().item())
 
-
-class Reinforcement:
-    """A policy gradient: the clipped objective, the KL term, the importance correction of stale tokens, and the entropy
-    bonus.
-
-    The samples of a call have a teacher's logprobs all, or none has.
-
-    The bonus is the exact entropy of the next-token distribution at each trained token, weighted like its loss (Mnih et
-    al. 2016, arXiv 1602.01783; verl's ``entropy_coeff``). It is not corrected for stale tokens.
-    """
-
-    whole_units = False
-
-    def __init__(self, settings: TrainingSettings) -> None:
-        self._settings = settings
-        self._objective = algorithm_of(settings).objective
-        self._low, self._high = clip_bounds(settings)
-        self.old_logprobs: OldLogprobs = old_logprobs_of(settings)
-        self.needs_reference = settings.kl != "none"
-        self._kl_in_loss = settings.kl != "none" and settings.kl_in == "loss"
-
-    def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
-        """As ``aggregation`` says."""
-        return batch_weights(batch, self._settings)
-
-    def counts(self, item: TrainingSample) -> bool:
-        """With an advantage other than zero, or a KL term, a teacher or an entropy bonus in the loss."""
-        in_loss = self._kl_in_loss or item.teacher is not None or self._settings.entropy_coefficient > 0
-        return in_loss or bool(item.advantages.any())
-
-    def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
-        """``sum(weights * (correction * (objective + kl_coefficient * kl) - entropy_coefficient * entropy))``."""
-        tokens = _token_batch(one)
-        recorded = one.tokens([item.recorded for item in one.items])
-        correction = correction_of(self._settings, tokens, recorded)
-        losses = self._losses(tokens) * correction
-        divergence = 0.0
-        if self._kl_in_loss and self._settings.kl != "none":
-            reference = one.tokens([item.reference for item in one.items if item.reference is not None])
-            kl = objectives.kl_loss(tokens, reference, self._settings.kl)
-            losses = losses + self._settings.kl_coefficient * correction * kl
+    def _policy_gradient(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
+        chosen, objective = self.settings, algorithm_of(self.settings).objective
+        low, high = clip_bounds(chosen)
+        old, recorded, divergence = one.tokens("old"), one.tokens("recorded"), 0.0
+        tokens = TokenBatch(one.logprobs, old, one.tokens("advantages"), one.sequence, len(one.items))
+        correction = objectives.correction_weights(
+            tokens,
+            recorded,
+            mode=chosen.correction,
+            level=chosen.correction_level,
+            low=chosen.correction_low,
+            high=chosen.correction_high,
+        )
+        losses = _OBJECTIVES[objective](tokens, low=low, high=high) * correction
+        if self._kl_in_loss and chosen.kl != "none":
+            kl = objectives.kl_loss(tokens, one.tokens("reference"), chosen.kl)
+            losses = losses + chosen.kl_coefficient * correction * kl
             divergence = kl.detach().mean().item()
-        if taught := [item.teacher for item in one.items if item.teacher is not None]:
-            divergence = (tokens.logprobs.detach() - one.tokens(taught)).mean().item()
-        if self._settings.entropy_coefficient:
-            losses = losses - self._settings.entropy_coefficient * one.entropies
-        diagnostics = self._diagnose(tokens, one.entropies, recorded, divergence, correction)
-        return (one.weights[one.sequence] * losses).sum(), diagnostics
+        current = one.logprobs.detach()
+        if one.items[0].teacher is not None:
+            divergence = (current - one.tokens("teacher")).mean().item()
+        if chosen.entropy_coefficient:
+            losses = losses - chosen.entropy_coefficient * one.entropies
+        difference = tokens.mean_of_sequence(current - old) if objective == "gspo" else current - old
+        found = diagnose(tokens, one.entropies, ratio=torch.exp(difference), low=low, high=high)
+        drift, weight = (current - recorded).abs().mean().item(), correction.mean().item()
+        return (one.weights[one.sequence] * losses).sum(), replace(found, drift=drift, kl=divergence, weight=weight)
 
-    def _losses(self, tokens: TokenBatch) -> Tensor:
-        match self._objective:
-            case "gspo":
-                return objectives.gspo(tokens, low=self._low, high=self._high)
-            case "cispo":
-                return objectives.cispo(tokens, low=self._low, high=self._high)
-            case _:
-                return objectives.ppo(tokens, low=self._low, high=self._high)
-
-    def _diagnose(
-        self, tokens: TokenBatch, entropies: Tensor, recorded: Tensor, divergence: float, correction: Tensor
-    ) -> Diagnostics:
-        found = diagnose(tokens, entropies, ratio=self._ratio(tokens), low=self._low, high=self._high)
-        drift = (tokens.logprobs.detach() - recorded).abs().mean().item()
-        return replace(found, drift=drift, kl=divergence, weight=correction.mean().item())
-
-    def _ratio(self, tokens: TokenBatch) -> Tensor:
-        """[K]: the importance ratio that is clipped."""
-        difference = (tokens.logprobs - tokens.old).detach()
-        return torch.exp(tokens.mean_of_sequence(difference) if self._objective == "gspo" else difference)
-
-
-class Preference:
-    """DPO (Rafailov et al. 2023, arXiv 2305.18290); the reference is the policy that training started from."""
-
-    whole_units = True
-    needs_reference = False
-    old_logprobs: OldLogprobs = "recomputed"
-
-    def __init__(self, settings: TrainingSettings) -> None:
-        self._beta = settings.dpo_beta
-
-    def weights(self, batch: Sequence[TrainingSample]) -> Tensor:
-        """Every pair has the same weight."""
-        return torch.full((len(batch),), 1.0 / len({item.unit for item in batch}))
-
-    def counts(self, item: TrainingSample) -> bool:
-        """Always."""
-        return True
-
-    def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
-        """The mean over pairs of ``-log sigmoid(beta * margin)``."""
+    def _preference(self, one: MicroBatch) -> Tensor:
         pairs = {unit: at for at, unit in enumerate(dict.fromkeys(item.unit for item in one.items))}
         pair = one.logprobs.new_tensor([pairs[item.unit] for item in one.items], dtype=torch.int64)[one.sequence]
         chosen = one.logprobs.new_tensor([item.chosen for item in one.items], dtype=torch.bool)[one.sequence]
-        old = one.tokens([item.old for item in one.items])
-
-        def total(values: Tensor, wanted: Tensor) -> Tensor:
-            return values.new_zeros(len(pairs)).index_add(0, pair[wanted], values[wanted])
-
-        losses = objectives.preference(
-            total(one.logprobs, chosen),
-            total(one.logprobs, ~chosen),
-            total(old, chosen),
-            total(old, ~chosen),
-            beta=self._beta,
-        )
-        entropy = one.entropies.mean().item()
-        return losses.sum() * one.weights[0], Diagnostics(tokens=one.logprobs.numel(), entropy=entropy)
+        parts = [
+            values.new_zeros(len(pairs)).index_add(0, pair[wanted], values[wanted])
+            for values in (one.logprobs, one.tokens("old"))
+            for wanted in (chosen, ~chosen)
+        ]
+        return objectives.preference(*parts, beta=self.settings.dpo_beta).sum() * one.weights[0]
 
 
-def _token_batch(one: MicroBatch) -> TokenBatch:
-    return TokenBatch(
-        logprobs=one.logprobs,
-        old=one.tokens([item.old for item in one.items]),
-        advantages=one.tokens([item.advantages for item in one.items]),
-        sequence=one.sequence,
-        sequences=len(one.items),
-    )
-
-
-def correction_of(settings: TrainingSettings, tokens: TokenBatch, recorded: Tensor) -> Tensor:
-    """[K]: the importance weights of the old policy's tokens, as the settings correct what another one sampled."""
-    return objectives.correction_weights(
-        tokens,
-        recorded,
-        mode=settings.correction,
-        level=settings.correction_level,
-        low=settings.correction_low,
-        high=settings.correction_high,
-    )
+_OBJECTIVES = {"ppo": objectives.ppo, "gspo": objectives.gspo, "cispo": objectives.cispo}
 
 
 def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -> Tensor:

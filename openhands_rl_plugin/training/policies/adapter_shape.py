@@ -5,25 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
 
 
-def read_shape(directory: Path) -> AdapterConfig:
-    """The configuration of the adapter in a directory. Raises ``TrainingError``."""
-    try:
-        return read_adapter_config(directory)
-    except ConfigError as error:
-        raise TrainingError(str(error)) from error
-
-
-def check_start(adapter: Adapter, settings: TrainingSettings) -> None:
-    """Raise ``TrainingError`` unless ``adapter`` has the rank, the scale and the layers of ``settings``.
+def check_start(adapter: Adapter | None, settings: TrainingSettings) -> None:
+    """Raise an error unless ``adapter``, if there is one, has the rank, the scale and the layers of ``settings``.
 
     Another scale would change the policy before its first step, and no tensor shape would show it. A version that is a
-    whole model is continued with ``method = "full"`` only, and an adapter without.
+    whole model is continued with ``method = "full"`` only, and an adapter without. Raises ``TrainingError``, or
+    ``ConfigError`` for an adapter whose configuration cannot be read.
     """
+    if adapter is None:
+        return
     path = Path(adapter.path)
     whole = not (path / CONFIG_FILE).exists() and (path / "config.json").exists()
     if whole != (settings.method == "full"):
@@ -34,7 +29,7 @@ def check_start(adapter: Adapter, settings: TrainingSettings) -> None:
         )
     if whole:
         return
-    made = read_shape(Path(adapter.path))
+    made = read_adapter_config(path)
     pairs: dict[str, tuple[object, object]] = {
         "lora_rank": (made.r, settings.lora_rank),
         "lora_alpha": (made.lora_alpha, settings.lora_alpha),

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
@@ -30,7 +30,7 @@ from openhands_rl_plugin.training.policies.adapter_targets import (
     servers_of,
     without_renaming,
 )
-from openhands_rl_plugin.training.policies.packed_model import PackedModel, fuse_layers
+from openhands_rl_plugin.training.policies.packed_model import PackedModel, fuse_layers, load_model
 
 
 class TrainableLinear(lora.Linear):
@@ -88,8 +88,8 @@ class _LoraLinear(torch.autograd.Function):
 CUSTOM_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: TrainableLinear}
 
 
-def adapter_config(settings: TrainingSettings, model_path: str, *, custom_layers: bool = True) -> LoraConfig:
-    """PEFT's configuration of the adapter. DoRA uses PEFT's own layers, because the fused step has no magnitudes."""
+def adapter_config(settings: TrainingSettings, model_path: str) -> LoraConfig:
+    """PEFT's configuration of the adapter. DoRA and QLoRA use PEFT's own layers: the fused step has no magnitudes."""
     dora = settings.lora_variant == "dora"
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -101,13 +101,36 @@ def adapter_config(settings: TrainingSettings, model_path: str, *, custom_layers
         lora_dropout=0.0,
         target_modules=list(settings.target_modules),
     )
-    if custom_layers and not dora:
+    if settings.method != "qlora" and not dora:
         config._register_custom_module(CUSTOM_LAYERS)
     return config
 
 
 class TrainablePolicy(PackedModel):
-    """A causal language model with one LoRA adapter. Raises ``TrainingError`` when the model cannot be trained."""
+    """A causal language model with one LoRA adapter. Raises ``TrainingError`` when the model cannot be trained.
+
+    With ``method = "qlora"`` (Dettmers et al. 2023, arXiv 2305.14314) the base is in bitsandbytes' NF4 with double
+    quantisation.
+    """
+
+    def _open(self, settings: TrainingSettings) -> PreTrainedModel:
+        if settings.method != "qlora":
+            return super()._open(settings)
+        # Wider: a server's base is not quantised, which moves logprobs by a tenth of a nat and more.
+        self.probe_tolerance = 0.5
+        quantised = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.dtype,
+        )
+        place = {"": torch.device(self.device)}
+        try:
+            return load_model(self.model_path, self.dtype, self.device, quantization_config=quantised, device_map=place)
+        except (RuntimeError, AttributeError) as error:
+            raise TrainingError(
+                f'{self.model_path} cannot be quantised here: {describe(error)}; set method = "lora"'
+            ) from error
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -171,10 +194,7 @@ class TrainablePolicy(PackedModel):
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(settings.seed)
             with without_renaming(self._base):
-                self._peft = _wrap(self._base, self._config(settings), self.model_path)
-
-    def _config(self, settings: TrainingSettings) -> LoraConfig:
-        return adapter_config(settings, self.model_path)
+                self._peft = _wrap(self._base, adapter_config(settings, self.model_path), self.model_path)
 
     def _in_file(self, name: str) -> str:
         names = BY_NAME.get(self._base.config.get_text_config().model_type)

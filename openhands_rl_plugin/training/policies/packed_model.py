@@ -297,8 +297,8 @@ def scaled_token_logprobs(
     starts = range(0, max(1, len(targets)), ROWS_AT_A_TIME)  # of no targets: empty, with a gradient
     parts = []
     for rows in (slice(start, start + ROWS_AT_A_TIME) for start in starts):
-        options: dict[str, bool] = {"use_reentrant": False, "preserve_rng_state": False}
-        parts.append(checkpoint(of_rows, rows, hidden[rows], wide, bias, **options))
+        given = rows, hidden[rows], wide, bias
+        parts.append(checkpoint(of_rows, *given, use_reentrant=False, preserve_rng_state=False))
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -317,7 +317,9 @@ class PackedModel(ABC):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = _dtype(settings.dtype, self.device)
         self._entropy_gradient = settings.entropy_coefficient > 0
-        self._base = self._open()
+        self.probe_tolerance = PROBE_TOLERANCE[self.dtype]
+        """Largest accepted mean absolute difference of a server's logprobs from these, in nats."""
+        self._base = self._open(settings)
         config = self._base.config.get_text_config()
         self.longest: int = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
         """The model's maximal context length, in tokens."""
@@ -355,11 +357,6 @@ class PackedModel(ABC):
             f"{self.family} trains one sequence a micro-batch and shares no prefixes, because {self.packing.reason}: "
             "slower, and max_tokens_per_micro_batch has no effect",
         ]
-
-    @property
-    def probe_tolerance(self) -> float:
-        """Largest accepted mean absolute difference of a server's logprobs from these, in nats."""
-        return PROBE_TOLERANCE[self.dtype]
 
     def logprobs(
         self, layout: Layout, wanted: list[tuple[int, int]], temperatures: Tensor | None = None
@@ -434,7 +431,7 @@ class PackedModel(ABC):
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters for the optimiser."""
 
-    def _open(self) -> PreTrainedModel:
+    def _open(self, settings: TrainingSettings) -> PreTrainedModel:
         return load_model(self.model_path, self.dtype, self.device)
 
     def _compute(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from openhands_rl_plugin.training.credit.estimators import whiten
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.distributed.ranks import Ranks, shard_micro_batches
-from openhands_rl_plugin.training.losses.losses import MicroBatchLoss, TrainingSample, temperatures_of
+from openhands_rl_plugin.training.losses.losses import Loss, TrainingSample, temperatures_of
 from openhands_rl_plugin.training.losses.objectives import kl_penalty
-from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
+from openhands_rl_plugin.training.policies.packed_model import PackedModel
 
 
 def check_samples(samples: Sequence[Sample], *, longest: int, vocabulary: int) -> None:
@@ -62,22 +63,18 @@ def check_pairs(pairs: Sequence[PreferencePair], *, packed: bool, sharded: bool)
         )
 
 
-def trained_tokens(items: Sequence[TrainingSample]) -> list[tuple[int, int]]:
-    """Pairs (index of the sample, position) of the sampled tokens of a micro-batch, sample by sample."""
-    return [(number, at) for number, item in enumerate(items) for at in item.positions]
-
-
 def micro_batch_logprobs(
-    policy: TrainedPolicy, group: Sequence[TrainingSample], *, scaled: bool = True
+    policy: PackedModel, group: Sequence[TrainingSample], *, scaled: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of the trained tokens of a micro-batch, at their temperatures; else at temperature 1."""
+    wanted = [(number, at) for number, item in enumerate(group) for at in item.positions]
     layout = lay_out([item.sample.input_ids for item in group])
-    return policy.logprobs(layout, trained_tokens(group), temperatures_of(group) if scaled else None)
+    return policy.logprobs(layout, wanted, temperatures_of(group) if scaled else None)
 
 
 @torch.no_grad()
 def policy_logprobs(
-    policy: TrainedPolicy, items: Sequence[TrainingSample], max_tokens: int, ranks: Ranks, *, scaled: bool = True
+    policy: PackedModel, items: Sequence[TrainingSample], max_tokens: int, ranks: Ranks, *, scaled: bool = True
 ) -> list[Tensor]:
     """The policy's logprobs of the trained tokens of each sample, in order, on the CPU. ``scaled``: by temperature."""
     found = {id(item): torch.zeros(len(item.positions)) for item in items}
@@ -156,46 +153,43 @@ class OldLogprobs:
     ``limit``: tokens of a micro-batch.
     """
 
-    def __init__(
-        self,
-        policy: TrainedPolicy,
-        loss: MicroBatchLoss,
-        settings: TrainingSettings,
-        ranks: Ranks,
-        *,
-        version: int,
-        limit: int,
-    ) -> None:
-        self._policy = policy
-        self._loss = loss
-        self._settings = settings
-        self._ranks = ranks
-        self._version = version
-        self._limit = limit
+    def __init__(self, policy: PackedModel, loss: Loss, ranks: Ranks, *, version: int, limit: int) -> None:
+        self._policy, self._loss, self._settings, self._ranks = policy, loss, loss.settings, ranks
+        self._version, self._limit = version, limit
 
     def set(self, items: Sequence[TrainingSample], epoch: Sequence[Sequence[TrainingSample]]) -> bool:
         """Whether they are recomputed. ``epoch``: the optimiser batches of the first epoch, which hold all items.
 
         Raises ``TrainingError`` where the recorded ones are of another distribution, and the settings need them.
         """
-        scaled = [item for item in items if item.temperatures is not None]
-        unscaled = self._are_unscaled(scaled)
-        if unscaled and self._settings.correction != "none":
-            raise TrainingError(f'correction = "{self._settings.correction}" compares two engines: {_UNSCALED}')
-        if unscaled and self._settings.old_logprobs == "recorded":
-            raise TrainingError(f'old_logprobs = "recorded": {_UNSCALED}, or set old_logprobs = "auto"')
+        settings = self._settings
+        unscaled = self._are_unscaled([item for item in items if item.temperatures is not None])
+        if unscaled and (settings.correction != "none" or settings.old_logprobs == "recorded"):
+            raise TrainingError(
+                f'a correction and old_logprobs = "recorded" need them as they were sampled: {_UNSCALED}'
+            )
         why = "the recorded ones are those of temperature 1" if unscaled else self._why_recomputed(items)
         if why is None:
             return False
-        live = self._live(items)
-        stale = self._stale(live)
-        kept = set(map(id, () if unscaled or self._settings.old_logprobs == "recomputed" else stale))
+        live, stale = [item for item in items if self._is_live(item)], list[TrainingSample]()
+        reinforces = self._loss.kind == "reinforcement"
+        if reinforces and settings.correction == "none":
+            stale = [item for item in live if version_of(item.sample) != self._version]
+        kept = set(map(id, () if unscaled or settings.old_logprobs == "recomputed" else stale))
         if stale:
-            self._tell_of_stale(len(stale), len(live), kept=bool(kept))
+            log.warning(
+                "%d of %d samples are of other versions than the one that is trained: %s; set [rl.training] correction "
+                '= "truncate" (at temperature 1, or with --logprobs-mode processed_logprobs)',
+                len(stale),
+                len(live),
+                "their ratio is to the recorded logprobs, which holds the difference of trainer and server too"
+                if kept
+                else "with recomputed old logprobs nothing corrects what the policy has moved since",
+            )
         if len(kept) == len(live):
             return False
         scaled = [item for item in live if unscaled and item.temperatures is not None]
-        if algorithm_of(self._settings).kind == "reinforcement":
+        if reinforces:
             log.info(
                 "old logprobs are recomputed, because %s: forward passes over %d more tokens, each at about a third of "
                 "the cost of training on it once",
@@ -203,72 +197,38 @@ class OldLogprobs:
                 sum(len(item.sample.input_ids) for item in (*live, *scaled)),
             )
         for batch in epoch:
-            self._recompute(batch, kept)
+            # In the groups that the step will make of them: bfloat16 rounds by the shapes, by more than GSPO's bounds.
+            group = [item for item in batch if self._is_live(item)]
+            if not all(id(item) in kept for item in group):
+                for item, values in zip(group, self._compute(group), strict=True):
+                    if id(item) not in kept:
+                        item.old = values
         if scaled:
             for item, values in zip(scaled, self._compute(scaled, scaled=False), strict=True):
                 # For the drift only, which so compares the two engines at temperature 1.
                 item.recorded = item.old + item.recorded - values
         return True
 
-    def _live(self, items: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Those that a step computes: a KL term in the reward gives samples without an advantage one."""
-        if self._settings.kl != "none" and self._settings.kl_in == "reward":
-            return list(items)
-        return [item for item in items if self._loss.counts(item)]
-
-    def _stale(self, items: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Those of older versions, where no correction accounts for what the policy has moved since."""
-        if algorithm_of(self._settings).kind != "reinforcement" or self._settings.correction != "none":
-            return []
-        return [item for item in items if version_of(item.sample) != self._version]
-
-    def _tell_of_stale(self, number: int, total: int, *, kept: bool) -> None:
-        log.warning(
-            "%d of %d samples are of other versions than the one that is trained: %s",
-            number,
-            total,
-            "their ratio is to the recorded logprobs, which holds the difference of trainer and server too; "
-            '[rl.training] correction = "truncate" separates the two'
-            if kept
-            else "with recomputed old logprobs nothing corrects what the policy has moved since; set [rl.training] "
-            'correction = "truncate" (at temperature 1, or with --logprobs-mode processed_logprobs)',
-        )
-
-    def _recompute(self, batch: Sequence[TrainingSample], kept: set[int]) -> None:
-        # In the groups that the step will make of them: bfloat16 rounds by the shapes, by more than GSPO's bounds.
-        live = self._live(batch)
-        if all(id(item) in kept for item in live):
-            return
-        for item, values in zip(live, self._compute(live), strict=True):
-            if id(item) not in kept:
-                item.old = values
+    def _is_live(self, item: TrainingSample) -> bool:
+        """Whether a step computes it: a KL term in the reward gives samples without an advantage one."""
+        in_reward = self._settings.kl != "none" and self._settings.kl_in == "reward"
+        return in_reward or self._loss.counts(item)
 
     def _why_recomputed(self, items: Sequence[TrainingSample]) -> str | None:
         settings = self._settings
         if self._loss.old_logprobs == "recorded":
             return None
         if self._loss.old_logprobs == "recomputed":
-            if settings.old_logprobs == "recomputed":
-                return 'old_logprobs = "recomputed"'
-            return (
-                "a correction needs both"
-                if settings.correction != "none"
-                else f"{settings.algorithm}'s bounds are narrow"
-            )
+            return f"{settings.algorithm}, a correction or old_logprobs needs them"
         own = self._first([item for item in items if version_of(item.sample) == self._version])
-        if not own:
-            return None
-        found, bound = self._mismatch(own), _log_bound(settings)
+        found, bound = self._mismatch(own) if own else 0.0, _log_bound(settings)
         if found <= bound:
             return None
         return f"the recorded ones differ by {found:.2g} nats on average, more than the clip's bound of {bound:.2g}"
 
     def _mismatch(self, items: Sequence[TrainingSample]) -> float:
-        """Mean absolute log ratio of the trainer's to the recorded probability, of what is clipped: tokens, or
-        sequences by their mean."""
+        """Mean absolute log ratio of the trainer's to the recorded probability."""
         differences = [now - item.recorded for item, now in zip(items, self._compute(items), strict=True)]
-        if algorithm_of(self._settings).objective == "gspo":
-            return sum(abs(each.mean().item()) for each in differences) / len(differences)
         return torch.cat(differences).abs().mean().item()
 
     def _are_unscaled(self, items: Sequence[TrainingSample]) -> bool:
@@ -288,15 +248,11 @@ class OldLogprobs:
     def _compute(self, items: Sequence[TrainingSample], *, scaled: bool = True) -> list[Tensor]:
         return policy_logprobs(self._policy, items, self._limit, self._ranks, scaled=scaled)
 
-    def _first(self, items: Sequence[TrainingSample]) -> list[TrainingSample]:
+    def _first(self, items: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
         """As many as a micro-batch holds, at least one of those that there are."""
-        room, found = self._settings.max_tokens_per_micro_batch, list[TrainingSample]()
-        for item in items:
-            room -= len(item.sample.input_ids)
-            if found and room < 0:
-                break
-            found.append(item)
-        return found
+        sums = accumulate(len(item.sample.input_ids) for item in items)
+        fitting = sum(size <= self._settings.max_tokens_per_micro_batch for size in sums)
+        return items[: max(1, fitting)]
 
 
 def saved_logprobs(items: Sequence[TrainingSample]) -> dict[str, Tensor]:

@@ -14,9 +14,10 @@ import os
 import shutil
 from array import array
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -24,9 +25,12 @@ from torch import Tensor
 
 from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
 from openhands_rl_plugin.core.files import PRIVATE, replacing
-from openhands_rl_plugin.core.types import Frozen, Sample
+from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import METRICS_FILE
-from openhands_rl_plugin.training.distributed.ranks import Checkpoint, Ranks
+from openhands_rl_plugin.training.distributed.ranks import Ranks
+
+Checkpoint = tuple[dict[str, Tensor], dict[str, str]]
+"""Tensors and counters."""
 
 STATE_FILE = "trainer_state.safetensors"
 
@@ -59,184 +63,98 @@ SHARDS = "parts"
 """The directory of sharded checkpoints; its name is part of the stored format."""
 
 
-class RunCheckpoint(Protocol):
-    """The checkpoints of one call. Every method is a collective: all ranks must call it."""
+class RunCheckpoint:
+    """The checkpoints of one call: one file of rank 0, or ``parts/STEP/RANK-of-RANKS``, a shard of each rank.
+
+    A step in shards is valid when all of them are there, of one run. The step before it is removed only then, so that
+    there is always a valid one. Every method is a collective: all ranks must call it.
+    """
+
+    def __init__(self, directory: Path, fingerprint: str, ranks: Ranks, *, sharded: bool) -> None:
+        self._directory, self._fingerprint, self._ranks, self._sharded = directory, fingerprint, ranks, sharded
 
     def resume(self) -> Checkpoint | None:
-        """The newest checkpoint of this run, if there is one. Raises ``TrainingError``."""
-        ...
+        """The newest checkpoint of this run that rank 0 finds, or this rank's shard of it. Raises ``TrainingError``."""
+        found = self._ranks.broadcast(self._newest())
+        if not found:
+            return None
+        one = found[0] == self._directory
+        if one == self._sharded or not (one or len(found) == self._ranks.size):
+            how = "without splitting the weights" if one else f"in {len(found)} processes with split weights"
+            raise TrainingError(
+                f"{found[0]} was saved {how}: start the run like that to resume it, or remove it to begin again"
+            )
+        return load_checkpoint(found[self._ranks.rank if self._sharded else 0])
 
     def save(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
         """Save the state after ``done`` steps of the call. Raises ``StorageError``."""
-        ...
-
-    def delete(self) -> None:
-        """Remove the checkpoint, once the trained weights are saved."""
-        ...
-
-
-class PendingCheckpoint:
-    """The checkpoints of finished calls whose trained weights are not saved yet."""
-
-    def __init__(self) -> None:
-        self._pending: list[RunCheckpoint] = []
-
-    def add(self, checkpoint: RunCheckpoint) -> None:
-        """Add the checkpoint of one more call."""
-        self._pending.append(checkpoint)
-
-    def delete(self) -> None:
-        """Delete them all, because the trained weights are saved now. A collective."""
-        while self._pending:
-            self._pending.pop().delete()
-
-
-class FullCheckpoint:
-    """One file, written by rank 0: all ranks have the same state."""
-
-    def __init__(self, directory: Path, fingerprint: str, ranks: Ranks) -> None:
-        self._directory = directory
-        self._fingerprint = fingerprint
-        self._ranks = ranks
-
-    def resume(self) -> Checkpoint | None:
-        """The checkpoint that rank 0 finds, broadcast to all ranks."""
-        found = _found(self._directory, self._fingerprint, self._ranks)
-        if found.step is not None:
-            raise _other_layout(self._directory / SHARDS, f"in {found.size} processes with split weights")
-        mine = self._ranks.rank == 0 and found.full
-        return self._ranks.broadcast_object(load_checkpoint(self._directory) if mine else None)
-
-    def save(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
-        """Replace the file atomically."""
-        if self._ranks.rank == 0:
-            mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
-            save_checkpoint(self._directory, tensors, mine)
-
-    def delete(self) -> None:
-        """Remove the file."""
-        if self._ranks.rank == 0:
-            (self._directory / STATE_FILE).unlink(missing_ok=True)
-
-
-class ShardedCheckpoint:
-    """One shard a rank: ``parts/STEP/RANK-of-RANKS``. A step is valid when all its shards are there, of one run.
-
-    The step before it is removed only then, so that there is always a valid one.
-    """
-
-    def __init__(self, directory: Path, fingerprint: str, ranks: Ranks) -> None:
-        self._directory = directory
-        self._shards = directory / SHARDS
-        self._fingerprint = fingerprint
-        self._ranks = ranks
-
-    def resume(self) -> Checkpoint | None:
-        """This rank's shard of the newest step that rank 0 finds complete."""
-        found = _found(self._directory, self._fingerprint, self._ranks)
-        if found.full:
-            raise _other_layout(self._directory / STATE_FILE, "by one process alone, or without splitting")
-        if found.step is None:
-            return None
-        if found.size != self._ranks.size:
-            raise _other_layout(self._shards, f"in {found.size} processes, not {self._ranks.size}")
-        return load_checkpoint(self._own(found.step))
-
-    def save(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
-        """Write this rank's shard; when all ranks have written theirs, remove the step before."""
-        step = f"{done:08d}"
-        make_directory(self._shards / step)
         mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
-        save_checkpoint(self._own(step), tensors, mine)
-        self._ranks.assert_equal("steps done", step)
+        if not self._sharded:
+            if self._ranks.rank == 0:
+                save_checkpoint(self._directory, tensors, mine)
+            return
+        step = self._directory / SHARDS / f"{done:08d}"
+        make_directory(step)
+        save_checkpoint(step / f"{self._ranks.rank + 1}-of-{self._ranks.size}", tensors, mine)
+        self._ranks.assert_equal("steps done", step.name)
         if self._ranks.rank == 0:
-            for other in _steps(self._shards):
-                if other.name != step:
+            for other in step.parent.iterdir():
+                if other != step:
                     shutil.rmtree(other, ignore_errors=True)
 
     def delete(self) -> None:
-        """Remove all shards."""
-        self._ranks.assert_equal("steps done", "all")
+        """Remove the checkpoint, once the trained weights are saved."""
+        if self._sharded:
+            self._ranks.assert_equal("steps done", "all")
         if self._ranks.rank == 0:
-            shutil.rmtree(self._shards, ignore_errors=True)
+            (self._directory / STATE_FILE).unlink(missing_ok=True)
+            shutil.rmtree(self._directory / SHARDS, ignore_errors=True)
 
-    def _own(self, step: str) -> Path:
-        return self._shards / step / f"{self._ranks.rank + 1}-of-{self._ranks.size}"
+    def _newest(self) -> list[Path]:
+        """The folder of the checkpoint, or those of its shards, by rank; none where there is none of this run."""
+        shards = self._directory / SHARDS
+        for step in sorted(shards.iterdir() if shards.exists() else (), reverse=True):
+            for first in step.glob("1-of-*"):
+                size = first.name.removeprefix("1-of-")
+                each = [step / f"{rank}-of-{size}" for rank in range(1, int(size) + 1)]
+                if all(map(self._is_own, each)):
+                    return each
+        return [self._directory] if self._is_own(self._directory) else []
 
-
-class _Found(Frozen):
-    """The checkpoints of a run on disk: one full file, or a step in shards of ``size`` ranks."""
-
-    full: bool
-    step: str | None = None
-    size: int = 0
-
-
-def _found(directory: Path, fingerprint: str, ranks: Ranks) -> _Found:
-    """What rank 0 finds."""
-    found = _newest(directory / SHARDS, fingerprint)
-    found = found.model_copy(update={"full": _is_of(directory, fingerprint)})
-    return _Found.model_validate_json(ranks.broadcast_text(found.model_dump_json()))
-
-
-def _other_layout(path: Path, how: str) -> TrainingError:
-    return TrainingError(f"{path} was saved {how}: start the run like that to resume it, or remove it to begin again")
-
-
-def _is_of(directory: Path, fingerprint: str) -> bool:
-    known = (directory / STATE_FILE).exists()
-    return known and load_checkpoint(directory, tensors=False)[1].get("fingerprint") == fingerprint
-
-
-def _steps(shards: Path) -> list[Path]:
-    """The newest first."""
-    return sorted(shards.iterdir() if shards.exists() else (), reverse=True)
-
-
-def _newest(shards: Path, fingerprint: str) -> _Found:
-    """The newest step of which all shards are there."""
-    for step in _steps(shards):
-        for first in step.glob("1-of-*"):
-            size = first.name.removeprefix("1-of-")
-            each = [step / f"{rank}-of-{size}" for rank in range(1, int(size) + 1)]
-            if all(_is_of(shard, fingerprint) for shard in each):
-                return _Found(full=False, step=step.name, size=int(size))
-    return _Found(full=False)
+    def _is_own(self, directory: Path) -> bool:
+        known = (directory / STATE_FILE).exists()
+        return known and load_checkpoint(directory, tensors=False)[1].get("fingerprint") == self._fingerprint
 
 
 class MetricsFile:
-    """``directory/metrics.jsonl``, readable by the owner only. Raises ``StorageError`` if it cannot be created."""
+    """``directory/metrics.jsonl``, readable by the owner only, with its first ``done`` lines.
 
-    def __init__(self, directory: Path) -> None:
-        self._metrics = directory / METRICS_FILE
+    With 0 the file of another run is moved aside. Raises ``StorageError`` if it cannot be created.
+    """
+
+    def __init__(self, directory: Path, done: int) -> None:
+        self._metrics = file = directory / METRICS_FILE
         make_directory(directory)
         for draft in filter(Path.is_file, directory.rglob(".*.????????")):  # of a call that was killed
             draft.unlink(missing_ok=True)
+        lines: list[str] = []
+        if not done and file.exists() and file.stat().st_size:
+            names = (file.with_name(f"metrics-{number:06d}.jsonl") for number in count(1))
+            file.rename(next(path for path in names if not path.exists()))
+        with suppress(OSError, UnicodeDecodeError):  # a lost file; training still resumes from the checkpoint
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:done]
+        self._write("w", "".join(lines))
 
     def log(self, record: Mapping[str, float]) -> None:
         """Append one line to the metrics."""
+        self._write("a", json.dumps(record) + "\n")
+
+    def _write(self, mode: str, text: str) -> None:
         try:
-            with open(self._metrics, "a", encoding="utf-8", opener=_private) as file:
-                file.write(json.dumps(record) + "\n")
+            with open(self._metrics, mode, encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+                file.write(text)
         except OSError as error:
             raise StorageError(f"{self._metrics} cannot be written: {describe(error)}; free some space") from error
-
-    def keep_lines(self, done: int) -> None:
-        """Truncate the file to the first ``done`` lines; with 0, move the file of another run aside."""
-        if not done:
-            self._set_aside()
-        try:
-            lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True) if done else []
-        except (OSError, UnicodeDecodeError):
-            lines = []  # the file is lost; training still resumes from the checkpoint
-        with open(self._metrics, "w", encoding="utf-8", opener=_private) as file:
-            file.writelines(lines[:done])
-
-    def _set_aside(self) -> None:
-        if not self._metrics.exists() or not self._metrics.stat().st_size:
-            return
-        names = (self._metrics.with_name(f"metrics-{number:06d}.jsonl") for number in count(1))
-        self._metrics.rename(next(path for path in names if not path.exists()))
 
 
 def make_directory(directory: Path) -> None:
@@ -259,7 +177,3 @@ def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int]
             digest.update(f"{sample.count}\n".encode())
     digest.update(array("q", weights).tobytes())
     return digest.hexdigest()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -1,15 +1,22 @@
-"""Trains a policy on recorded samples: one trainer, one batch type; an algorithm is a loss over micro-batches."""
+"""Trains a policy on recorded samples, from these to the optimiser step: one trainer, one batch type, three losses.
+
+``sft``, ``reinforce`` and ``prefer`` make ``TrainingSample`` of samples (``losses``); ``_begin`` resumes a killed call
+or sets the logprobs that ratios and KL terms are relative to (``old_logprobs``); ``_train`` makes the steps of all
+optimiser batches; ``_update`` makes one, of micro-batches, and ``_backward`` the gradient of one of them.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
@@ -18,32 +25,32 @@ from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.distributed.ranks import current_ranks
+from openhands_rl_plugin.training.distributed.ranks import (
+    all_reduce_metrics,
+    current_ranks,
+    full_tensor,
+    local_shard,
+    shard_like,
+    shard_micro_batches,
+)
+from openhands_rl_plugin.training.learn import WITHOUT_EFFECT
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import (
-    Imitation,
-    MicroBatchLoss,
-    Preference,
-    Reinforcement,
+    Loss,
+    MicroBatch,
     TrainingSample,
     batches,
     samples_from_pairs,
     samples_from_rollouts,
 )
-from openhands_rl_plugin.training.policies.trained_policy import TrainedPolicy
-from openhands_rl_plugin.training.trainer.metrics import (
-    NoTracker,
-    RunningMetrics,
-    TrainMetrics,
-    TrainProgress,
-    learning_rates,
-    tracked,
-)
+from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.trainer.metrics import Tracker, TrainMetrics, TrainProgress, learning_rates
 from openhands_rl_plugin.training.trainer.old_logprobs import (
     OldLogprobs,
     check_pairs,
     check_sampled,
     check_samples,
+    micro_batch_logprobs,
     newest_version,
     policy_logprobs,
     saved_logprobs,
@@ -53,39 +60,44 @@ from openhands_rl_plugin.training.trainer.old_logprobs import (
     take_logprobs,
 )
 from openhands_rl_plugin.training.trainer.resume import (
-    FullCheckpoint,
     MetricsFile,
-    PendingCheckpoint,
     RunCheckpoint,
-    ShardedCheckpoint,
+    fingerprint,
     load_checkpoint,
     save_checkpoint,
 )
 
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
 OnProgress = Callable[[TrainProgress], None]
 """Called after every optimiser step."""
 
-OnStep = Callable[[int, Sequence[TrainingSample], Diagnostics], None]
-"""Called after each step of a call: its number, its batch, its diagnostics, which have no tokens if it was skipped."""
 
+class Trainer:
+    """A policy and its optimiser, in one process or sharded over several.
 
-class Trainer(ABC):
-    """A policy and its optimiser. The same settings, calls and samples give the same weights.
-
-    ``version``: the version of the adapter that the policy starts from.
+    The same settings, calls and samples give the same weights. ``version``: the version of the adapter that the policy
+    starts from.
     """
 
-    def __init__(self, policy: TrainedPolicy, settings: TrainingSettings, *, version: int = 0) -> None:
+    def __init__(self, policy: PackedModel, settings: TrainingSettings, *, version: int = 0) -> None:
         self.settings = settings
         self.step = 0
         """Optimiser steps so far, over all calls."""
-        self._learning_rate = learning_rates(settings, range(0))
-        self.pending = PendingCheckpoint()
+        self.pending: list[RunCheckpoint] = []
         """The checkpoints of the calls so far, until ``finish``."""
+        self.parameters = policy.parameters
+        """The float32 weights that are trained, by name."""
         self._version = version
         self._policy = policy
         self._ranks = current_ranks(policy.device)
         self._rate = settings.learning_rate
+
+    @cached_property
+    def _optimizer(self) -> torch.optim.AdamW:
+        rate, decay = self.settings.learning_rate, self.settings.weight_decay
+        return torch.optim.AdamW(list(self.parameters.values()), lr=rate, weight_decay=decay, fused=True)
 
     def sft(
         self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -95,7 +107,8 @@ class Trainer(ABC):
         Advantages and recorded logprobs are ignored. ``run``: a directory for the metrics and checkpoints of this call;
         until ``finish`` is called, the same call resumes a killed one. Raises ``TrainingError`` or ``StorageError``.
         """
-        return self._train(samples_from_rollouts(self._checked(samples)), Imitation(self.settings), on_progress, run)
+        items = samples_from_rollouts(self._checked(samples))
+        return self._train(items, Loss(self.settings, "imitation"), on_progress, run)
 
     def reinforce(
         self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -111,7 +124,7 @@ class Trainer(ABC):
             raise TrainingError(f"{self.settings.algorithm} does not reinforce; choose another [rl.training] algorithm")
         check_sampled(self._checked(samples))
         items = samples_from_rollouts(samples, as_sampled=True)
-        return self._train(items, Reinforcement(self.settings), on_progress, run)
+        return self._train(items, Loss(self.settings), on_progress, run)
 
     def prefer(
         self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
@@ -122,21 +135,20 @@ class Trainer(ABC):
         """
         self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
         check_pairs(pairs, packed=self._policy.packing.packed, sharded=self._policy.sharded)
-        return self._train(samples_from_pairs(pairs), Preference(self.settings), on_progress, run)
+        return self._train(samples_from_pairs(pairs), Loss(self.settings, "preference"), on_progress, run)
 
-    @abstractmethod
     def save_adapter(self, directory: Path) -> None:
-        """Write what was trained into ``directory``, as a version of it is stored and published."""
+        """Write what was trained into ``directory``, as a version of it is stored and published.
+
+        An adapter is in PEFT's format, a whole model in the layout of Hugging Face.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._policy.save(directory)
 
     @property
     def notes(self) -> list[str]:
         """What a user should know before training begins, a line each."""
         return self._policy.notes()
-
-    @property
-    def _micro_batch_tokens(self) -> int:
-        """Every sequence is longer than one token: then each is a micro-batch of its own."""
-        return self.settings.max_tokens_per_micro_batch if self._policy.packing.packed else 1
 
     @property
     def is_main_process(self) -> bool:
@@ -154,11 +166,12 @@ class Trainer(ABC):
 
     def became(self, adapter: Adapter | None) -> None:
         """Note that the weights are this version now, which only rank 0 has. A collective."""
-        self._version = int(self._ranks.broadcast_text(str(adapter.version if adapter is not None else self._version)))
+        self._version = self._ranks.broadcast(adapter.version if adapter is not None else self._version)
 
     def finish(self) -> None:
         """Delete the checkpoints of the calls so far, because their results are saved now. A collective."""
-        self.pending.delete()
+        while self.pending:
+            self.pending.pop().delete()
 
     def save_state(self, directory: Path) -> None:
         """Write weights, optimiser and step counter into one file, atomically. Raises ``StorageError``.
@@ -176,110 +189,75 @@ class Trainer(ABC):
         """Continue from ``save_state`` exactly where it was. Raises ``TrainingError`` when it does not fit."""
         self._restore(*load_checkpoint(directory), str(directory))
 
-    def _counters(self) -> dict[str, str]:
-        return {"step": str(self.step), "seed": str(self.settings.seed), "version": str(self._version)}
-
-    @abstractmethod
-    def _state(self) -> dict[str, Tensor]:
-        """Weights and moments, as far as they are here."""
-
-    @abstractmethod
-    def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
-        """Continue from what ``_state`` and ``_counters`` gave. Raises ``TrainingError``."""
-
-    @abstractmethod
-    def _update(
-        self, live: list[TrainingSample], weights: list[float], loss: MicroBatchLoss
-    ) -> tuple[float, float | None, Diagnostics]:
-        """One optimiser step by samples and the weight of a token of each: loss, norm if it is known, diagnostics.
-
-        With a norm of 0 there was no gradient, as where a correction masks all tokens.
-        """
-
-    @abstractmethod
-    def _fingerprint(self, samples: list[Sample], loss: MicroBatchLoss) -> str:
-        """A digest of everything that the result of a call depends on."""
-
     def _train(
-        self, items: list[TrainingSample], loss: MicroBatchLoss, on_progress: OnProgress | None, run: Path | None
+        self, items: list[TrainingSample], loss: Loss, on_progress: OnProgress | None, run: Path | None
     ) -> TrainMetrics:
-        samples = [item.sample for item in items]
-        newest = newest_version(samples, self._version)
-        name = self._name(samples, loss, run)
-        lines = MetricsFile(run) if run is not None and self.is_main_process else None
-        kept = self._checkpoint(run, name) if run is not None else None
-        done, first_step, tally, recomputed = self._begin(items, loss, kept)
-        if lines is not None:
-            lines.keep_lines(done)
+        """Make the optimiser steps of a call."""
+        samples, settings = [item.sample for item in items], self.settings
+        newest, name = newest_version(samples, self._version), ""
+        if run is not None or self._ranks.size > 1 or settings.tracker != "none":
+            name = self._fingerprint(samples, loss)
+            self._ranks.assert_equal("episodes, weights or settings", name)
+        sharded = self._policy.sharded
+        kept = RunCheckpoint(run, name, self._ranks, sharded=sharded) if run is not None else None
+        done, first_step, metrics, recomputed = self._begin(items, loss, kept)
+        metrics.samples, metrics.staleness = len(items), staleness(samples, newest)
         order = self._order(items, first_step)
-        self._learning_rate = learning_rates(self.settings, range(first_step, first_step + len(order)))
-        started = time.monotonic() - tally.seconds
-        with tracked(self.settings, name, run) if self.is_main_process else nullcontext(NoTracker()) as tracker:
-
-            def advanced(number: int, batch: Sequence[TrainingSample], found: Diagnostics) -> None:
-                tally.seconds = time.monotonic() - started
-                progress = _progress(number, len(order), found, tally)
-                record = self._record(progress, found, tally)
+        rate = learning_rates(settings, range(first_step, first_step + len(order)))
+        lines = MetricsFile(run, done) if run is not None and self.is_main_process else None
+        started = time.monotonic() - metrics.seconds
+        tracked = settings if self.is_main_process else settings.model_copy(update={"tracker": "none"})
+        with closing(Tracker(tracked, name, run)) as tracker:
+            for number, batch in enumerate(order[done:], start=done + 1):
+                live = [item for item in batch if loss.counts(item)]
+                total, norm, found = 0.0, 0.0, Diagnostics()
+                if live:
+                    self._rate = rate(self.step)
+                    weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
+                    total, norm, found = self._update(live, [weights[id(item)] for item in live], loss)
+                    self.step += 1
+                    return_freed_memory()
+                    metrics.count(sum(len(item.sample.input_ids) for item in live), total, norm, found)
+                metrics.skipped_samples += len(batch) - len(live)
+                metrics.skipped_steps += not live
+                metrics.seconds = time.monotonic() - started
+                progress = TrainProgress(
+                    number, len(order), total, norm or 0.0, found.ratio, found.approx_kl, found.entropy
+                )
+                record = {"step": self.step, "learning_rate": self._rate, "seconds": metrics.seconds}
+                record |= {"tokens_per_second": metrics.tokens_per_second, "packed": float(self._policy.packing.packed)}
+                record |= asdict(progress) | asdict(found)
                 record["staleness"] = staleness([item.sample for item in batch], newest)
                 tracker.log(number, record)
                 if lines is not None:
                     lines.log(record)
-                if kept is not None and self._is_kept(number, len(order)):
-                    counters = {"first_step": str(first_step), "tally": json.dumps(asdict(tally))}
+                each = settings.checkpoint_steps  # the last step too, until the trained weights are saved
+                if kept is not None and each and (number % each == 0 or number == len(order)):
+                    counters = {"first_step": str(first_step), "tally": json.dumps(asdict(metrics))}
                     old = saved_logprobs(items) if recomputed else {}
                     kept.save(self._state() | old, self._counters() | counters, number)
                 if on_progress is not None:
                     on_progress(progress)
-
-            self._run([*enumerate(order, start=1)][done:], loss, tally, advanced)
         if kept is not None:
-            self.pending.add(kept)
-        return tally.metrics(len(items), staleness(samples, newest))
-
-    def _order(self, items: list[TrainingSample], first_step: int) -> list[list[TrainingSample]]:
-        """The optimiser batches of all epochs."""
-        chosen = self.settings
-        seed = f"{chosen.seed}:{first_step}"
-        return batches(items, size=chosen.batch_size, epochs=chosen.num_epochs, seed=seed, order=chosen.batch_order)
-
-    def _is_kept(self, number: int, last: int) -> bool:
-        """Whether to checkpoint after step ``number``; the last step too, until the trained weights are saved."""
-        each = self.settings.checkpoint_steps
-        return each > 0 and (number % each == 0 or number == last)
-
-    def _checkpoint(self, run: Path, name: str) -> RunCheckpoint:
-        kind = ShardedCheckpoint if self._policy.sharded else FullCheckpoint
-        return kind(run, name, self._ranks)
-
-    def _name(self, samples: list[Sample], loss: MicroBatchLoss, run: Path | None) -> str:
-        """The fingerprint of the run, where it has a directory, ranks or a tracker; the same on all ranks."""
-        if run is None and self._ranks.size == 1 and self.settings.tracker == "none":
-            return ""
-        name = self._fingerprint(samples, loss)
-        self._ranks.assert_equal("episodes, weights or settings", name)
-        return name
-
-    def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
-        return samples
+            self.pending.append(kept)
+        return metrics
 
     def _begin(
-        self, items: list[TrainingSample], loss: MicroBatchLoss, kept: RunCheckpoint | None
-    ) -> tuple[int, int, RunningMetrics, bool]:
+        self, items: list[TrainingSample], loss: Loss, kept: RunCheckpoint | None
+    ) -> tuple[int, int, TrainMetrics, bool]:
         """Finished steps of a killed call that is resumed, the step at its start, its metrics so far, and whether the
         old logprobs are recomputed ones."""
-        found = kept.resume() if kept is not None else None
-        done, first_step, tally, recomputed = 0, self.step, RunningMetrics(), False
+        found, limit = kept.resume() if kept is not None else None, self._micro_batch_tokens
         if found is not None:
             tensors, counters = found
             recomputed = take_logprobs(items, tensors)
             self._restore(tensors, counters, "the checkpoint")
             done, first_step = int(counters["done"]), int(counters["first_step"])
-            tally = RunningMetrics(**json.loads(counters["tally"]))
-        limit = self._micro_batch_tokens
-        if found is None:
+            metrics = TrainMetrics(**json.loads(counters["tally"]))
+        else:
+            done, first_step, metrics = 0, self.step, TrainMetrics()
             order = self._order(items, first_step)
-            chosen = OldLogprobs(self._policy, loss, self.settings, self._ranks, version=self._version, limit=limit)
+            chosen = OldLogprobs(self._policy, loss, self._ranks, version=self._version, limit=limit)
             recomputed = chosen.set(items, order[: len(order) // self.settings.num_epochs])
         if loss.needs_reference:
             with self._policy.without_adapter():
@@ -289,60 +267,110 @@ class Trainer(ABC):
             if self.settings.kl_in == "reward":
                 subtract_divergence(items, self.settings)
         subtract_teacher(items, self.settings)
-        return done, first_step, tally, recomputed
+        return done, first_step, metrics, recomputed
 
-    def _run(
-        self,
-        steps: Sequence[tuple[int, list[TrainingSample]]],
-        loss: MicroBatchLoss,
-        tally: RunningMetrics,
-        advanced: OnStep,
-    ) -> None:
-        """Make the optimiser steps of a call, each by its number and its batch."""
-        for number, batch in steps:
-            live, weights = weighted(batch, loss)
-            found = Diagnostics()
-            if live:
-                self._rate = self._learning_rate(self.step)
-                total, norm, found = self._update(live, weights, loss)
-                self._count(live, total, norm or 0.0, found, tally)
-                tally.unmoved += norm == 0.0
-            tally.skip(len(batch) - len(live), whole=not live)
-            advanced(number, batch, found)
+    def _update(
+        self, live: list[TrainingSample], weights: list[float], loss: Loss
+    ) -> tuple[float, float | None, Diagnostics]:
+        """One optimiser step by samples and the weight of a token of each: loss, norm if it is known, diagnostics.
 
-    def _count(
-        self, live: Sequence[TrainingSample], total: float, norm: float, found: Diagnostics, tally: RunningMetrics
-    ) -> None:
-        """Count one optimiser step by these samples."""
-        self.step += 1
-        return_freed_memory()
-        if not tally.losses:
-            # Before the first step the difference from the recorded logprobs does not come from training.
-            tally.drift = found.drift
-        tally.losses.append(total)
-        tally.norms.append(norm)
-        tally.tokens += sum(len(item.sample.input_ids) for item in live)
-        means = asdict(Diagnostics(tally.trained_tokens, **tally.means) + found)
-        tally.trained_tokens, tally.means = means.pop("tokens"), means
+        With a norm of 0 there was no gradient, as where a correction masks all tokens.
+        """
+        share_of = dict(zip(map(id, live), weights, strict=True))
+        self._optimizer.zero_grad(set_to_none=True)
+        total, diagnostics = 0.0, Diagnostics()
+        mine, idle = shard_micro_batches(self._ranks, live, self._micro_batch_tokens, whole_units=loss.whole_units)
+        for group in mine:
+            each = [share_of[id(item)] for item in group]
+            share, found = self._backward(group, each, loss, len(group) / len(live))
+            total, diagnostics = total + share, diagnostics + found
+        for group in idle:
+            self._backward(group, [0.0] * len(group), loss)
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # of an expert that no token was sent to: every rank has the same gradients
+                parameter.grad = torch.zeros_like(parameter)
+        if not self._policy.sharded:  # FSDP sums them in the backward pass
+            self._ranks.all_reduce([each.grad for each in self.parameters.values() if each.grad is not None])
+        total, diagnostics = all_reduce_metrics(self._ranks, total, diagnostics)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm)
+        norm = full_tensor(norm).item()
+        if not (math.isfinite(total) and math.isfinite(norm)):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"step {self.step + 1}: the loss is {total} and the gradient norm {norm}; the weights are unchanged. "
+                "Lower learning_rate, or check the recorded logprobs"
+            )
+        self._optimizer.param_groups[0]["lr"] = self._rate
+        self._optimizer.step()
+        return total, norm, diagnostics
 
-    def _record(self, progress: TrainProgress, found: Diagnostics, tally: RunningMetrics) -> dict[str, float]:
-        """One line of the metrics file."""
-        speed = tally.tokens / tally.seconds if tally.seconds else 0.0
-        own = {"step": self.step, "learning_rate": self._rate, "seconds": tally.seconds, "tokens_per_second": speed}
-        own["packed"] = float(self._policy.packing.packed)
-        return own | asdict(progress) | asdict(found)
+    def _backward(
+        self, group: list[TrainingSample], weights: list[float], loss: Loss, portion: float = 0.0
+    ) -> tuple[float, Diagnostics]:
+        """Accumulate the gradient of one micro-batch, ``portion`` of the batch; returns its share of the loss."""
+        logprobs, entropies = micro_batch_logprobs(self._policy, group)
+        share, diagnostics = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
+        share = share + portion * self._policy.router_loss()
+        share.backward()
+        return share.item(), diagnostics
 
+    @property
+    def _micro_batch_tokens(self) -> int:
+        """Every sequence is longer than one token: then each is a micro-batch of its own."""
+        return self.settings.max_tokens_per_micro_batch if self._policy.packing.packed else 1
 
-def weighted(batch: Sequence[TrainingSample], loss: MicroBatchLoss) -> tuple[list[TrainingSample], list[float]]:
-    """The samples of an optimiser batch that have a gradient, and the weight of a token of each."""
-    live = [item for item in batch if loss.counts(item)]
-    if not live:
-        return [], []
-    weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
-    return live, [weights[id(item)] for item in live]
+    def _order(self, items: list[TrainingSample], first_step: int) -> list[list[TrainingSample]]:
+        """The optimiser batches of all epochs."""
+        chosen = self.settings
+        seed = f"{chosen.seed}:{first_step}"
+        return batches(items, size=chosen.batch_size, epochs=chosen.num_epochs, seed=seed, order=chosen.batch_order)
 
+    def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
+        return samples
 
-def _progress(number: int, total: int, found: Diagnostics, tally: RunningMetrics) -> TrainProgress:
-    """After a step; a step without tokens was skipped."""
-    loss, norm = (tally.losses[-1], tally.norms[-1]) if found.tokens else (0.0, 0.0)
-    return TrainProgress(number, total, loss, norm, found.ratio, found.approx_kl, found.entropy)
+    def _counters(self) -> dict[str, str]:
+        return {"step": str(self.step), "seed": str(self.settings.seed), "version": str(self._version)}
+
+    def _state(self) -> dict[str, Tensor]:
+        """Weights and moments, or this rank's shards of them."""
+        tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
+        for name, parameter in self.parameters.items():
+            for key, moment in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{name}"] = local_shard(moment)
+        return tensors
+
+    def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
+        """Continue from what ``_state`` and ``_counters`` gave. Raises ``TrainingError``."""
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            group, _, rest = name.partition(".")
+            groups.setdefault(group, {})[rest] = tensor
+        try:
+            step, version = int(counters["step"]), int(counters.get("version", self._version))
+            moments = {
+                self.parameters[name]: {key: groups[key][name] for key in _MOMENTS}
+                for name in groups.get("exp_avg", {})
+            }
+        except (KeyError, ValueError) as error:
+            raise TrainingError(f"{source} does not hold a training state of this policy") from error
+        self._policy.set_weights(groups.get("weights", {}), source)
+        self._optimizer.state.clear()
+        for parameter, each in moments.items():
+            self._optimizer.state[parameter] = {
+                # Where the step is counted on the device, fused AdamW wants it there.
+                key: moment.to(parameter.device) if key == "step" else shard_like(parameter, moment)
+                for key, moment in each.items()
+            }
+        self.step, self._version = step, version
+
+    def _fingerprint(self, samples: list[Sample], loss: Loss) -> str:
+        """A digest of everything that the result of a call depends on."""
+        settings = self.settings.model_dump_json(exclude=WITHOUT_EFFECT)
+        # Sums of integers do not depend on the sharding of the weights.
+        parts = self._policy.weights().values()
+        sums = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64).cpu() for part in parts])
+        if self._policy.sharded:
+            self._ranks.all_reduce([sums])
+        what = f"{loss.kind}\n{self._policy.model_path}\n{settings}"
+        return fingerprint(what, samples, sums.tolist(), self.step)

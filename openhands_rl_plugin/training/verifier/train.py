@@ -21,15 +21,15 @@ from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
+from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_config
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.batch import pack
-from openhands_rl_plugin.training.distributed.ranks import Ranks, SingleProcess
+from openhands_rl_plugin.training.distributed.ranks import Ranks
 from openhands_rl_plugin.training.learn import PROBE_TOKENS, tell_notes
-from openhands_rl_plugin.training.policies.adapter_shape import read_shape
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-from openhands_rl_plugin.training.trainer.resume import PendingCheckpoint
+from openhands_rl_plugin.training.trainer.resume import RunCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import OnProgress
 from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput, task_digest, tasks_trained_on
 from openhands_rl_plugin.training.verifier.data import VerifierDataset, VerifierExample
@@ -104,7 +104,7 @@ def _sample(prompt: Ids) -> Sample:
 
 
 def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
-    shape = read_shape(directory)
+    shape = read_adapter_config(directory)
     try:
         return TrainingSettings.model_validate(
             {
@@ -133,7 +133,7 @@ class TrainedVerifier:
     report: VerifierReport
     metrics: TrainMetrics
     probe: Probe
-    pending: PendingCheckpoint
+    pending: list[RunCheckpoint]
 
 
 def train_verifier(
@@ -158,7 +158,7 @@ def train_verifier(
     episodes; rank 0 writes ``directory``, on a file system that all ranks share. Raises ``TrainingError``,
     ``StorageError``.
     """
-    ranks = ranks or SingleProcess()
+    ranks = ranks or Ranks()
     taught = tasks_trained_on(parent) | {task_digest(example.label.task) for example in dataset.training}
     trainer = LoraTrainer(model, training, adapter=parent)
     if on_note is not None:
@@ -171,7 +171,7 @@ def train_verifier(
         _card(model, directory, prompts, taught, training).save(directory)
     del trainer
     forget_unused()
-    ranks.broadcast_text("")  # a barrier: the files are written
+    ranks.broadcast(None)  # a barrier: the files are written
     judged = _judge(VerifierModel(directory, dtype=training.dtype), dataset.held_out, on_judged, ranks)
     report = report_of(judged, settings)
     card = VerifierCard.load(directory).model_copy(update={"calibration": report.calibration})

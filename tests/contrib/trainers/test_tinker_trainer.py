@@ -18,8 +18,7 @@ from openhands_rl_plugin.contrib.trainers.tinker_trainer import ORIGIN, TinkerTr
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.engines import make_trainer
-from openhands_rl_plugin.training.learn import create_version
+from openhands_rl_plugin.training.learn import create_version, make_trainer
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 SETTINGS = TrainingSettings(

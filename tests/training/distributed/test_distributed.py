@@ -15,10 +15,10 @@ from train_together import train
 
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.distributed.ranks import ProcessGroup, SingleProcess, join_ranks
+from openhands_rl_plugin.training.distributed.ranks import Ranks, join_ranks
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.old_logprobs import check_pairs
-from openhands_rl_plugin.training.trainer.resume import STATE_FILE, ShardedCheckpoint
+from openhands_rl_plugin.training.trainer.resume import STATE_FILE, RunCheckpoint
 
 SPLIT = {"sharding": "layers"}
 
@@ -74,19 +74,24 @@ def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: 
 
 
 def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    class Rank(SingleProcess):
-        def __init__(self, rank: int) -> None:
-            self.rank, self.size = rank, 2
+    class Rank(Ranks):
+        def broadcast[T](self, value: T) -> T:
+            return value
+
+        def assert_equal(self, what: str, digest: str) -> None: ...
+
+    def checkpoint(run: str, rank: int) -> RunCheckpoint:
+        return RunCheckpoint(tmp_path, run, Rank(rank, 2), sharded=True)
 
     def save(run: str, rank: int, done: int) -> None:
-        ShardedCheckpoint(tmp_path, run, Rank(rank)).save({"weights.a": torch.full((2,), float(rank))}, {}, done)
+        checkpoint(run, rank).save({"weights.a": torch.full((2,), float(rank))}, {}, done)
 
     save("first", 1, 20)
     save("first", 0, 20)
     save("second", 0, 20)  # and killed before rank 1 had its part
-    assert ShardedCheckpoint(tmp_path, "second", Rank(0)).resume() is None
+    assert checkpoint("second", 0).resume() is None
     save("second", 1, 20)
-    found = ShardedCheckpoint(tmp_path, "second", Rank(0)).resume()
+    found = checkpoint("second", 0).resume()
     assert found is not None and found[1]["done"] == "20" and found[0]["weights.a"].tolist() == [0.0, 0.0]
 
 
@@ -94,9 +99,7 @@ def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 def test_every_pass_is_computed_once_and_all_ranks_compute_equally_many(passes: int, size: int) -> None:
     dealt = []
     for rank in range(size):
-        ranks = ProcessGroup.__new__(ProcessGroup)
-        ranks.rank, ranks.size = rank, size
-        dealt.append(ranks.shard(list(range(passes))))
+        dealt.append(Ranks(rank, size).shard(list(range(passes))))
     assert sorted(one for mine, _ in dealt for one in mine) == list(range(passes))
     assert len({len(mine) + len(idle) for mine, idle in dealt}) == 1
     assert all(len(idle) <= 1 for _, idle in dealt)
@@ -104,7 +107,7 @@ def test_every_pass_is_computed_once_and_all_ranks_compute_equally_many(passes: 
 
 def test_without_a_launcher_a_process_is_alone(model: Path) -> None:
     with join_ranks({}) as ranks:
-        assert isinstance(ranks, SingleProcess) and (ranks.rank, ranks.size) == (0, 1)
+        assert ranks == Ranks() and (ranks.rank, ranks.size) == (0, 1)
     with pytest.raises(TrainingError, match="set nproc_per_node, or start with torchrun"):
         LoraTrainer(model, EXACT.model_copy(update={"sharding": "layers"}))
 

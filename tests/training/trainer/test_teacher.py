@@ -21,7 +21,7 @@ from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.training.losses.losses import MicroBatch, Reinforcement, samples_from_rollouts
+from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, samples_from_rollouts
 from openhands_rl_plugin.training.teacher import LocalTeacher, hints, with_teacher
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.old_logprobs import subtract_teacher
@@ -57,7 +57,7 @@ def test_the_gradient_is_that_of_the_divergence_beside_the_rewards(algorithm: st
     items = samples_from_rollouts(taught)
     advantages = torch.cat([item.advantages for item in items])
     subtract_teacher(items, settings)
-    loss = Reinforcement(settings)
+    loss = Loss(settings)
     one = MicroBatch(items, torch.cat([item.recorded for item in items]), torch.zeros(60), loss.weights(items))
     logprobs = one.logprobs.clone().requires_grad_()
     loss(MicroBatch(items, logprobs, torch.zeros(len(logprobs)), one.weights))[0].backward()

@@ -24,8 +24,8 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError, TrainingE
 from openhands_rl_plugin.core.types import Adapter, PolicyRef
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.engines import make_trainer
-from openhands_rl_plugin.training.launched.trainer import LaunchedTrainer
+from openhands_rl_plugin.training.distributed.launched import LaunchedTrainer
+from openhands_rl_plugin.training.learn import make_trainer
 from openhands_rl_plugin.training.trainer import old_logprobs
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
@@ -186,7 +186,8 @@ def test_what_they_log_is_logged_here_and_they_end_with_the_trainer(
         trainer.reinforce(stale)
     (said,) = (each for each in caplog.records if "samples are of other versions" in each.getMessage())
     assert (said.levelname, said.name) == ("WARNING", old_logprobs.__name__)
-    pids, folder = ids_of(trainer), trainer._folder
+    pids, ended = ids_of(trainer), trainer._close.peek()
+    folder = ended[2][1]
     del trainer
     gc.collect()
     assert gone(pids) and not folder.exists()
@@ -197,9 +198,9 @@ def test_they_end_with_a_process_that_is_killed(model: Path) -> None:
     program = """
 import json, sys, time
 from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.training.launched.trainer import LaunchedTrainer
+from openhands_rl_plugin.training.distributed.launched import LaunchedTrainer
 made = LaunchedTrainer(sys.argv[1], TrainingSettings.model_validate_json(sys.argv[2]))
-print(json.dumps([str(made._folder), *(each.pid for each in made._processes)]), flush=True)
+print(json.dumps([str(made._close.peek()[2][1]), *(each.pid for each in made._processes)]), flush=True)
 time.sleep(600)
 """
     settings = GRPO.model_copy(update={"nproc_per_node": 2}).model_dump_json()
