@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.arrays import Floats, Mask
@@ -32,30 +31,17 @@ _PROBE = "def f(x):\n\treturn {'a': x ** 2}  # naïve 你好 🙂 0123456789\n"
 _AT_ONCE = 8
 
 
-class Teacher(Protocol):
-    """Scores token ids. Raises ``TrainingError`` or ``PublishError`` where it cannot be reached."""
-
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
-        """Those of ids 1 .. T-1, each given the ids before it; ``None`` where it gives none."""
-        ...
-
-    async def encode(self, text: str) -> list[int] | None:
-        """The ids of a text, without special tokens; ``None`` where it does not say."""
-        ...
-
-    async def aclose(self) -> None:
-        """Let go of the model."""
-        ...
-
-
 class ServedTeacher:
-    """A model of a server with vLLM's ``prompt_logprobs``."""
+    """A model of a server with vLLM's ``prompt_logprobs``. Raises ``PublishError`` where it cannot be reached."""
 
     def __init__(self, base_url: str, model: str, api_key: str | None = None) -> None:
         self._http, self._model = Connection(base_url, api_key=api_key, timeout=600.0), model
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
-        """As ``Teacher.logprobs``. Of a sequence that the server refuses, such as one that is too long, none."""
+        """Those of ids 1 .. T-1, each given the ids before it; ``None`` where it gives none.
+
+        Of a sequence that the server refuses, such as one that is too long, there are none.
+        """
         try:
             return await prompt_logprobs(self._http, self._model, token_ids)
         except PublishError as error:
@@ -64,7 +50,7 @@ class ServedTeacher:
             return [None] * (len(token_ids) - 1)
 
     async def encode(self, text: str) -> list[int] | None:
-        """As ``Teacher.encode``, by ``POST /tokenize``."""
+        """The ids of a text, without special tokens, by ``POST /tokenize``; ``None`` where it gives none."""
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         try:
             return await self._http.ask("tokenize", body, lambda answer: answer.get("tokens"), "there is no /tokenize")
@@ -91,23 +77,29 @@ class LocalTeacher:
             self._generator.load_adapter(adapter.name, adapter)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
-        """As ``Teacher.logprobs``."""
-        return await asyncio.to_thread(self._score, tuple(token_ids))
-
-    def _score(self, token_ids: tuple[int, ...]) -> list[float | None]:
+        """As ``ServedTeacher.logprobs``. Of a sequence that is too long, or has ids that the model does not know, none."""
+        from openhands_rl_plugin.models.generator.errors import ServingError
         from openhands_rl_plugin.models.generator.sequence import DecodingParams
 
         params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        seen = self._generator.generate(token_ids, params, adapter=self._adapter).prompt or ()
-        return [None if each is None else each.logprob for each in seen[1:]]
+        try:
+            scored = await asyncio.to_thread(self._generator.generate, tuple(token_ids), params, adapter=self._adapter)
+        except ServingError as error:
+            if error.status != 400:
+                raise
+            return [None] * (len(token_ids) - 1)
+        return [None if each is None else each.logprob for each in (scored.prompt or ())[1:]]
 
     async def encode(self, text: str) -> list[int] | None:
-        """As ``Teacher.encode``."""
+        """As ``ServedTeacher.encode``."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     async def aclose(self) -> None:
         """Free the model."""
         await asyncio.to_thread(self._generator.close)
+
+
+Teacher = ServedTeacher | LocalTeacher
 
 
 def teacher_of(settings: TrainingSettings, model: Path, parent: Adapter | None) -> Teacher:
@@ -138,9 +130,9 @@ async def taught_dataset(
         return dataset
     from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
 
-    tokenizer, played = load_tokenizer(str(model)), (episodes.trajectories, episodes.returns)
+    tokenizer, attempts = load_tokenizer(str(model)), (episodes.trajectories, episodes.returns)
     async with aclosing(teacher_of(settings, model, parent)) as teacher:
-        samples, untaught = await with_teacher(dataset.samples, *played, settings, teacher, tokenizer)
+        samples, untaught = await with_teacher(dataset.samples, *attempts, settings, teacher, tokenizer)
     used = len({sample.trajectory_id for sample in samples})
     return replace(dataset, samples=tuple(samples), used=used, untaught=untaught)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
@@ -114,7 +115,7 @@ class LaunchedTrainer:
             return [found[rank] for rank in sorted(found)]
         except (EOFError, OSError) as error:
             died = self._died()
-            self._ended = f"the processes that train have ended: {died}"
+            self._ended = f"the processes that train have ended: {describe(died)}"
             self._close()
             raise died from error
         except BaseException as error:  # a cancelled call, too
@@ -180,6 +181,7 @@ def _work(
         with lock:
             owner.send((kind, value))
 
+    disable_progress_bar()
     if rank == 0:
         _forward_logs(partial(send, "log"), level)
     with join_ranks(meeting=(folder / "meeting").as_uri()):

@@ -138,6 +138,16 @@ def test_what_has_no_score_is_left_out_and_counted(model: Path) -> None:
         assert all(after.teacher_logprobs[at] == -at for at, own in enumerate(after.mask) if own)
 
 
+def test_a_sequence_that_is_too_long_for_a_local_teacher_is_left_out_and_counted(model: Path) -> None:
+    short, long = make_samples(2)
+    long = long.model_copy(update={"input_ids": long.input_ids * 20, "mask": long.mask * 20})
+    settings, teacher = TrainingSettings(algorithm="opd", teacher=str(model)), LocalTeacher(model, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found, missing = asyncio.run(with_teacher([short, long], [], [], settings, teacher, tokenizer))
+    asyncio.run(teacher.aclose())
+    assert [sample.trajectory_id for sample in found] == [short.trajectory_id] and missing == sum(long.mask)
+
+
 def test_the_policy_behind_a_hint_scores_the_same_ids(model: Path) -> None:
     told = [PLAYED[0].model_copy(update={"evidence": {"tests": {"output": "1 failed"}}}), PLAYED[1]]
     samples: list[Sample] = [sample for each in told for sample in samples_of(each, 0.0)]
