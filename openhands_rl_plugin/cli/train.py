@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -357,9 +356,7 @@ class PolicyTraining(TrainingRun):
         self._reward_settings = config.reward.overridden(args.reward, args.reward_options)
         make_reward(self._reward_settings)  # refuses a wrong one before the store is read
         self._whole = self._training.method == "full"
-        if self._whole and args.start != LATEST:
-            raise ConfigError(f"--from {args.start}: with --method full the weights of --model are trained further")
-        self._parent = None if self._whole else starting_point(self._adapters, self._name, args.start)
+        self._parent = starting_point(self._adapters, self._name, args.start)
 
     def run(self) -> int:
         """Train in the main thread, which has the device of its rank and gets Ctrl-C."""
@@ -373,12 +370,9 @@ class PolicyTraining(TrainingRun):
             raise TrainingError(_nothing(self._training, dataset.excluded))
         if self._args.dry_run:
             return 0
-        if self._whole:
-            self._train_whole(dataset, base_model)
-            return 0
         adapter = self._written(dataset.samples) or self._train(dataset, base_model)
         if adapter is not None and self._leads:
-            print(f"{adapter.name}: {_listed(adapter.metrics)}")
+            print(f"{adapter.path if self._whole else adapter.name}: {_listed(adapter.metrics)}")
             self._publish(adapter)
         return 0
 
@@ -442,25 +436,6 @@ class PolicyTraining(TrainingRun):
         if count > 1 and split != "none" and self._training.engine == LOCAL:
             share = estimate_memory(self._args.model, self._training, longest, count).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
-
-    def _train_whole(self, dataset: TrainingDataset, base_model: str) -> None:
-        """Train all weights; rank 0 writes the model ``ADAPTERS/NAME-model-v000001``, or the next free number."""
-        from openhands_rl_plugin.training.learn import fit, tell_notes
-        from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer
-
-        trainer = FullTrainer(self._args.model, self._training)
-        tell_notes(trainer, print_note)
-        with training_progress() as advanced:
-            metrics = fit(trainer, dataset, advanced, run=self._run_directory).as_floats()
-        if self._leads:
-            names = (self._adapters.root / f"{self._name}-model-v{number:06d}" for number in count(1))
-            target = next(path for path in names if not path.exists())
-            made = trainer.save_model(target, base_model=base_model, metrics=metrics)
-            trainer.finish()
-            print(f"{made.path}: {_listed(made.metrics)}")
-        else:
-            trainer.hand_over()
-            trainer.finish()
 
     def _train(self, dataset: TrainingDataset, base_model: str) -> Adapter | None:
         """The new version, which rank 0 alone has."""

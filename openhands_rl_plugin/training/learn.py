@@ -136,6 +136,8 @@ def create_version(
             metrics=metrics,
             probe=probe,
         )
+    else:
+        trainer.hand_over()
     trainer.became(adapter)
     return adapter, probe
 

@@ -77,7 +77,7 @@ class LocalTeacher:
             self._generator.load_adapter(adapter.name, adapter)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
-        """As ``ServedTeacher.logprobs``. Of a sequence that is too long, or has ids that the model does not know, none."""
+        """As ``ServedTeacher.logprobs``."""
         from openhands_rl_plugin.models.generator.errors import ServingError
         from openhands_rl_plugin.models.generator.sequence import DecodingParams
 

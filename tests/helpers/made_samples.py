@@ -12,11 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.files import file_sha256
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.trainer.local_trainer import MANIFEST, TrainedModel
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 
@@ -86,10 +84,3 @@ def plain_gradients(model: Path, adapter: Path, samples: list[Sample]) -> dict[s
         losses = -torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
         (losses[mask].sum() / total).backward()
     return {name: p.grad for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is not None}
-
-
-def read_trained(directory: Path) -> TrainedModel:
-    """The manifest of a model directory that was trained here, whose weights are those that were written."""
-    made = TrainedModel.model_validate_json((directory / MANIFEST).read_bytes())
-    assert made.sha256 == {name: file_sha256(directory / name) for name in made.sha256}
-    return made

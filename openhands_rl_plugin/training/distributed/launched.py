@@ -86,6 +86,7 @@ class LaunchedTrainer:
     prefer = partialmethod(_train, "prefer")
     probe = partialmethod(_first, "probe")
     save_adapter = partialmethod(_first, "save_adapter")
+    hand_over = partialmethod(_first, "hand_over")
     became = partialmethod(_first, "became")
     finish = partialmethod(_first, "finish")
     save_state = partialmethod(_first, "save_state")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.training import LOCAL
-from openhands_rl_plugin.core.errors import ConfigError, StorageError, TrainingError, describe
-from openhands_rl_plugin.core.files import draft_folder, file_sha256, sync
-from openhands_rl_plugin.core.types import Adapter, Frozen
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
+from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import weights_sha256
 from openhands_rl_plugin.training.distributed.ranks import is_sharded
 from openhands_rl_plugin.training.policies.adapter_shape import check_start
@@ -64,19 +62,6 @@ def _check_weights(adapter: Adapter | None) -> None:
         raise TrainingError(f"{adapter.name}: what is in {adapter.path} was changed since it was made (sha256 differs)")
 
 
-MANIFEST = "trained.json"
-
-
-class TrainedModel(Frozen):
-    """The manifest of a trained model directory; ``sha256``: the digest of every weights file, by name."""
-
-    path: str
-    base_model: str
-    step: int
-    sha256: dict[str, str]
-    metrics: dict[str, float]
-
-
 class FullTrainer(Trainer):
     """All weights of a model and their optimiser. Raises ``TrainingError`` when the model cannot be trained.
 
@@ -93,32 +78,6 @@ class FullTrainer(Trainer):
         self._optimizer.register_step_post_hook(lambda *_: self._model.round())
 
     def hand_over(self) -> None:
-        """Send this rank's shard of the weights to rank 0; called by all others while rank 0 calls ``save_model``."""
+        """Send this rank's shard of the weights to rank 0; called by all others while it calls ``save_adapter``."""
         for _ in self._model.whole() if self._model.sharded else ():
             pass
-
-    def save_model(self, directory: Path, *, base_model: str, metrics: dict[str, float] | None = None) -> TrainedModel:
-        """Write a model directory that any server can load, atomically; an existing one is refused.
-
-        Raises ``StorageError``.
-        """
-        target = directory.expanduser()
-        if target.exists():
-            raise StorageError(f"{target} is there already: a model is never overwritten; choose another directory")
-        try:
-            with draft_folder(target.parent, ".new-") as fresh:
-                self._model.save(fresh)
-                made = TrainedModel(
-                    path=str(target),
-                    base_model=base_model,
-                    step=self.step,
-                    sha256={file.name: file_sha256(file) for file in sorted(fresh.glob("*.safetensors"))},
-                    metrics=metrics or {},
-                )
-                (fresh / MANIFEST).write_text(made.model_dump_json(indent=1), encoding="utf-8")
-                for path in (*fresh.iterdir(), fresh):
-                    sync(path)
-                os.rename(fresh, target)
-        except OSError as error:
-            raise StorageError(f"the model cannot be written to {target}: {describe(error)}") from error
-        return made

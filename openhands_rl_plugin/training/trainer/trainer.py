@@ -145,6 +145,9 @@ class Trainer:
         directory.mkdir(parents=True, exist_ok=True)
         self._policy.save(directory)
 
+    def hand_over(self) -> None:
+        """What other ranks do while rank 0 calls ``save_adapter``: nothing, where that has all weights."""
+
     @property
     def notes(self) -> list[str]:
         """What a user should know before training begins, a line each."""

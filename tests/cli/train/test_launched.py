@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from launchers import ACCELERATE, free_port
-from made_samples import read_trained
 from safetensors.torch import load_file
 from train_store import TINY, episode, store_of
 from verifier_store import store_of as judged_store
@@ -60,11 +59,12 @@ def test_a_launcher_trains_one_whole_model(model: Path, tmp_path: Path) -> None:
     command = ["train", str(store_of(tmp_path / "store", *episodes)), "--model", str(model), "--method", "full"]
     command += ["--algorithm", "rejection-sampling", "--dtype", "float32", "--learning-rate", "1e-3"]
     printed = launch("torchrun", command, tmp_path / "two")
-    assert printed.count("policy-model-v000001:") == 1
+    assert printed.count("policy-v000001:") == 1
     torch.set_num_threads(1)
     assert cli.main([*command, "--adapters", str(tmp_path / "one")]) == 0
-    two, one = (tmp_path / each / "policy-model-v000001" for each in ("two", "one"))
-    assert read_trained(two).step == read_trained(one).step > 0
+    two, one = (AdapterStore(tmp_path / each).versions("policy")[0] for each in ("two", "one"))
+    assert two.step == one.step > 0
+    two, one = Path(two.path), Path(one.path)
     assert (two / "tokenizer.json").exists()
     ours, theirs, before = (load_file(each / "model.safetensors") for each in (two, one, model))
     moved = sum((theirs[name] - before[name]).norm() for name in before)

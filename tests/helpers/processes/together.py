@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launchers import free_port
-from made_samples import assert_same, read_trained
+from made_samples import assert_same
 from safetensors.torch import load_file
 from train_together import train
 
@@ -86,9 +86,8 @@ def check_same_model(model: Path, together: Path, alone: Path, kind: str, *, par
     norm = {"grad_norm": pytest.approx(expected.pop("grad_norm"), rel=3e-2 if low else 5e-5)}
     assert {"grad_norm": found.pop("grad_norm")} == norm
     assert found == pytest.approx(expected, rel=3e-2 if low else 1e-5, abs=3e-2 if low else 1e-5)
-    made = read_trained(together / kind / "model")
     ours, theirs = (load_file(each / kind / "model" / "model.safetensors") for each in (together, alone))
-    assert ours.keys() == theirs.keys() and made.step == expected["steps"]
+    assert ours.keys() == theirs.keys()
     before = load_file(model / "model.safetensors")
     for name, weight in ours.items():
         assert weight.dtype == (torch.bfloat16 if low else torch.float32)

@@ -93,7 +93,7 @@ def train_whole(trainer: FullTrainer, out: Path, stop: Callable[[Any], None]) ->
         trainer.hand_over()
         trainer.finish()
         return figures
-    trainer.save_model(out / "model", base_model="tiny")
+    trainer.save_adapter(out / "model")
     trainer.finish()
     (out / "metrics.json").write_text(json.dumps(figures))
     return figures

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_samples import EXACT, assert_same, make_samples, read_trained
+from made_samples import EXACT, assert_same, make_samples
 from tiny_model import write_model
 from train_store import episode, store_of
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import StorageError, TrainingError
+from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.data.imitation import PreferencePair
@@ -69,18 +69,14 @@ def test_a_model_directory_comes_out_and_is_what_was_trained(model: Path, tmp_pa
     trainer = FullTrainer(model, FULL)
     metrics = trainer.sft(make_samples(4))
     assert metrics.last_loss < metrics.first_loss
-    made = trainer.save_model(tmp_path / "made", base_model="tiny", metrics=metrics.as_floats())
-    assert read_trained(tmp_path / "made") == made and made.step == 4
+    made = AdapterStore(tmp_path).create("made", trainer.save_adapter, base_model="tiny")
     loaded = AutoModelForCausalLM.from_pretrained(made.path)
     ids = torch.arange(3, 40)
     logprobs = torch.log_softmax(loaded(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
     torch.testing.assert_close(logprobs, torch.tensor(trainer.probe(ids.tolist()).logprobs), rtol=1e-4, atol=1e-4)
-    assert (tmp_path / "made" / "tokenizer.json").exists(), "a server can start from it"
+    assert (Path(made.path) / "tokenizer.json").exists(), "a server can start from it"
     again = FullTrainer(made.path, FULL).sft(make_samples(4))
     assert again.first_loss < metrics.first_loss
-    with pytest.raises(StorageError, match="never overwritten"):
-        trainer.save_model(tmp_path / "made", base_model="tiny")
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_reinforcement_of_all_weights_has_the_gradient_of_transformers(model: Path) -> None:
@@ -139,9 +135,9 @@ def test_large_models_are_written_in_parts(
 ) -> None:
     monkeypatch.setattr("openhands_rl_plugin.training.policies.full_policy._SHARD_BYTES", shard)
     trainer = FullTrainer(model, FULL)
-    made = trainer.save_model(tmp_path / "made", base_model="tiny")
-    assert len(made.sha256) > 2
-    loaded = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32)
+    trainer.save_adapter(tmp_path / "made")
+    assert len([*(tmp_path / "made").glob("*.safetensors")]) > 2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
     assert_same(dict(loaded.named_parameters()), dict(trainer.parameters))
 
 
@@ -216,8 +212,9 @@ def test_the_command_writes_a_model_and_will_not_publish_it(
     for number, algorithm in enumerate(("sft", "grpo"), start=1):
         assert cli.main([*words, algorithm]) == 0
         printed = capsys.readouterr().out
-        assert "optimiser" in printed and "; free: " in printed and f"policy-model-v00000{number}: steps 1, " in printed
-    assert read_trained(tmp_path / "out" / "policy-model-v000001").base_model == "tiny"
+        assert "optimiser" in printed and "; free: " in printed and f"policy-v00000{number}: steps 1, " in printed
+    first, second = AdapterStore(tmp_path / "out").versions("policy")
+    assert second.parent == first.name and first.base_model == "tiny"
     assert cli.main([*words, "sft", "--publish", "http://127.0.0.1:9/v1"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "is not loaded into a running server as an adapter" in line
