@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,12 +110,6 @@ _LARGEST_ID = 200
 # (mean, largest) difference in nats. On unlikely text bfloat16 alone moves logprobs by 0.1 nats on average.
 _TOLERANCE = {torch.bfloat16: (0.3, 2.0), torch.float32: (1e-3, 1e-2)}
 
-# In nats, when only other sequences of the pack change: then attention models give the same bits. Experts do not, where
-# other tokens are sent to them: sums are then made in other shapes.
-_LEAK_TOLERANCE = {torch.bfloat16: 0.01, torch.float32: 1e-4}
-
-Sequences = Sequence[tuple[int, ...]]
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -128,37 +122,11 @@ class Packing:
 PACKED = Packing(True)
 
 
-def sequences_of(vocabulary: int, suffixes: Sequence[int] = (1, 2), other: int = 3) -> list[tuple[int, ...]]:
-    """Two with a common prefix, whose suffixes differ from it and from each other, and an unrelated one.
-
-    Other seeds (of the two suffixes and of the third) change the tokens, but neither the lengths nor the order in which
-    the sequences are laid out.
-    """
+def sequences_of(vocabulary: int) -> list[tuple[int, ...]]:
+    """Two with a common prefix, whose suffixes differ from the beginning on, and an unrelated one."""
     prefix = _ids(0, _PREFIX, vocabulary)
-    first, second = ((at, *_ids(seed, _SUFFIX - 1, vocabulary)) for at, seed in zip((5, 6), suffixes, strict=True))
-    return [prefix + first, prefix + second, (prefix[0] + 1, *_ids(other, _OTHER - 1, vocabulary))]
-
-
-def problem_of_packing(
-    logprobs: Callable[[Sequences], list[Tensor]],
-    plain: Sequence[Tensor],
-    vocabulary: int,
-    dtype: torch.dtype,
-    depends: Callable[[Sequences], bool],
-) -> str:
-    """What is wrong with packed ``logprobs`` of ``sequences_of``, in one clause; empty when they are right.
-
-    ``plain``: those of the unchanged model, one sequence at a time. Besides the comparison with these, other sequences
-    of the pack are changed, which must not change the rest: that shows a leak as small as a rounding error. Where they
-    do change, ``depends`` tells rounding from a leak: whether a gradient reaches tokens of other sequences.
-    """
-    found = logprobs(sequences_of(vocabulary))
-    changed = logprobs(sequences_of(vocabulary, (11, 2), 13))[1], *logprobs(sequences_of(vocabulary, (1, 12)))[::2]
-    same = zip((found[1], found[0], found[2]), changed, strict=True)
-    leak = max((mine - theirs).abs().max().item() for mine, theirs in same)
-    if not leak <= _LEAK_TOLERANCE[dtype] and (not leak <= _TOLERANCE[dtype][1] or depends(sequences_of(vocabulary))):
-        return f"its layers carry state from one packed sequence to the next ({leak:.2g} nats)"
-    return problem_of_logprobs(found, plain, dtype)
+    first, second = ((at, *_ids(seed, _SUFFIX - 1, vocabulary)) for at, seed in ((5, 1), (6, 2)))
+    return [prefix + first, prefix + second, (prefix[0] + 1, *_ids(3, _OTHER - 1, vocabulary))]
 
 
 def problem_of_logprobs(found: Sequence[Tensor], plain: Sequence[Tensor], dtype: torch.dtype) -> str:
@@ -482,7 +450,6 @@ class PackedModel(ABC):
         self._scale = measure_scale(self._base, hidden, logits)
         return parts
 
-    @torch.no_grad()
     def _check(self, plain: Sequence[Tensor]) -> None:
         """Pack sequences only where that changes none of them. Raises ``TrainingError`` for a model that is not known.
 
@@ -493,9 +460,7 @@ class PackedModel(ABC):
         if not reason:
             try:
                 self._base.set_attn_implementation(ATTENTION_NAME)
-                reason = problem_of_packing(
-                    self._logprobs_of, plain, self.vocabulary, self.dtype, self._depends_on_others
-                )
+                reason = self._problem(plain)
             except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
                 reason = f"its attention cannot be replaced ({describe(error).removeprefix('ValueError: ')})"
         if not reason:
@@ -504,42 +469,42 @@ class PackedModel(ABC):
         if self._base.config._attn_implementation != own:
             self._base.set_attn_implementation(own or "eager")
         try:
-            problem = problem_of_logprobs(self._logprobs_of(sequences_of(self.vocabulary)), plain, self.dtype)
+            problem = self._problem(plain)
         except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             problem = describe(error)
         if problem:
             raise self._refusal(problem)
 
-    @torch.enable_grad()
-    def _depends_on_others(self, sequences: Sequence[tuple[int, ...]]) -> bool:
-        """Whether the gradient of a sequence's logprobs reaches tokens of another one: 0 or not, at any precision."""
-        leaves: list[Tensor] = []
+    def _problem(self, plain: Sequence[Tensor]) -> str:
+        """What is wrong with the logprobs of several sequences, in one clause; empty when they are right.
+
+        They must be those of the ``plain`` model, one sequence at a time. Those of a pack must not depend on tokens of
+        another sequence: a gradient is 0 or not, at any precision.
+        """
+        sequences = sequences_of(self.vocabulary)
+        layout, leaves = lay_out(sequences), list[Tensor]()
 
         def keep(_: nn.Module, __: object, embedded: Tensor) -> Tensor:
             leaves.append(embedded.detach().requires_grad_())
             return leaves[-1]
 
-        layout = lay_out(sequences)
         hook = self._base.get_input_embeddings().register_forward_hook(keep)
         try:
-            for s, sequence in enumerate(sequences):
-                values, _ = self.logprobs(layout, [(s, t) for t in range(1, len(sequence))])
-                (gradient,) = torch.autograd.grad(values.sum(), leaves[-1])
-                others = sorted({*range(len(layout.ids))} - {*layout.rows[s]})
-                if bool(gradient.flatten(0, -2)[others].any()):
-                    return True
+            with torch.enable_grad():
+                wanted = [(s, t) for s, sequence in enumerate(sequences) for t in range(1, len(sequence))]
+                found = list(torch.split(self.logprobs(layout, wanted)[0], [len(each) - 1 for each in sequences]))
+                for part, rows in zip(found, layout.rows, strict=True) if self.packing.packed else ():
+                    (gradient,) = torch.autograd.grad(part.sum(), leaves[0], retain_graph=True)
+                    others = sorted({*range(len(layout.ids))} - {*rows})
+                    if bool(gradient.flatten(0, -2)[others].any()):
+                        return "its layers carry state from one packed sequence to the next"
         finally:
             hook.remove()
-        return False
+        with torch.no_grad():
+            return problem_of_logprobs(found, plain, self.dtype)
 
     def _refusal(self, cause: str) -> TrainingError:
         return TrainingError(f"{self.model_path}: this architecture ({self.family}) cannot be trained: {cause}")
-
-    def _logprobs_of(self, sequences: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Those of tokens 1 .. T-1 of each sequence."""
-        wanted = [(s, t) for s, sequence in enumerate(sequences) for t in range(1, len(sequence))]
-        found, _ = self.logprobs(lay_out(sequences), wanted)
-        return list(torch.split(found, [len(sequence) - 1 for sequence in sequences]))
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -28,7 +28,6 @@ from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.adapter_targets import BY_NAME, coverage
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.policies.packed_model import PACKED, problem_of_packing, sequences_of
 from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
 
 pytestmark = pytest.mark.contract
@@ -341,28 +340,6 @@ def test_the_embedded_server_serves_the_families_of_the_table_and_refuses_the_ot
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
-
-
-def test_rounding_that_follows_the_shapes_is_no_leak() -> None:
-    """Experts sum in other shapes where other tokens come: gradients tell that from state that is carried over."""
-    calls = 0
-
-    def logprobs(every: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        nonlocal calls
-        calls += 1
-        return [torch.full((len(each) - 1,), -1.0 + 0.05 * calls) for each in every]
-
-    plain = [torch.full((len(each) - 1,), -1.0) for each in sequences_of(128)]
-    assert problem_of_packing(logprobs, plain, 128, torch.bfloat16, lambda _: False) == ""
-    assert "carry state" in problem_of_packing(logprobs, plain, 128, torch.bfloat16, lambda _: True)
-
-
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
-def test_gradients_tell_whether_packed_sequences_depend_on_each_other(kind: str, tmp_path: Path) -> None:
-    family = next(each for each in FAMILIES if each.model_type == kind)
-    policy = policy_of(write_family(tmp_path / "model", family), family)
-    policy.packing = PACKED
-    assert policy._depends_on_others(sequences_of(128)) == (kind == "qwen3_next")
 
 
 def test_experts_chosen_otherwise_by_rounding_are_served_and_lost_state_is_not(tmp_path: Path) -> None:
