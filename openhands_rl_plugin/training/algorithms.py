@@ -68,6 +68,10 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
 }
 
 
+WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding", "nproc_per_node"}
+"""Settings that the result of a training does not depend on."""
+
+
 def algorithm_of(settings: TrainingSettings) -> Algorithm:
     """The algorithm that the settings name."""
     return ALGORITHMS[settings.algorithm]

@@ -13,7 +13,7 @@ from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
-from openhands_rl_plugin.training.algorithms import ALGORITHMS
+from openhands_rl_plugin.training.algorithms import ALGORITHMS, WITHOUT_EFFECT
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
 from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
@@ -144,9 +144,6 @@ def create_version(
 
 CALL_FILE = "call.json"
 """In a command's directory from when its version is written until that is in use, where it is published."""
-
-WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding", "nproc_per_node"}
-"""Settings that the result of a call does not depend on."""
 
 
 class Call(Frozen):

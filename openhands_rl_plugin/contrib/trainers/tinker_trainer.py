@@ -32,8 +32,8 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
+from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT
 from openhands_rl_plugin.training.data.layout import Layout
-from openhands_rl_plugin.training.learn import WITHOUT_EFFECT
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, TrainingSample
 from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE, PackedModel

@@ -23,7 +23,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
-from openhands_rl_plugin.training.algorithms import algorithm_of
+from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT, algorithm_of
 from openhands_rl_plugin.training.data.imitation import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import (
     all_reduce_metrics,
@@ -33,7 +33,6 @@ from openhands_rl_plugin.training.distributed.ranks import (
     shard_like,
     shard_micro_batches,
 )
-from openhands_rl_plugin.training.learn import WITHOUT_EFFECT
 from openhands_rl_plugin.training.losses.logprobs import Diagnostics
 from openhands_rl_plugin.training.losses.losses import (
     Loss,
