@@ -186,8 +186,7 @@ def test_what_they_log_is_logged_here_and_they_end_with_the_trainer(
         trainer.reinforce(stale)
     (said,) = (each for each in caplog.records if "samples are of other versions" in each.getMessage())
     assert (said.levelname, said.name) == ("WARNING", old_logprobs.__name__)
-    pids, ended = ids_of(trainer), trainer._close.peek()
-    folder = ended[2][1]
+    pids, folder = ids_of(trainer), trainer._close.peek()[2][1]
     del trainer
     gc.collect()
     assert gone(pids) and not folder.exists()
