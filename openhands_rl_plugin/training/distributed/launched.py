@@ -22,8 +22,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
-from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, TrainingError, boundary, describe
+from openhands_rl_plugin.core.types import Adapter, FailureKind
 from openhands_rl_plugin.training.distributed.ranks import join_ranks
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
@@ -187,22 +187,25 @@ def _work(
         _forward_logs(partial(send, "log"), level)
     with join_ranks(meeting=(folder / "meeting").as_uri()):
         try:
-            place = _place()
-            trainer = LoraTrainer(model, settings, adapter=adapter)
-            send("result", ((place, trainer.notes, trainer.servers), 0))
-            while True:
-                name, arguments, named = owner.recv()
-                if "run" in named:
-                    named["on_progress"] = None if rank else partial(send, "progress")
-                skipped = rank and name in ("save_adapter", "save_state")  # rank 0 alone writes files
-                send("result", (None if skipped else getattr(trainer, name)(*arguments, **named), trainer.step))
-        except Exception as error:
-            # Before the group is left, which waits for those that are in a collective.
-            known = isinstance(error, RLError)
-            full = "; out of memory: lower max_tokens_per_micro_batch, or set gradient_checkpointing or sharding"
-            why = f"process {rank} of {size} that train: {describe(error)}{full if 'emory' in str(error) else ''}"
-            send("error", error if known else TrainingError(f"{why}; {_AGAIN}"))
-            os._exit(1)
+            with boundary(FailureKind.INFRASTRUCTURE, "training"):
+                place = _place()
+                trainer = LoraTrainer(model, settings, adapter=adapter)
+                send("result", ((place, trainer.notes, trainer.servers), 0))
+                while True:
+                    name, arguments, named = owner.recv()
+                    if "run" in named:
+                        named["on_progress"] = None if rank else partial(send, "progress")
+                    skipped = rank and name in ("save_adapter", "save_state")  # rank 0 alone writes files
+                    value = None if skipped else getattr(trainer, name)(*arguments, **named)
+                    send("result", (value, trainer.step))
+        except CaughtFailure as caught:
+            why = caught.failure.message
+            full = "lower max_tokens_per_micro_batch, or set gradient_checkpointing or sharding, and "
+            remedy = f"{full if 'emory' in why else ''}{_AGAIN}"
+            send("error", TrainingError(f"process {rank} of {size} that train: {why}; {remedy}"))
+        except RLError as error:
+            send("error", error)
+        os._exit(1)  # before the group is left, which waits for those that are in a collective
 
 
 def _end_with_owner(folder: Path) -> None:

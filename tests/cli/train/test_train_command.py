@@ -290,7 +290,7 @@ WRONG = [
     (
         ["--method", "full", "--algorithm", "sft", "--from", "9"],
         1,
-        "with --method full the weights of --model are trained further",
+        "policy has no such version",
     ),
     (["--adapter", "../policy"], 1, "is no adapter name"),
     (["--reward", "retrun"], 1, "unknown reward 'retrun'; did you mean 'return'?"),

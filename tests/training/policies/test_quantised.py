@@ -36,7 +36,7 @@ def test_dora_has_the_gradients_of_peft(model: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_dora"] is True
     once = {"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9, "clip_low": 0.2, "clip_high": 0.28}
     trainer = LoraTrainer(model, DORA.model_copy(update={**once, "algorithm": "dapo", "old_logprobs": "recorded"}))
-    trainer._adapter.load(tmp_path / "adapter")
+    trainer._policy.load(tmp_path / "adapter")
     trainer.reinforce(samples)
     expected = plain_gradients(model, tmp_path / "adapter", samples)
     assert any("magnitude" in name for name in expected) and len(trainer.parameters) == len(expected)
@@ -80,17 +80,17 @@ def test_qlora_trains_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", model_type="qwen2", tie_word_embeddings=False)
     settings = EXACT.model_copy(update={"method": "qlora", "gradient_checkpointing": True})
     trainer = LoraTrainer(model, settings)
-    layers = {type(layer.base_layer).__name__ for layer in trainer._adapter._base.modules() if hasattr(layer, "lora_A")}
+    layers = {type(layer.base_layer).__name__ for layer in trainer._policy._base.modules() if hasattr(layer, "lora_A")}
     assert layers == {"Linear4bit"}
     metrics = trainer.sft(make_samples(6))
     assert metrics.last_loss < metrics.first_loss
     saved = adapter_of(trainer, tmp_path / "adapter")
     again = LoraTrainer(model, settings)
-    again._adapter.load(tmp_path / "adapter")
-    assert_same(again._adapter.weights(), saved)
+    again._policy.load(tmp_path / "adapter")
+    assert_same(again._policy.weights(), saved)
     assert again.probe((5, 6, 7, 8)).logprobs == pytest.approx(trainer.probe((5, 6, 7, 8)).logprobs, abs=1e-5)
     plain = LoraTrainer(model, EXACT)
-    plain._adapter.load(tmp_path / "adapter")
+    plain._policy.load(tmp_path / "adapter")
     served = plain.probe((5, 6, 7, 8))
     difference = [abs(a - b) for a, b in zip(served.logprobs, trainer.probe((5, 6, 7, 8)).logprobs, strict=True)]
     assert 0 < sum(difference) / len(difference) < trainer.probe((5, 6)).max_difference * 4

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.core.arrays import Ids, Mask
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -140,7 +141,7 @@ def test_what_has_no_score_is_left_out_and_counted(model: Path) -> None:
 
 def test_a_sequence_that_is_too_long_for_a_local_teacher_is_left_out_and_counted(model: Path) -> None:
     short, long = make_samples(2)
-    long = long.model_copy(update={"input_ids": long.input_ids * 20, "mask": long.mask * 20})
+    long = long.model_copy(update={"input_ids": Ids([*long.input_ids] * 20), "mask": Mask([*long.mask] * 20)})
     settings, teacher = TrainingSettings(algorithm="opd", teacher=str(model)), LocalTeacher(model, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(model)
     found, missing = asyncio.run(with_teacher([short, long], [], [], settings, teacher, tokenizer))
