@@ -287,11 +287,6 @@ WRONG = [
     (["--max-tokens-per-pass", "0"], 2, "--max-tokens-per-micro-batch: must be greater than or equal to 1"),
     (["--discount", "0.9"], 2, "discount needs rewards of steps"),
     (["--from", "9"], 1, "--from 9: policy has no such version"),
-    (
-        ["--method", "full", "--algorithm", "sft", "--from", "9"],
-        1,
-        "policy has no such version",
-    ),
     (["--adapter", "../policy"], 1, "is no adapter name"),
     (["--reward", "retrun"], 1, "unknown reward 'retrun'; did you mean 'return'?"),
     (["--run", "no-such-run"], 1, "no stored episode of policy or a base model matches"),
