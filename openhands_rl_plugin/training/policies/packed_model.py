@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
@@ -169,36 +170,16 @@ def _ids(seed: int, count: int, vocabulary: int) -> tuple[int, ...]:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-class RouterLoss:
-    """Load balancing loss (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6), computed by transformers.
-
-    1 where tokens are spread evenly, times the experts a token. Raises ``TrainingError`` for a model whose
-    configuration has no such loss.
-    """
-
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module, coefficient: float) -> None:
-        config = model.config.get_text_config()
-        found = [getattr(config, name) for name in _EXPERTS if getattr(config, name, None)]
-        recorded: dict[str, Any] = getattr(decoder, "_can_record_outputs", None) or {}
-        if not found or not hasattr(config, "router_aux_loss_coef") or "router_logits" not in recorded:
-            raise TrainingError(
-                f"{config.model_type} has no auxiliary loss of routers: set [rl.training] router_aux_loss_coef = 0"
-            )
-        self._coefficient, self._experts, self._chosen = coefficient, found[0], config.num_experts_per_tok
-        self._values: list[Tensor] = []
-
-    def add(self, router_logits: tuple[Tensor, ...]) -> None:
-        """Note the logits of one forward pass: for each layer [N, experts]."""
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        value = load_balancing_loss_func(router_logits, self._experts, self._chosen)  # pyright: ignore[reportArgumentType]
-        assert isinstance(value, Tensor)
-        self._values.append(value)
-
-    def take(self) -> Tensor | float:
-        """Coefficient times the mean over the passes since the last call, with gradient."""
-        values, self._values = self._values, []
-        return self._coefficient * sum(values) / len(values) if values else 0.0
+def experts_of(model: PreTrainedModel, decoder: nn.Module) -> tuple[int, int]:
+    """The experts of a layer, and those a token. Raises ``TrainingError`` for a model without a loss of its routers."""
+    config = model.config.get_text_config()
+    found = [getattr(config, name) for name in _EXPERTS if getattr(config, name, None)]
+    recorded: dict[str, Any] = getattr(decoder, "_can_record_outputs", None) or {}
+    if not found or not hasattr(config, "router_aux_loss_coef") or "router_logits" not in recorded:
+        raise TrainingError(
+            f"{config.model_type} has no auxiliary loss of routers: set [rl.training] router_aux_loss_coef = 0"
+        )
+    return found[0], config.num_experts_per_tok
 
 
 @dataclass(frozen=True)
@@ -292,7 +273,8 @@ class PackedModel(ABC):
         self.longest: int = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
         """The model's maximal context length, in tokens."""
         self.vocabulary: int = config.vocab_size
-        self._router: RouterLoss | None = None
+        self._experts: tuple[int, int] | None = None
+        self._balance, self._balances = settings.router_aux_loss_coef, list[Tensor]()
         self.sharded = False
         """Whether every rank has only its shard of the trained parameters, in ``weights`` and ``parameters``."""
         drop_nothing(self._base)
@@ -305,8 +287,8 @@ class PackedModel(ABC):
             self.packing: Packing = PACKED
             """Whether sequences are computed together; where not, the trainer gives one a micro-batch."""
             self._check(plain)
-        if settings.router_aux_loss_coef:
-            self._router = RouterLoss(self._base, _decoder(self._base), settings.router_aux_loss_coef)
+        if self._balance:
+            self._experts = experts_of(self._base, _decoder(self._base))
         if settings.gradient_checkpointing:
             _checkpoint_layers(self._base, self.model_path)
         self.parameters = self._trained()
@@ -427,17 +409,24 @@ class PackedModel(ABC):
     def _hidden(self, packed: PackedRows) -> Tensor:
         """[N, width] last hidden states, in the dtype of the weights: those of Mamba-2 are wider."""
         wanted: dict[str, Any] = {"position_ids": packed.positions, "rows": packed} if self.packing.packed else {}
-        routed = self._router is not None and torch.is_grad_enabled()
+        routed = self._experts is not None and torch.is_grad_enabled()
         if routed:
             wanted["output_router_logits"] = True
         found = _decoder(self._base)(input_ids=packed.ids, use_cache=False, **wanted)
-        if self._router is not None and routed:
-            self._router.add(found.router_logits)
+        if self._experts is not None and routed:
+            value = load_balancing_loss_func(found.router_logits, *self._experts)
+            assert isinstance(value, Tensor)
+            self._balances.append(value)
         return found.last_hidden_state[0].to(self.dtype)
 
     def router_loss(self) -> Tensor | float:
-        """The weighted auxiliary loss of the routers in the forward passes since the last call; 0 where it is off."""
-        return self._router.take() if self._router is not None else 0.0
+        """The weighted auxiliary loss of the routers in the forward passes since the last call; 0 where it is off.
+
+        It is the mean load balancing loss of these (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6): 1 where
+        tokens are spread evenly, times the experts a token.
+        """
+        values, self._balances = self._balances, []
+        return self._balance * sum(values) / len(values) if values else 0.0
 
     @torch.no_grad()
     def _plain_logprobs(self) -> list[Tensor]:
