@@ -60,84 +60,46 @@ def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float,
 
 
 def token_logprobs(
-    hidden: Tensor,
-    targets: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    temperatures: Tensor | None = None,
-    *,
-    entropy_gradient: bool = False,
+    hidden: Tensor, targets: Tensor, weight: Tensor, temperatures: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of next tokens, in float32.
 
-    hidden: [K, width], the states that predict; targets: [K] token ids; weight: [vocabulary, width] and bias of the
-    frozen output layer; temperatures: [K] float32, what the logits are divided by, ``None`` for 1. Returns ([K]
-    logprobs, [K] entropies) of the distribution at that temperature; the logprobs carry gradient, to ``hidden`` alone,
-    and with ``entropy_gradient`` the entropies too, for another [K, width] of memory.
+    hidden: [K, width], the states that predict; targets: [K] token ids; weight: [vocabulary, width] of the frozen
+    output layer; temperatures: [K] float32, what the logits are divided by, ``None`` for 1. Returns ([K] logprobs, [K]
+    entropies) of the distribution at that temperature; the logprobs carry gradient, to ``hidden`` alone.
     """
-    logprobs, entropies = _TokenLogprobs.apply(hidden, targets, weight, bias, temperatures, entropy_gradient)
-    return logprobs, entropies if entropy_gradient else entropies.detach()
-
-
-def next_token_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, temperatures: Tensor | None = None
-) -> Tensor:
-    """[K, vocabulary] logprobs in float32 of the distributions at the ``temperatures`` ([K], ``None`` for 1)."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return torch.log_softmax(logits if temperatures is None else logits / temperatures[:, None], dim=-1)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, targets, weight, temperatures)
+    return logprobs, entropies.detach()
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """The gradient of a logprob with respect to its hidden state is ``(W[target] - softmax(logits) W) / temperature``,
-    one row of ``width`` numbers, and that of the entropy H is ``-(p (log p + H)) W / temperature``. They are computed
-    along with the logits, so these are neither kept nor computed again."""
+    one row of ``width`` numbers. It is computed along with the logits, so these are neither kept nor computed again."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        targets: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperatures: Tensor | None,
-        entropy_gradient: bool,
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, temperatures: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         wanted = ctx.needs_input_grad[0]
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs)
         slopes = torch.empty_like(hidden) if wanted else hidden.new_empty(0)
-        spread = torch.empty_like(hidden) if wanted and entropy_gradient else hidden.new_empty(0)
         for start in range(0, len(targets), ROWS_AT_A_TIME):
             rows = slice(start, start + ROWS_AT_A_TIME)
-            own = None if temperatures is None else temperatures[rows]
-            distribution = next_token_logprobs(hidden[rows], weight, bias, own)
+            own = None if temperatures is None else temperatures[rows, None]
+            logits = torch.nn.functional.linear(hidden[rows], weight).float()
+            distribution = torch.log_softmax(logits if own is None else logits / own, dim=-1)
             logprobs[rows] = distribution.gather(1, targets[rows, None])[:, 0]
             probabilities = distribution.exp()
             entropies[rows] = -torch.linalg.vecdot(probabilities, distribution)
             if wanted:
                 slopes[rows] = weight[targets[rows]] - probabilities.to(weight.dtype) @ weight
-            if wanted and entropy_gradient:
-                spread[rows] = entropy_slopes(probabilities, distribution, entropies[rows]).to(weight.dtype) @ weight
-            if wanted and own is not None:
-                slopes[rows] /= own[:, None]
-                if entropy_gradient:
-                    spread[rows] /= own[:, None]
-        ctx.save_for_backward(slopes, spread)
+                if own is not None:
+                    slopes[rows] /= own
+        ctx.save_for_backward(slopes)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        grad_logprobs, grad_entropies = grad_outputs
-        slopes, spread = ctx.saved_tensors
-        gradient = slopes * grad_logprobs[:, None]
-        if len(spread):
-            gradient = gradient + spread * grad_entropies[:, None]
-        return gradient.to(slopes.dtype), None, None, None, None, None
-
-
-def entropy_slopes(probabilities: Tensor, logprobs: Tensor, entropies: Tensor) -> Tensor:
-    """[K, vocabulary]: the gradient of each row's entropy with respect to its logits, ``-p (log p + H)``.
-
-    ``logprobs`` are those of all tokens. A token of probability 0 has a gradient of 0.
-    """
-    return (-probabilities * (logprobs + entropies[:, None])).nan_to_num_(nan=0.0)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return (slopes * grad_outputs[0][:, None]).to(slopes.dtype), None, None, None

@@ -230,7 +230,8 @@ def scaled_token_logprobs(
     scale: OutputScale = OutputScale(),
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As ``logprobs.token_logprobs``, with a scale, and with gradients for ``weight`` and ``bias`` where they have one.
+    """As ``logprobs.token_logprobs``, with a scale, and gradients: of a trained ``weight`` and ``bias``, and of the
+    entropies with ``entropy_gradient``.
 
     Logits are in memory for ``ROWS_AT_A_TIME`` positions only, and recomputed in the backward pass. Gradients of the
     output layer are summed over these in float32.
@@ -394,12 +395,11 @@ class PackedModel(ABC):
         self, hidden: Tensor, targets: Tensor, head: nn.Linear, temperatures: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         scale, weight, bias, bonus = self._scale, head.weight, head.bias, self._entropy_gradient
-        if weight.requires_grad or scale.cap is not None or (bias is not None and scale.factor != 1.0):
+        if bonus or weight.requires_grad or bias is not None or scale.cap is not None:
             return scaled_token_logprobs(
                 hidden, targets, weight, bias, temperatures, scale=scale, entropy_gradient=bonus
             )
-        scaled = hidden if scale.factor == 1.0 else hidden * scale.factor
-        return token_logprobs(scaled, targets, weight, bias, temperatures, entropy_gradient=bonus)
+        return token_logprobs(hidden if scale.factor == 1.0 else hidden * scale.factor, targets, weight, temperatures)
 
     def _head(self) -> nn.Linear:
         head = self._base.get_output_embeddings()
