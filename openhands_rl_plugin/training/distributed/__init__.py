@@ -1,1 +1,1 @@
-"""Training in several processes: collectives (``ranks``) and split weights (``sharding``)."""
+"""Training in several processes: collectives and sharded weights (``ranks``), a trainer that starts them (``launched``)."""

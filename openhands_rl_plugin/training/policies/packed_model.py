@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -312,24 +314,23 @@ class PackedModel(ABC):
     def logprobs(
         self, layout: Layout, wanted: list[tuple[int, int]], temperatures: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies ([K] float32) of tokens ``t > 0`` of sequences ``s``; ``wanted``: pairs ``(s, t)``.
+        """Logprobs and entropies ([K] float32) of tokens ``t > 0`` of sequences ``s``; ``wanted``: pairs ``(s, t)``,
+        sequence by sequence.
 
         ``temperatures``: [K], what the logits are divided by; ``None`` for 1. With gradients enabled, they reach the
         trained parameters; those of the entropies with an entropy bonus only.
         """
         if self.packing.packed:
             return self._logprobs_of_rows(layout, wanted, temperatures)
-        by_sequence: dict[int, list[int]] = {}
-        for at, (s, _) in enumerate(wanted):
-            by_sequence.setdefault(s, []).append(at)
-        parts = []
-        for s, places in by_sequence.items():
+        parts, done = [], 0
+        for s, group in groupby(wanted, key=itemgetter(0)):
             alone = lay_out([[layout.ids[row] for row in layout.rows[s]]])
-            own = None if temperatures is None else temperatures[torch.tensor(places, device=temperatures.device)]
-            parts.append(self._logprobs_of_rows(alone, [(0, wanted[at][1]) for at in places], own))
-        back = torch.tensor([at for places in by_sequence.values() for at in places], device=self.device).argsort()
+            own = [(0, t) for _, t in group]
+            heat = None if temperatures is None else temperatures[done : done + len(own)]
+            parts.append(self._logprobs_of_rows(alone, own, heat))
+            done += len(own)
         logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs)[back], torch.cat(entropies)[back]
+        return torch.cat(logprobs), torch.cat(entropies)
 
     def last_logits(self, sequences: Sequence[Iterable[int]]) -> Tensor:
         """[S, vocabulary] float32 logits after the last token of each sequence."""
