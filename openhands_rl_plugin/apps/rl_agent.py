@@ -66,7 +66,7 @@ from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_worksp
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainReport, build_dataset_or_sft, load_episodes
-from openhands_rl_plugin.training.learn import learn, tell_notes
+from openhands_rl_plugin.training.learn import learn, report_notes
 from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
@@ -592,7 +592,7 @@ class RLAgent:
                 _LOG.warning("%s", warning)
             trainer = _trainer(weights, settings, self._policy.adapter)
             with progress_bar("optimiser steps", shown=self._progress) as bar:
-                notes = tell_notes(trainer, bar.print if bar.drawn else _LOG.info)
+                notes = report_notes(trainer, bar.print if bar.drawn else _LOG.info)
                 metrics, adapter, probe = learn(
                     trainer,
                     dataset,

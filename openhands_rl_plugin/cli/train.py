@@ -439,7 +439,7 @@ class PolicyTraining(TrainingRun):
 
     def _train(self, dataset: TrainingDataset, base_model: str) -> Adapter | None:
         """The new version, which rank 0 alone has."""
-        from openhands_rl_plugin.training.learn import learn, tell_notes
+        from openhands_rl_plugin.training.learn import learn, report_notes
 
         with from_extra("train"):
             from openhands_rl_plugin.models.generator.threads import prepare_threads
@@ -447,7 +447,7 @@ class PolicyTraining(TrainingRun):
             prepare_threads()
             from openhands_rl_plugin.training.learn import make_trainer
         trainer = make_trainer(self._args.model, self._training, self._config, base_model, self._parent)
-        tell_notes(trainer, print_note)
+        report_notes(trainer, print_note)
         with training_progress() as advanced:
             _, adapter, _ = learn(
                 trainer,

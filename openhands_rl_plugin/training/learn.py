@@ -63,12 +63,12 @@ def make_trainer(
     return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)
 
 
-def tell_notes(trainer: PolicyTrainer, say: Callable[[str], None]) -> tuple[str, ...]:
+def report_notes(trainer: PolicyTrainer, report: Callable[[str], None]) -> tuple[str, ...]:
     """Pass on, line by line, what a user should know before training begins: how the model is computed, what of it is
-    trained, who can serve that. Rank 0 says it. Returns the lines."""
+    trained, who can serve that. Rank 0 does so. Returns the lines."""
     lines = tuple(trainer.notes) if trainer.is_main_process else ()
     for line in lines:
-        say(line)
+        report(line)
     return lines
 
 

@@ -38,7 +38,7 @@ from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.credit import Credit, credited_samples, proposal_figures
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
 from openhands_rl_plugin.training.data.imitation import imitated
-from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, tell_notes
+from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, report_notes
 from openhands_rl_plugin.training.loop.plan import (
     ChosenBatch,
     LoopPlan,
@@ -204,7 +204,7 @@ class TrainingLoop:
     async def _check_training(self) -> None:
         """Load the model for training and let go of it: what cannot be trained or served is said before any episode."""
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, self._adapter())
-        tell_notes(trainer, self._listener.noted)
+        report_notes(trainer, self._listener.noted)
         if (able := getattr(trainer, "servers", None)) is not None:  # of an adapter
             await self._parts.publisher.check_servers(able)
         del trainer

@@ -1,4 +1,4 @@
-"""What of a model an adapter touches, and which servers can serve it: said before anything is computed."""
+"""What of a model an adapter touches, and which servers can serve it, before anything is computed."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_conf
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.distributed.ranks import Ranks
-from openhands_rl_plugin.training.learn import PROBE_TOKENS, tell_notes
+from openhands_rl_plugin.training.learn import PROBE_TOKENS, report_notes
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
@@ -162,7 +162,7 @@ def train_verifier(
     taught = tasks_trained_on(parent) | {task_digest(example.label.task) for example in dataset.training}
     trainer = LoraTrainer(model, training, adapter=parent)
     if on_note is not None:
-        tell_notes(trainer, on_note)
+        report_notes(trainer, on_note)
     pending = trainer.pending
     metrics = trainer.sft([example.sample() for example in dataset.training], on_progress, run=run)
     probe = trainer.probe(dataset.training[0].prompt[-PROBE_TOKENS:])
