@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
@@ -36,6 +37,11 @@ class PackedRows:
         return self._made[name]
 
 
+PLAIN_KEYS = 256
+"""Up to so many keys plain products are as fast as the fused kernel, and rounded as transformers' own are. Beyond, their
+weights would take memory that grows with the square of the length."""
+
+
 def attention_of_runs(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scaling: float, window: int | None
 ) -> Tensor:
@@ -53,8 +59,9 @@ def attention_of_runs(
         mask = None
         if run.depth or (window is not None and window < length):
             mask = rows.once((run.depth, length, window), partial(_mask, run.depth, length, window, rows.ids.device))
-        causal = mask is None
-        found.append(sdpa(own, *seen, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True))
+        causal, fused = mask is None, run.depth + length > PLAIN_KEYS
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if fused else SDPBackend.MATH):
+            found.append(sdpa(own, *seen, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True))
     return torch.cat(found, dim=2).transpose(1, 2)
 
 
