@@ -38,8 +38,8 @@ class PackedRows:
 
 
 PLAIN_KEYS = 256
-"""Up to so many keys plain products are as fast as the fused kernel, and rounded as transformers' own are. Beyond, their
-weights would take memory that grows with the square of the length."""
+"""Up to so many keys plain products are as fast as the fused kernel, and rounded as transformers' own are. The memory
+for their weights grows with the square of the length."""
 
 
 def attention_of_runs(
