@@ -56,8 +56,8 @@ def test_an_adapter_for_32b_at_64k(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     alone, *split = (line for line in capsys.readouterr().out.splitlines() if " GB (" in line)
     (eight,) = (line for line in split if line.startswith("     8: "))
-    assert "about 135.4" in alone and "about 82.7" in eight
-    assert "135 GB" in PAGE and "83 GB" in PAGE
+    assert "about 137.7" in alone and "about 85.0" in eight
+    assert "138 GB" in PAGE and "85 GB" in PAGE
 
 
 def test_another_engine_needs_nothing_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,11 +86,13 @@ def estimate_memory(model: Path, settings: TrainingSettings, longest: int, proce
     base = (parameters - outside) * (4.127 / 8 if settings.method == "qlora" else width)
     weights = whole if settings.method == "full" else int(base) // processes + outside * width + gathered + 16 * trained
     rows = max(settings.max_tokens_per_micro_batch, longest)
-    # Inputs and outputs of two normalisations; queries, keys, values and the attention's output; the gated layer.
-    attention = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"]) * shape["head_dim"]
+    # Inputs and outputs of two normalisations; the attention's output; the gated layer. Queries, keys, values and what
+    # is attended to are float32 on a processor.
+    heads = shape["num_attention_heads"]
+    attention = 2 * (heads + shape["num_key_value_heads"]) * shape["head_dim"]
     ranks = settings.lora_rank * len(settings.target_modules) if trained < parameters else 0
-    saved = 4 * hidden + attention + 3 * wide + ranks
-    kept = saved + count * hidden if settings.gradient_checkpointing else saved * count
-    # Attention scores of 128 queries exist at a time, and three copies of the float32 logits of 128 rows.
-    scratch = max((longest or rows) * shape["num_attention_heads"] * 128 * (8 + width), rows * width * 2 * wide)
-    return MemoryEstimate(weights, weights + rows * width * kept + shape["vocab_size"] * 3 * 128 * 4 + scratch)
+    saved = width * (4 * hidden + heads * shape["head_dim"] + 3 * wide + ranks) + 4 * attention
+    kept = saved + count * hidden * width if settings.gradient_checkpointing else saved * count
+    # Two copies of the gated layer, and three of the float32 logits of 128 rows, exist at a time.
+    scratch = rows * width * 2 * wide + shape["vocab_size"] * 3 * 128 * 4
+    return MemoryEstimate(weights, weights + rows * kept + scratch)
