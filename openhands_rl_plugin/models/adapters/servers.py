@@ -6,9 +6,10 @@ A kind is a class; ``open_server`` chooses it by name, or by ``owned_by`` in the
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic_core import from_json
@@ -87,52 +88,40 @@ ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 _SAME = 0.05  # mean nats that rounding moves logprobs of equal requests by, at most
 
 
-class AdapterServer(Protocol):
+class AdapterServer(ABC):
     """A server with adapters. Every method raises ``PublishError``."""
 
-    url: str
-
-    async def loaded(self) -> Mapping[str, str]:
-        """The loaded adapters: name -> the path that each was loaded from."""
-        ...
-
-    async def most_loaded(self) -> int | None:
-        """How many adapters it holds at most; ``None`` where it does not say."""
-        ...
-
-    async def load(self, adapter: Adapter) -> None:
-        """Serve ``adapter`` under its name."""
-        ...
-
-    async def unload(self, name: str) -> None:
-        """Stop serving it once its requests in flight have ended. One that is not loaded is no error."""
-        ...
-
-    async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
-        """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
-        ...
-
-    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
-        """Whether it is known to report logprobs of temperature 1 for what it samples at another one."""
-        ...
-
-    async def served_model(self, name: str) -> str:
-        """The ``model`` of a completion request that is to be sampled with the adapter."""
-        ...
-
-
-class _HTTPServer:
     def __init__(self, connection: Connection) -> None:
         self._http = connection
         self.url = connection.root
 
     async def loaded(self) -> Mapping[str, str]:
-        """``GET /v1/models``: a model with a parent is an adapter."""
+        """The loaded adapters: name -> the path that each was loaded from. Models with a parent are adapters."""
         return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
 
     async def most_loaded(self) -> int | None:
-        """It does not say."""
+        """How many adapters it holds at most; ``None`` where it does not say."""
         return None
+
+    @abstractmethod
+    async def load(self, adapter: Adapter) -> None:
+        """Serve ``adapter`` under its name."""
+
+    @abstractmethod
+    async def unload(self, name: str) -> None:
+        """Stop serving it once its requests in flight have ended. One that is not loaded is no error."""
+
+    @abstractmethod
+    async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
+        """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
+
+    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
+        """Whether it is known to report logprobs of temperature 1 for what it samples at another one."""
+        return False
+
+    async def served_model(self, name: str) -> str:
+        """The ``model`` of a completion request that is to be sampled with the adapter."""
+        return name
 
     async def _base(self) -> ListedModel:
         bases = (await _cards(self._http)).bases
@@ -157,7 +146,7 @@ async def prompt_logprobs(http: Connection, model: str, token_ids: Sequence[int]
     return await http.ask("v1/completions", body, pick, f"{model} cannot be probed at {http.root}")
 
 
-class VLLMServer(_HTTPServer):
+class VLLMServer(AdapterServer):
     """vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``.
 
     It loads more adapters than fit into a batch: it evicts the least recently used ones and reads them again.
@@ -213,10 +202,6 @@ class VLLMServer(_HTTPServer):
             for temperature in (1.0, 3.0)
         ]
         return sum(abs(one - other) for one, other in zip(cold, hot, strict=True)) < _SAME * len(cold)
-
-    async def served_model(self, name: str) -> str:
-        """The adapter's name."""
-        return name
 
 
 class EmbeddedServer(VLLMServer):
@@ -283,7 +268,7 @@ class WeightsServer(EmbeddedServer):
             )
 
 
-class SGLangServer(_HTTPServer):
+class SGLangServer(AdapterServer):
     """SGLang, started with ``--enable-lora --max-lora-rank N --lora-target-modules all``."""
 
     async def most_loaded(self) -> int | None:
@@ -324,10 +309,6 @@ class SGLangServer(_HTTPServer):
 
         return await self._http.ask("generate", body, pick, f"{name} cannot be probed at {self.url}")
 
-    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
-        """Not as it is started by default."""
-        return False
-
     async def served_model(self, name: str) -> str:
         """``BASE:ADAPTER``. SGLang answers with the base model, and no error, for the adapter's name alone."""
         base = (await self._base()).id
@@ -343,11 +324,7 @@ class SGLangServer(_HTTPServer):
             raise PublishError(f"{what}: {problem}")
 
 
-_KINDS: Mapping[str, type[VLLMServer] | type[SGLangServer]] = {
-    "embedded": EmbeddedServer,
-    "vllm": VLLMServer,
-    "sglang": SGLangServer,
-}
+_KINDS: Mapping[str, type[AdapterServer]] = {"embedded": EmbeddedServer, "vllm": VLLMServer, "sglang": SGLangServer}
 # ``owned_by`` of the models that each kind lists.
 _OWNERS = {"openhands_rl_plugin": "embedded", "vllm": "vllm", "sglang": "sglang"}
 

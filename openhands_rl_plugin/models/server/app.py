@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,6 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import listening, read_body, serving
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
 from openhands_rl_plugin.core.templates.parsing import RenderError
-from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import DEFAULT_ADAPTERS, ServerConfig
 from openhands_rl_plugin.models.generator.errors import (
@@ -41,7 +41,6 @@ from openhands_rl_plugin.models.generator.sequence import DecodingParams, Delta,
 from openhands_rl_plugin.models.server.wire import (
     ERROR_HANDLERS,
     SSE_DONE,
-    Body,
     ChatCompletionRequest,
     CompletionRequest,
     Conversation,
@@ -60,7 +59,6 @@ from openhands_rl_plugin.models.server.wire import (
     now,
     parse_tool_calls,
     present,
-    safe_length,
     sse_event,
     tool_call_bodies,
     unless_disconnected,
@@ -73,6 +71,7 @@ _UNLOAD_GRACE = 0.25
 _LONG_BODY = 256 * 1024
 _LEAST_PER_TOKEN = 16
 """Characters that a token may stand for at least, whatever the longest one in the vocabulary has."""
+_BEGINS_CALL = re.compile(r"[<`{]")
 _SAMPLED = {field.name for field in fields(DecodingParams)} - {"max_tokens", "top_logprobs"}
 Ids = tuple[int, ...]
 Events = asyncio.Queue[tuple[int, Delta | Future[Generation]]]
@@ -374,65 +373,50 @@ class ModelEndpoints:
             submitted.cancel()
 
 
-@dataclass
-class _Choice:
-    """State of a streamed choice; with tools, text that may become a tool call is buffered."""
-
-    tools: Sequence[JsonObject]
-    whole: str = ""
-    sent: int = 0
-
-    def add(self, text: str) -> str:
-        """Append ``text``; returns the content that can be sent now."""
-        self.whole += text
-        stop = safe_length(self.whole) if self.tools else len(self.whole)
-        fresh = self.whole[self.sent : stop]
-        self.sent = max(self.sent, stop)
-        return fresh
-
-    def rest(self) -> tuple[str, list[Body]]:
-        """At the end: the buffered text, and the tool calls that were parsed from it."""
-        parsed = parse_tool_calls(self.whole, self.tools)
-        calls = tool_call_bodies(parsed.calls)
-        return parsed.spoken[self.sent :], [{"index": i, **call} for i, call in enumerate(calls)]
-
-
 async def _chat_events(
     events: Events, request: ChatCompletionRequest, submitted: _Submitted, formatter: Formatter
 ) -> AsyncIterator[str]:
     """The events of a chat completion, up to and including ``[DONE]``; an error event where a choice fails.
 
-    Cancels the choices when the client disconnects.
+    Where tools are offered, text behind a sign that a call may begin with waits for the end of the choice. Cancels the
+    choices when the client disconnects.
     """
     head = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk", "created": now(), "model": submitted.model}
-    choices = [_Choice(request.callable) for _ in submitted.handles]
+    tools, count = request.callable, len(submitted.handles)
+    texts, sent = [""] * count, [0] * count
     finished: dict[int, Generation] = {}
     try:
-        for index in range(len(choices)):
+        for index in range(count):
             first = chunk_choice(index, delta={"role": "assistant", "content": ""})
             ids = list(submitted.prompts[0]) if index == 0 and request.return_token_ids else None
             yield sse_event(chunk_body(head, [first], prompt_token_ids=ids))
-        while len(finished) < len(choices):
+        while len(finished) < count:
             index, event = await events.get()
             if isinstance(event, Delta):
+                texts[index] += event.text
+                held = _BEGINS_CALL.search(texts[index]) if tools else None
+                text = texts[index][sent[index] : held.start() if held else None]
+                sent[index] += len(text)
                 choice = chunk_choice(
                     index,
-                    delta=present({"content": choices[index].add(event.text) or None}),
+                    delta=present({"content": text or None}),
                     logprobs=formatter.chat_logprobs(event.sampled) if request.logprobs else None,
                     token_ids=[one.token for one in event.sampled] if request.return_token_ids else None,
                 )
             else:
                 finished[index] = answer = event.result()
-                text, calls = choices[index].rest()
+                parsed = parse_tool_calls(answer.text, tools)
+                calls = [{"index": at, **call} for at, call in enumerate(tool_call_bodies(parsed.calls))]
+                rest = parsed.text[sent[index] :]
                 choice = chunk_choice(
                     index,
                     "tool_calls" if calls else answer.finish_reason,
-                    delta=present({"content": text or None, "tool_calls": calls or None}),
+                    delta=present({"content": rest or None, "tool_calls": calls or None}),
                     stop_reason=answer.stop_reason,
                 )
             yield sse_event(chunk_body(head, [choice]))
         if request.stream_options and request.stream_options.include_usage:
-            counts = usage([finished[at] for at in range(len(choices))], len(choices))
+            counts = usage([finished[at] for at in range(count)], count)
             yield sse_event(chunk_body(head, [], usage=counts))
         yield SSE_DONE
     except ServingError as error:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import to_json
@@ -18,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.core.messages import calls_in
-from openhands_rl_plugin.core.templates.json_calls import OPEN, fenced_call, parse_tool_call_json
+from openhands_rl_plugin.core.templates.json_calls import fenced_call, parse_tool_call_json
 from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.models.generator.errors import ServingError
@@ -446,20 +444,13 @@ def now() -> int:
     return int(time.time())
 
 
-_OPEN = re.compile(re.escape(OPEN), re.IGNORECASE)
-_FENCED = re.compile(r"\s*+(?:`{0,2}\Z|```(?:j|js|jso|json)?\s*+(?:\Z|\{))", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class ParsedText:
-    """The text around the calls without white space at its ends (None when there is none), and the calls.
-
-    ``spoken`` is that text as the model wrote it: what a stream has sent is the beginning of it.
-    """
+class ParsedText(NamedTuple):
+    """The text around the calls without white space at its ends (None when there is none), the calls, and the text as
+    the model wrote it."""
 
     content: str | None
     calls: tuple[ToolCall, ...]
-    spoken: str = ""
+    text: str = ""
 
 
 def parse_tool_calls(text: str, tools: Sequence[JsonObject]) -> ParsedText:
@@ -472,8 +463,8 @@ def parse_tool_calls(text: str, tools: Sequence[JsonObject]) -> ParsedText:
         return ParsedText(None, (call,))
     if parsed.problems or not parsed.calls:
         return ParsedText(text, (), text)
-    spoken = parsed.before + parsed.after
-    return ParsedText(spoken.strip() or None, parsed.calls, spoken)
+    around = parsed.before + parsed.after
+    return ParsedText(around.strip() or None, parsed.calls, around)
 
 
 def answer_message(text: str, tools: Sequence[JsonObject], *, turn: int) -> Message:
@@ -481,15 +472,3 @@ def answer_message(text: str, tools: Sequence[JsonObject], *, turn: int) -> Mess
     parsed = parse_tool_calls(text, tools)
     calls = tuple(call.model_copy(update={"id": f"call_{turn}_{at}"}) for at, call in enumerate(parsed.calls))
     return Message(role="assistant", content=parsed.content, tool_calls=calls)
-
-
-def safe_length(text: str) -> int:
-    """How much of an unfinished answer is surely plain content: up to a call or what may become one."""
-    if _FENCED.match(text):
-        return 0
-    if match := _OPEN.search(text):
-        return match.start()
-    for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
-        if text[-length:].lower() == OPEN[:length]:
-            return len(text) - length
-    return len(text)
