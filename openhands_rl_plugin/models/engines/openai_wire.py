@@ -12,9 +12,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import from_json, to_json
 
 from openhands_rl_plugin.core.arrays import Floats, Ids
@@ -49,29 +48,6 @@ _ASKED_FOR = frozenset({*IDS, LOGPROBS})
 _HOLDERS = frozenset({"choices", "message", "delta", _ELSEWHERE})
 _RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *IDS})
 _IN_MESSAGE = ("role", "content", "tool_calls", "function_call", _ELSEWHERE)
-
-
-class _Logprob(TypedDict):
-    logprob: float
-
-
-@with_config(ConfigDict(extra="allow"))
-class _Logprobs(TypedDict):
-    content: NotRequired[list[_Logprob] | None]
-
-
-@with_config(ConfigDict(extra="allow"))
-class _Choice(TypedDict):
-    logprobs: NotRequired[_Logprobs | None]
-
-
-@with_config(ConfigDict(extra="allow"))
-class _Answer(TypedDict):
-    choices: list[_Choice]
-
-
-_ANSWER = TypeAdapter(_Answer)
-"""A completion with the ``logprob`` of each token alone: its other fields are most of the values of the text."""
 
 
 def arrays_as_texts(body: bytes) -> tuple[bytes, int]:
@@ -205,12 +181,9 @@ def without(value: Any, hidden: frozenset[str]) -> Any:
 
 
 def parsed_completion(body: bytes) -> Any:
-    """As ``parsed``, with arrays of token ids as texts, and of a token's logprobs the number alone."""
+    """As ``parsed``, with arrays of token ids as texts."""
     rest, count = arrays_as_texts(body)
-    try:
-        document: Any = _ANSWER.validate_json(rest)
-    except ValidationError:
-        document = parsed(rest)
+    document = parsed(rest)
     if count and count > sum(isinstance(each, str) for each in _arrays(document)):
         return parsed(body)  # one stands where no ids are expected
     return document

@@ -26,32 +26,32 @@ def merge_sampling(given: SamplingParams | None, default: SamplingParams) -> Sam
 class ConversationSeeds:
     """Numbers for the seeds of an episode's calls.
 
-    A number follows from the conversation that an answer is sampled to, and from how often that was asked about. So an
-    episode can be sampled again whatever is played beside it, and whichever of its own branches is answered first. The
+    A number follows from the conversation that an answer is sampled to, and from how many calls there were about it. So
+    an episode can be sampled again whatever runs beside it, and whichever of its own branches is answered first. The
     first call's is 0, so that a request's seed is the one that its first answer is sampled with.
     """
 
     def __init__(self) -> None:
         self._first: int | None = None
-        self._asked: Counter[int] = Counter()
+        self._calls: Counter[int] = Counter()
 
     def copy(self) -> ConversationSeeds:
         """The numbers as they are now."""
         copied = ConversationSeeds()
-        copied._first, copied._asked = self._first, self._asked.copy()
+        copied._first, copied._calls = self._first, self._calls.copy()
         return copied
 
     def next(self, messages: Sequence[Message]) -> int:
         """The number of the next call about ``messages``."""
-        said = 0
+        digest = 0
         for message in messages:
-            said = zlib.crc32(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"), said)
+            digest = zlib.crc32(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"), digest)
             for call in message.tool_calls:
-                said = zlib.crc32(repr((call.name, call.arguments)).encode("utf-8", "surrogatepass"), said)
-        self._first = said if self._first is None else self._first
-        times = self._asked[said]
-        self._asked[said] += 1
-        return (said ^ self._first) + times * _SEED_STEP
+                digest = zlib.crc32(repr((call.name, call.arguments)).encode("utf-8", "surrogatepass"), digest)
+        self._first = digest if self._first is None else self._first
+        times = self._calls[digest]
+        self._calls[digest] += 1
+        return (digest ^ self._first) + times * _SEED_STEP
 
 
 class SeededEngine:
