@@ -44,11 +44,6 @@ class GeneratorConfig(BaseModel):
     )
     threads: int | None = Field(default=None, ge=1, description="torch threads; None: torch's own choice.")
 
-    @property
-    def base_name(self) -> str:
-        """The name under which the model without an adapter is served."""
-        return self.model
-
 
 class ServerConfig(GeneratorConfig):
     """The generation core behind HTTP."""
