@@ -221,7 +221,6 @@ class AdapterPublisher:
             self._store.keep_probe(adapter, probe)
         probe = probe or self._store.probe(adapter)
         servers = await self._open_servers()
-        await _on_all(servers, lambda server: self._make_room(server, adapter))
         await _on_all(servers, lambda server: self._load(server, adapter, undo))
         differences = await self._probe_servers(servers, adapter, probe) if probe else []
         return servers, max(differences, default=None)
@@ -276,23 +275,6 @@ class AdapterPublisher:
     def _check(self, adapter: Adapter) -> None:
         """Raise ``PublishError`` for what no server can serve."""
         check_servable(adapter)
-
-    async def _make_room(self, server: AdapterServer, adapter: Adapter) -> None:
-        """Unload unused versions where the server has no room for one more."""
-        if (most := await server.most_loaded()) is None:
-            return
-        loaded = set(await server.loaded()) - {adapter.name}
-        current = self._store.current(_name(adapter))
-        free = [each.name for each in self._versions_of(adapter) if each.name in loaded and each != current]
-        while len(loaded) >= most and free:
-            await server.unload(free[0])
-            loaded.discard(free.pop(0))
-        if len(loaded) >= most:
-            raise _publish_error(
-                adapter,
-                f"{server.url} holds {most} adapters at most and serves {', '.join(sorted(loaded))}; start "
-                f"it with --max-loaded-loras {len(loaded) + 1}",
-            )
 
     async def _retire_older(
         self, servers: Sequence[AdapterServer], adapter: Adapter

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -98,10 +97,6 @@ class AdapterServer(ABC):
     async def loaded(self) -> Mapping[str, str]:
         """The loaded adapters: name -> the path that each was loaded from. Models with a parent are adapters."""
         return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
-
-    async def most_loaded(self) -> int | None:
-        """How many adapters it holds at most; ``None`` where it does not say."""
-        return None
 
     @abstractmethod
     async def load(self, adapter: Adapter) -> None:
@@ -269,14 +264,10 @@ class WeightsServer(EmbeddedServer):
 
 
 class SGLangServer(AdapterServer):
-    """SGLang, started with ``--enable-lora --max-lora-rank N --lora-target-modules all``."""
+    """SGLang, started with ``--enable-lora --max-lora-rank N --lora-target-modules all``.
 
-    async def most_loaded(self) -> int | None:
-        """From ``/server_info``, which versions before 0.5 do not have."""
-        with suppress(RefusedByServer):
-            what = f"SGLang at {self.url} does not report its options"
-            return await self._http.ask("server_info", None, lambda info: info.get("max_loaded_loras"), what)
-        return None
+    It refuses more adapters than its ``--max-loaded-loras``.
+    """
 
     async def load(self, adapter: Adapter) -> None:
         """``POST /load_lora_adapter``, unpinned: a pinned adapter holds a place in every batch."""

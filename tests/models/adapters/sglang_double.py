@@ -31,7 +31,7 @@ BASE = "tiny-base"
 
 @dataclass
 class SGLangDouble:
-    """The server's state. ``info`` is what ``/server_info`` answers."""
+    """The server's state. ``info``: its options."""
 
     generator: Generator
     info: dict[str, object] = field(default_factory=lambda: {"enable_lora": True, "max_loaded_loras": 4})
@@ -48,7 +48,6 @@ class SGLangDouble:
         return Starlette(
             routes=[
                 Route("/v1/models", self._models),
-                Route("/server_info", self._info),
                 Route("/load_lora_adapter", self._load, methods=["POST"]),
                 Route("/unload_lora_adapter", self._unload, methods=["POST"]),
                 Route("/generate", self._generate, methods=["POST"]),
@@ -62,9 +61,6 @@ class SGLangDouble:
         cards = [card(self.served_name, self.served_name, None)]
         cards += [card(name, path, self.served_name) for name, path in self.adapters.items()]
         return JSONResponse({"object": "list", "data": cards})
-
-    async def _info(self, _: Request) -> Response:
-        return JSONResponse({"model_path": "tiny", "version": "0.5.6", "internal_states": [], **self.info})
 
     async def _load(self, request: Request) -> Response:
         body = await request.json()
