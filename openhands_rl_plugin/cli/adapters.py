@@ -85,9 +85,8 @@ async def run(args: argparse.Namespace) -> int:
         served = await publisher.served_model(adapter)
     proof = "no probe" if report.difference is None else f"probe within {report.difference:.4f} nats"
     print(f"{adapter.name} is in use after {report.seconds:.1f} s ({proof}); its model name is {served}")
-    for what, names in (("unloaded", report.unloaded), ("could not be unloaded yet", report.stale)):
-        if names:
-            print(f"  {what}: {', '.join(names)}")
+    if report.unloaded:
+        print(f"  unloaded: {', '.join(report.unloaded)}")
     return 0
 
 

@@ -127,15 +127,14 @@ log = redacting_logger(__name__)
 class PublishReport(Frozen):
     """The result of a publication. ``difference``: mean absolute difference of the probe's logprobs, in nats.
 
-    It is the largest of all servers, and ``None`` without a probe. ``unloaded`` versions are no longer served;
-    ``stale`` ones could not be unloaded, which is tried again with the next publication.
+    It is the largest of all servers, and ``None`` without a probe. ``unloaded`` versions are no longer served; one that
+    could not be unloaded is tried again with the next publication.
     """
 
     adapter: str
     seconds: float
     difference: float | None
     unloaded: tuple[str, ...]
-    stale: tuple[str, ...] = ()
 
 
 class AdapterPublisher:
@@ -192,13 +191,12 @@ class AdapterPublisher:
             servers, difference = await self._load_and_probe(adapter, probe, undo)
             self._store.point(adapter)
             undo.pop_all()
-        unloaded, stale = await self._retire_older(servers, adapter)
+        unloaded = await self._retire_older(servers, adapter)
         return PublishReport(
             adapter=adapter.name,
             seconds=time.monotonic() - started,
             difference=difference,
             unloaded=unloaded,
-            stale=stale,
         )
 
     async def stage(self, adapter: Adapter, probe: Probe | None = None) -> float | None:
@@ -276,29 +274,24 @@ class AdapterPublisher:
         """Raise ``PublishError`` for what no server can serve."""
         check_servable(adapter)
 
-    async def _retire_older(
-        self, servers: Sequence[AdapterServer], adapter: Adapter
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Unload all but the newest ``keep`` versions: (unloaded, not unloaded everywhere)."""
-        unloaded: dict[str, bool] = {}
+    async def _retire_older(self, servers: Sequence[AdapterServer], adapter: Adapter) -> tuple[str, ...]:
+        """Unload all but the newest ``keep`` versions, whose names are returned."""
+        unloaded: set[str] = set()
 
         async def retire(server: AdapterServer) -> None:
             loaded = await server.loaded()
-            others = [
-                each.name for each in self._versions_of(adapter) if each.name in loaded and each.name != adapter.name
-            ]
+            versions = self._store.versions(adapter.name.rpartition("-v")[0])
+            others = [each.name for each in versions if each.name in loaded and each.name != adapter.name]
             for name in others[: max(0, len(others) - (self._keep - 1))]:
-                unloaded[name] = False
                 await server.unload(name)
-                unloaded[name] = True
+                unloaded.add(name)
 
         try:
             await _on_all(servers, retire)
         except PublishError as error:
             # The new version is in use, so this is no reason to refuse it.
             log.warning("%s is in use, but an older version stays loaded: %s", adapter.name, error)
-        done = tuple(name for name, gone in unloaded.items() if gone)
-        return done, tuple(name for name, gone in unloaded.items() if not gone)
+        return tuple(sorted(unloaded))
 
     async def _load(self, server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -> None:
         path = (await server.loaded()).get(adapter.name)
@@ -344,9 +337,6 @@ class AdapterPublisher:
             log.warning("%s; the version is used all the same", error)
         return differences
 
-    def _versions_of(self, adapter: Adapter) -> tuple[Adapter, ...]:
-        return self._store.versions(_name(adapter))
-
 
 def publisher_for(
     serving: ServingSettings,
@@ -379,10 +369,6 @@ async def _on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) 
             raise first
         raise PublishError(f"{len(failures)} of {len(servers)} servers failed: {first}") from first.__cause__
     return [each for each in ended if not isinstance(each, BaseException)]
-
-
-def _name(adapter: Adapter) -> str:
-    return adapter.name.rpartition("-v")[0]
 
 
 class WeightsPublisher(AdapterPublisher):
