@@ -91,9 +91,6 @@ class OpenAIEngine:
         self._server = HttpUpstream(base_url, key, timeout, connections=self._connections)
         self._single = False
 
-    def __repr__(self) -> str:
-        return f"OpenAIEngine(model={self.model!r}, base_url={self.base_url!r})"
-
     async def complete(
         self,
         messages: Sequence[Message],

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ssl
 from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -160,12 +158,6 @@ def _fetch(
         raise ConfigError(f"{named_by} {base_url!r:.100} is not a URL: {error}") from error
 
 
-def uses_proxy(url: str) -> bool:
-    """Whether the environment names a proxy for the URL."""
-    parts, proxies = urlsplit(url), getproxies()
-    return bool(proxies.get(parts.scheme) or proxies.get("all")) and not proxy_bypass(parts.hostname or "")
-
-
 _SECONDS = 10.0
 _PROBE_SECONDS = 60.0
 _SHOWN = 5
@@ -197,18 +189,11 @@ def check_model_server(base_url: str, model: str, api_key: str | None = None, *,
 def check_answers(base_url: str, api_key: str | None = None, *, named_by: str = "--base-url") -> list[str]:
     """The names that a server lists; none for one without such a list.
 
-    Raises ``InfrastructureError`` where nothing answers, ``ConfigError`` for a wrong URL or key. What is behind a proxy
-    or sends a certificate that is not known here may answer to who sends the completions.
+    Raises ``InfrastructureError`` where nothing answers, ``ConfigError`` for a wrong URL or key.
     """
     try:
         return [each.id for each in listed_models(base_url, api_key, _SECONDS, named_by=named_by) or ()]
     except InfrastructureError as error:
-        answered = (cause := server_error(error)) is not None and cause.headers is not None
-        if answered or _of_tls(error) or uses_proxy(base_url):
+        if (answer := server_error(error)) is not None and answer.headers is not None:
             return []
         raise
-
-
-def _of_tls(error: BaseException) -> bool:
-    below = error.__cause__ or error.__context__
-    return isinstance(error, ssl.SSLError) or (below is not None and _of_tls(below))

@@ -69,35 +69,26 @@ def error_body(status: int, message: str, kind: str, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-async def _on_serving_error(_: Request, error: ServingError) -> Response:
-    return json_response(error_body(error.status, error.message, error.kind, error.param), error.status)
+async def _on_error(_: Request, error: Exception) -> Response:
+    """Of a body the first three problems, each with its field. 499 is for the access log: the client has left."""
+    match error:
+        case ServingError():
+            body = error_body(error.status, error.message, error.kind, error.param)
+        case ValidationError():
+            problems = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:3]]
+            first = error.errors()[0]["loc"]
+            body = error_body(400, "; ".join(problems), "BadRequestError", str(first[0]) if first else None)
+        case HTTPException():  # an unknown path or method
+            kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+            body = error_body(error.status_code, error.detail, kind)
+        case _:
+            return Response(status_code=499)
+    return json_response(body, body["error"]["code"])
 
 
-async def _on_invalid_body(_: Request, error: ValidationError) -> Response:
-    """400 with the first three problems, each with its field."""
-    problems = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:3]]
-    first = error.errors()[0]["loc"]
-    body = error_body(400, "; ".join(problems), "BadRequestError", str(first[0]) if first else None)
-    return json_response(body, 400)
-
-
-async def _on_http_exception(_: Request, error: HTTPException) -> Response:
-    """An unknown path or method."""
-    kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-    return json_response(error_body(error.status_code, error.detail, kind), error.status_code)
-
-
-async def _on_disconnect(_: Request, __: ClientDisconnect) -> Response:
-    """For the access log only: the client has closed the connection."""
-    return Response(status_code=499)
-
-
-ERROR_HANDLERS: Mapping[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
-    ServingError: _on_serving_error,
-    ValidationError: _on_invalid_body,
-    HTTPException: _on_http_exception,
-    ClientDisconnect: _on_disconnect,
-}
+ERROR_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
+    (ServingError, ValidationError, HTTPException, ClientDisconnect), _on_error
+)
 """The ``exception_handlers`` of a Starlette application."""
 
 MAX_CHOICES = 64

@@ -8,13 +8,10 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.models.engines.server_models import check_answers
 
 
-def test_behind_a_proxy_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    check_answers("https://models.invalid/v1")
-    for direct in ("https://127.0.0.1:9/v1", "http://127.0.0.1:9/v1"):
+def test_nothing_there_is_one_line() -> None:
+    for away in ("https://127.0.0.1:9/v1", "http://127.0.0.1:9/v1"):
         with pytest.raises(InfrastructureError, match="no model server answers"):
-            check_answers(direct)
+            check_answers(away)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999/v1", "ftp://127.0.0.1/v1", "http://[::1/v1"])
