@@ -23,18 +23,21 @@ class Array[T: (int, float)](Sequence[T]):
 
     def __init__(self, numbers: Iterable[T] | bytes = ()) -> None:
         try:
-            if not isinstance(numbers, bytes | type(self)):
+            if isinstance(numbers, bytes):
+                self._data = numbers
+            elif type(numbers) is type(self):
+                self._data = numbers._data
+            else:
                 given = tuple(numbers)
-                numbers = struct.pack(f"{len(given)}{self.code}", *given)
+                self._data = struct.pack(f"{len(given)}{self.code}", *given)
         except (struct.error, OverflowError, TypeError) as error:
             raise ValueError(f"these are no {type(self).__name__}: {error}") from error
-        self._data = bytes(numbers)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def __buffer__(self, flags: int) -> memoryview:
         return memoryview(self._data).cast(self.code)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def __len__(self) -> int:
-        return len(self.__buffer__(0))
+        return len(self._data) // struct.calcsize(self.code)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.__buffer__(0))
@@ -44,7 +47,7 @@ class Array[T: (int, float)](Sequence[T]):
         return type(self)(found.tobytes()) if isinstance(found, memoryview) else found
 
     def __add__(self, other: Iterable[T]) -> Self:
-        return type(self)(self._data + bytes(type(self)(other)))
+        return type(self)(self._data + type(self)(other)._data)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, tuple | list):

@@ -7,6 +7,7 @@ have several paths (segments) that were all acted on.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -239,8 +240,12 @@ class Tokens(Frozen):
     def known_logprobs(values: Sequence[float], count: int) -> Floats:
         """A logprob for each of ``count`` ids, or nothing where one is missing, no number, out of range, or above 0 by
         more than rounding: such a server gives probabilities or logits."""
-        known = len(values) == count and all(-LARGEST <= value <= 1e-4 for value in values)
-        return Floats([min(value, 0.0) for value in values] if known else ())
+        if not values or len(values) != count or not math.isfinite(sum(values)):
+            return Floats()
+        low, high = min(values), max(values)
+        if low < -LARGEST or high > 1e-4:
+            return Floats()
+        return Floats(values if high <= 0 else [min(value, 0.0) for value in values])
 
 
 _TRL = "trl-policy"  # whose versions are counted without zeros

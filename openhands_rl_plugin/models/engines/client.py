@@ -131,7 +131,7 @@ class _Connection(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while isinstance(event := await self._event(), h11.Data):
-            yield bytes(event.data)
+            yield event.data
 
     async def aclose(self) -> None:
         """Keep it for the next request; one in the middle of a response is closed."""
