@@ -60,7 +60,6 @@ from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     JsonObject,
     Limits,
-    Message,
     PolicyRef,
     SamplingParams,
     StopReason,
@@ -329,11 +328,6 @@ class ClientSession(Session):
             raise StorageError(f"the stored episode {stored.id} is none of a gateway")
         self.follow_tree()
         self.last_used = stored.times.finished
-        nodes = self.tree.nodes
-        first = next((at for at, node in enumerate(nodes) if node.metadata.get(TOOLS)), None)
-        if first is not None and not self.tree.tools:
-            tools: Any = nodes[first].metadata[TOOLS]
-            self._offer(tools, first, nodes[path_to(nodes, first)[0]].message)
 
     def as_sampled(self, prompt: Sequence[WireMessage]) -> list[WireMessage]:
         """A prompt with the answers that it has in common with the tree as they were sampled."""
@@ -420,7 +414,9 @@ class ClientSession(Session):
             self._ask(next((node.message.content for node in turns if node.message.role == "user"), None))
         times = Times(started=self.started, finished=self.last_used)
         frozen = self.freeze(stop=self.stop or stop, evidence=evidence)
-        trajectory = frozen.model_copy(update={"policy": self._first_policy(), "times": times})
+        # The weights that gave the first answer; what was asked beside the episode may be of others.
+        policy = next((node.policy for node in turns if node.policy), self.policy)
+        trajectory = frozen.model_copy(update={"policy": policy, "times": times})
         await self.end(trajectory)
         return trajectory.id
 
@@ -438,16 +434,11 @@ class ClientSession(Session):
         task = self.request.task.model_copy(update={"instruction": instruction or self.request.task.instruction})
         self.request = self.request.model_copy(update={"task": task})
 
-    def _first_policy(self) -> PolicyRef:
-        """The weights that gave the first answer; what was asked beside the episode may be of others."""
-        known = sorted((node for node in self.tree.nodes if node.policy), key=lambda node: kind_of(node) != TURN)
-        return (known[0].policy if known else None) or self.policy
-
     def _is_aside(self, call: ClientRequest, messages: Sequence[WireMessage]) -> bool:
         """Whether the request is no turn of the episode, before it is part of the tree."""
         tree = self.tree
         if call.tools and not tree.tools:
-            self._offer(call.tools, len(tree.nodes), messages[0])
+            self._offer(call.tools, messages[0])
         if call.tools or not tree.tools or not any(node.sampled for node in tree.nodes):
             return False
         if any(message["role"] == "assistant" for message in call.messages):
@@ -455,18 +446,17 @@ class ClientSession(Session):
         roots = [tree.nodes[at] for at in tree.children(None) if kind_of(tree.nodes[at]) == TURN]
         return not any(says(call.messages[0], root.message) for root in roots)
 
-    def _offer(self, tools: Sequence[JsonObject], stop: int, opening: WireMessage | Message) -> None:
-        """The session's tools came with a conversation that begins with ``opening``, after the nodes before ``stop``.
+    def _offer(self, tools: Sequence[JsonObject], opening: WireMessage) -> None:
+        """The session's tools come with a conversation that begins with ``opening``.
 
         What was asked before is aside when it is no beginning of that conversation and nothing went on from it.
         """
         tree = self.tree
         tree.tools = tuple(tools)
-        begins = to_wire(opening) if isinstance(opening, Message) else opening
-        for at, node in enumerate(tree.nodes[:stop]):
+        for at, node in enumerate(tree.nodes):
             if node.sampled:
-                node.metadata[TOOLS] = []
-            if node.parent is None and kind_of(node) == TURN and not says(begins, node.message) and self._is_alone(at):
+                node.metadata.setdefault(TOOLS, [])
+            if node.parent is None and kind_of(node) == TURN and not says(opening, node.message) and self._is_alone(at):
                 self._mark(at, SIDE)
         if tree.head is not None and kind_of(tree.nodes[tree.head]) == SIDE:
             tree.head = None

@@ -90,7 +90,6 @@ LATEST = "latest"
 NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore
 _LONGEST_ERROR, _MOST_RESPONSES = 2000, 65536
-_EVENTS_AT_ONCE = 256  # of one stream in one turn of the event loop
 _SHUTDOWN_SECONDS, _MAX_SWEEP_SECONDS = 10, 60.0
 _PROTOCOLS = {each.path: each for each in (CHAT, MESSAGES, RESPONSES)}
 # Paths of completions that are passed on, but have no place in an episode.
@@ -437,9 +436,7 @@ async def _streamed(stream: AnswerStream, response: httpx.Response, to: PendingC
     """Pass the events on; returns the last ones, which wait until the answer is stored."""
     reader, held = EventStreamReader(), list[bytes]()
     async for data in parts(response):
-        for number, received in enumerate(reader.feed(data), 1):
-            if not number % _EVENTS_AT_ONCE:
-                await asyncio.sleep(0)
+        for received in reader.feed(data):
             if not to.begun and (found := error_in(parse_object(received.data))) is not None:
                 headers = {**to.headers, "content-type": JSON}
                 raise ServerError(found[0], "an error in a stream", received.data, headers)

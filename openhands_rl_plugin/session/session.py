@@ -174,8 +174,8 @@ def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstrea
         return EngineUpstream(_made[key])
 
 
-_STOP, _CLOSED = "</function", "</function>"
-"""Where OpenHands asks the server to stop, and what stands there in the prompts that follow."""
+_OPEN, _STOP, _CLOSED = "<function=", "</function", "</function>"
+"""How a call begins, where OpenHands asks the server to stop, and what stands there in the prompts that follow."""
 _CALL = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
 
@@ -198,9 +198,8 @@ class SampledTexts:
         answer = completion.message
         if answer.content and not answer.tool_calls:
             text = answer.content
-            if completion.finish_reason == "stop" and not text.rstrip().endswith(_CLOSED):
-                # The stop word cut the closing tag.
-                text = text.removesuffix(_STOP) + _CLOSED if _is_cut(text, completion.metadata) else text
+            if completion.finish_reason == "stop" and text.rfind(_OPEN) > text.rfind(_CLOSED):
+                text = text.removesuffix(_STOP) + _CLOSED  # the stop word cut the closing tag
             self._texts[answer] = text
 
     def put_back(self, prompt: Sequence[WireMessage], path: Sequence[Message]) -> list[WireMessage]:
@@ -255,18 +254,6 @@ def _plain(value: str) -> str:
 def _in_form_of(content: Any, text: str) -> Any:
     """A text, or a list of parts as some requests have them; the last one has the mark of the prompt cache."""
     return [{**content[-1], "type": "text", "text": text}] if isinstance(content, list) and content else text
-
-
-def _is_cut(text: str, metadata: JsonObject) -> bool:
-    """Whether the stop word ended it, as servers say in ``stop_reason`` (SGLang: ``matched_stop``); of others that is
-    what an open call means."""
-    response: Any = metadata["response"]
-    choice = response["choices"][0]
-    for place in (choice, choice.get("provider_specific_fields") or {}):
-        for name in ("stop_reason", "matched_stop"):
-            if name in place:
-                return place[name] == _STOP
-    return _CALL.search(text) is not None
 
 
 _SEEDS = 2**31

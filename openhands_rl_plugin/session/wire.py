@@ -93,10 +93,9 @@ class ClientRequest:
     @property
     def sampling(self) -> SamplingParams:
         """The parameters with those that were filled in for it; none where a value is not valid."""
-        added = added_fields(self, self.attempt.fields) if SAMPLING in self.attempt.fields else {}
-        filled = {name: value for name, value in added.items() if name in SamplingParams.model_fields}
+        sent = {**self.settings, **added_fields(self, self.attempt.fields)}
         try:
-            return SamplingParams.model_validate(dict(sampling_in({**self.settings, **filled})))
+            return SamplingParams.model_validate(dict(sampling_in(sent)))
         except (ValidationError, TypeError):
             return SamplingParams()
 
