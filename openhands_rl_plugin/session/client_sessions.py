@@ -344,7 +344,7 @@ class ClientSession(Session):
 
         Returns the cause for each answer without token ids or logprobs.
         """
-        latency, asked = round(time.perf_counter() - call.started, 4), recorded_parameters(call.settings)
+        latency, parameters = round(time.perf_counter() - call.started, 4), recorded_parameters(call.settings)
         served = answer.model or call.model
         self._begin(call, served)
         tree, tools = self.tree, self.tree.tools
@@ -353,7 +353,7 @@ class ClientSession(Session):
             rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
         else:
             rewritten, parent = self.conversation.follow(messages), tree.head
-        notes: JsonObject = {"request": asked, "response": answer.about, "latency": latency}
+        notes: JsonObject = {"request": parameters, "response": answer.about, "latency": latency}
         noted: JsonObject = {
             "streamed": call.streams,
             "history_rewritten": rewritten,

@@ -258,8 +258,8 @@ class Gateway:
         """Forward a request unchanged and unrecorded."""
         if ".." in re.split(r"[/\\]", unquote(path)):
             raise ErrorReply(400, "The path must not contain '..'.")
-        asked = request.scope["method"], path + request.query, self._headers(request), request.body
-        async with self._upstream.open(*asked) as answer:
+        sent_on = request.scope["method"], path + request.query, self._headers(request), request.body
+        async with self._upstream.open(*sent_on) as answer:
             head = Reply(answer.status_code, b"", {**_passed_back(answer.headers), **marks})
             async for part in parts(answer):
                 if request.left.done():
@@ -394,11 +394,11 @@ class Gateway:
         _LOG.warning("not recorded: %s", problem if known else f"it cannot be stored ({type(problem).__name__})")
         self._counts.unrecorded += 1
 
-    def _model(self, asked: str) -> str:
+    def _model(self, name: str) -> str:
         """The model for a request. Some names stand for the current version of the adapter, which a training loop
         updates; before the first, for the base model. Raises ``StorageError`` for a damaged pointer."""
-        if asked not in self._routed:
-            return asked
+        if name not in self._routed:
+            return name
         current = self._adapters.current(self._config.adapter or "")
         return current.name if current is not None else self._config.base_model
 

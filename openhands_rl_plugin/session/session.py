@@ -122,10 +122,10 @@ class EngineUpstream:
             [completion] = await self._engine.complete(messages, tools=tools, n=1, sampling=sampling_in(body))
         except EpisodeError as error:
             raise ServerError(400 if isinstance(error, ModelError) else 503, str(error)) from error
-        said, tokens = to_wire(completion.message), completion.tokens
+        message, tokens = to_wire(completion.message), completion.tokens
         if thought := reasoning_in(completion.metadata):
-            said["reasoning_content"] = thought
-        choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason or "stop", "message": said}
+            message["reasoning_content"] = thought
+        choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason or "stop", "message": message}
         answer: dict[str, Any] = {
             "id": f"rl-{uuid.uuid4().hex}",
             "object": "chat.completion",
@@ -491,8 +491,8 @@ class Session(Episode):
         wire = [*turn.wire, *(to_wire(message) for message in path[len(turn.path) :])]
         if self.exact:
             wire = self.texts.put_back(wire, path)
-        asked = (self._sampled(body, self.sampling_for(sampling, self._seeds.next(messages))) for _ in range(n))
-        calls = [self.ask(each, wire, path=path, rewritten=turn.rewritten) for each in asked]
+        requests = (self._sampled(body, self.sampling_for(sampling, self._seeds.next(messages))) for _ in range(n))
+        calls = [self.ask(each, wire, path=path, rewritten=turn.rewritten) for each in requests]
         kept, *answers = await asyncio.gather(self.keep_up(), *calls, return_exceptions=True)
         completions = [answer for answer in answers if isinstance(answer, Completion)]
         for error in (kept, *answers):
@@ -500,12 +500,12 @@ class Session(Episode):
                 raise error
         return completions
 
-    def sampling_for(self, asked: SamplingParams | None, number: int) -> SamplingParams:
+    def sampling_for(self, sampling: SamplingParams | None, number: int) -> SamplingParams:
         """The sampling parameters of a completion: the strategy's, else the request's, else the settings'.
 
         Every call has its own seed: the strategy's or the episode's plus ``number``.
         """
-        wanted, limit = merge_sampling(asked, self.sampling), self.limits.max_response_length
+        wanted, limit = merge_sampling(sampling, self.sampling), self.limits.max_response_length
         seed = self.request.seed if wanted.seed is None else wanted.seed
         longest = min(wanted.max_tokens or limit, limit)
         return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
@@ -541,15 +541,15 @@ class Session(Episode):
         """
         number, upstream = next(self._numbers), upstream or self._upstream
         assert upstream is not None
-        asked = {"messages": [*wire]} | {
+        request = {"messages": [*wire]} | {
             name: value for name, value in given.items() if name not in _OF_STREAMS and name != "messages"
         }
-        key = path, asked.get("seed")
-        fields = [name for name in upstream.fields if name not in asked] if self.token_ids else []
-        asking = upstream.extensions.attempt(str(asked["model"]), fields)
+        key = path, request.get("seed")
+        fields = [name for name in upstream.fields if name not in request] if self.token_ids else []
+        asking = upstream.extensions.attempt(str(request["model"]), fields)
         attempts = self._failed.pop(key, []) if self._failed else []  # a long path is slow to hash
         while True:
-            sent: Json = {**asked, **extension_values(asking.fields, asked)}
+            sent: Json = {**request, **extension_values(asking.fields, request)}
             attempt: JsonObject = {"model": sent["model"], "parameters": recorded_parameters(sent), "error": None}
             started = time.perf_counter()
             try:
@@ -577,7 +577,7 @@ class Session(Episode):
             metadata=metadata,
         )
         wanted = self.token_ids and TOKEN_IDS in upstream.fields
-        wanted = wanted and all(asked.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
+        wanted = wanted and all(request.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
         if wanted and (missing := missing_parts(asking.why_missing, completion.tokens)):
             metadata[MISSING] = missing
         self._spent += completion.usage

@@ -159,7 +159,7 @@ class AnswerStream:
     """A streamed chat completion, event by event, of which the client gets what it asked for. Those of the other
     protocols read other events.
 
-    ``ending``: all has been said, and the client must not see the end before the answer is stored.
+    ``ending``: the answer is complete, and the client must not see the end before the answer is stored.
     ``done``: no event comes after this one.
     """
 
@@ -278,10 +278,10 @@ def _content(content: Any) -> Any:
     ]
 
 
-def _said(items: Sequence[Json]) -> Json:
-    """What the model said in blocks of a message, or in items of a response, as one message.
+def _model_message(items: Sequence[Json]) -> Json:
+    """What the model wrote in blocks of a message, or in items of a response, as one message.
 
-    What it did with the server's own tools, which no client answers, is left out.
+    Calls of the server's own tools, which no client answers, are left out.
     """
     texts, thoughts, calls = [], [], []
     for item in items:
@@ -289,8 +289,8 @@ def _said(items: Sequence[Json]) -> Json:
             case "text":
                 texts.append(item["text"])
             case "message":
-                said = _content(item.get("content"))
-                texts += [said] if isinstance(said, str) else [part["text"] for part in said]
+                content = _content(item.get("content"))
+                texts += [content] if isinstance(content, str) else [part["text"] for part in content]
             case "thinking":
                 thoughts.append(item["thinking"])
             case "reasoning":
@@ -359,7 +359,7 @@ def _from_blocks(role: str, content: Any) -> list[Json]:
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     if role == "assistant":
-        return [_said(content)]
+        return [_model_message(content)]
     messages: list[Json] = []
     for block in content:
         if block.get("type") == "tool_result":
@@ -373,8 +373,8 @@ def _from_blocks(role: str, content: Any) -> list[Json]:
 
 
 def _message(message: Json) -> ChatAnswer:
-    said, reason = _said(message["content"]), message.get("stop_reason")
-    return _as_completion(message, said, reason, "stop_reason", "stop_sequence")
+    answer, reason = _model_message(message["content"]), message.get("stop_reason")
+    return _as_completion(message, answer, reason, "stop_reason", "stop_sequence")
 
 
 class MessageStream(AnswerStream):
@@ -418,10 +418,10 @@ def _responses_request(body: bytes, document: Json) -> ClientRequest:
     own = [item for item in items if item.get("type") != "item_reference"]
     instructions = document.get("instructions")
     messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
-    for is_said, group in groupby(own, _is_said):
-        # What the model said in a row (reasoning, text, calls) is one message.
+    for is_models, group in groupby(own, _is_of_model):
+        # What the model wrote in a row (reasoning, text, calls) is one message.
         run = [*group]
-        messages += [_said(run)] if is_said else map(_observed, run)
+        messages += [_model_message(run)] if is_models else map(_observed, run)
     settings = {name: document[name] for name in _PARAMETERS if name in document}
     settings["max_tokens"] = document.get("max_output_tokens")
     settings["reasoning_effort"] = (document.get("reasoning") or {}).get("effort")
@@ -438,8 +438,8 @@ def _responses_request(body: bytes, document: Json) -> ClientRequest:
     )
 
 
-def _is_said(item: Json) -> bool:
-    """Whether the model said it."""
+def _is_of_model(item: Json) -> bool:
+    """Whether the model wrote it."""
     kind = item.get("type") or "message"
     return item.get("role") == "assistant" if kind == "message" else not kind.endswith("_output")
 
@@ -455,10 +455,10 @@ def _response(response: Json) -> ChatAnswer:
     output, status = response.get("output"), response.get("status", "completed")
     if status not in ("completed", "incomplete") or not output:
         raise Unrecordable(f"the response is {status!s:.20}, or has no output")
-    said = _said(output)
+    answer = _model_message(output)
     reason = (response.get("incomplete_details") or {}).get("reason")
-    finish = reason or ("tool_calls" if "tool_calls" in said else "stop")
-    return _as_completion(response, said, finish, "created_at", "status", "incomplete_details", "service_tier")
+    finish = reason or ("tool_calls" if "tool_calls" in answer else "stop")
+    return _as_completion(response, answer, finish, "created_at", "status", "incomplete_details", "service_tier")
 
 
 class ResponseStream(AnswerStream):
