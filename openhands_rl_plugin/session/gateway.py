@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.work import LIMITS
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
-from openhands_rl_plugin.core.messages import error_in
+from openhands_rl_plugin.core.messages import error_in, to_message
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HOST_EVIDENCE
 from openhands_rl_plugin.core.redaction import redacting_logger
@@ -58,6 +58,7 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     dump_object,
     event,
     parse_object,
+    reading,
     too_deep,
 )
 from openhands_rl_plugin.session.client_sessions import (
@@ -329,6 +330,8 @@ class Gateway:
         The events of a streamed answer go ``to`` its clients as they come, the last ones when the answer is stored.
         """
         model, config, headers = self._model(call.model), self._config, self._headers(request)
+        if session.exact:  # its messages are compared with those of the tree
+            reading("the request", list, map(to_message, call.messages))
         if session.is_searched:
             if call.protocol is not CHAT:
                 raise ErrorReply(400, "The strategy of this session answers chat completions.")
@@ -414,6 +417,8 @@ def refusal(error: RLError) -> Reply:
     elif isinstance(cause, ValidationError):
         problem = cause.errors(include_url=False, include_input=False)[0]
         message = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    elif isinstance(cause, Unrecordable):
+        message = str(cause)
     elif isinstance(error, CaughtFailure):
         status, message = 500, note_failure(cause or error)
     elif isinstance(error, StorageError):

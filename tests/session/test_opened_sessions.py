@@ -73,6 +73,8 @@ async def test_a_strategy_chooses_among_proposals_and_all_of_them_are_recorded(t
 async def test_limits_end_the_session_and_the_client_is_told(tmp_path: Path) -> None:
     async with world(tmp_path) as gateway:
         client = await opened(gateway, limits={"max_turns": 1})
+        with pytest.raises(openai.BadRequestError, match="the request has an unknown format"):
+            await said(client, [{"role": "user", "content": "one", "name": {}}])
         answer = await said(client, [user("one")])
         with pytest.raises(openai.BadRequestError, match="max_turns"):
             await said(client, [user("one"), {"role": "assistant", "content": answer}, user("two")])
