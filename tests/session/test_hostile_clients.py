@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,7 @@ from raw_clients import exchange, request, status
 
 
 def nested(levels: int) -> Body:
-    deep: list = []
-    for _ in range(levels - 1):
-        deep = [deep]
-    return {"deep": deep}
+    return {"deep": json.loads("[" * levels + "]" * levels)}
 
 
 @pytest.mark.parametrize("levels", [95, 110, 192, 197, 210])
