@@ -107,8 +107,8 @@ async def _recorded(settings: RLSettings, run_id: str, roll_out: Callable[[Traje
         await storage.close()
         for trajectory, scores in recorded:
             _show(run_summary(trajectory, scores, settings))
-        if len(recorded) > 1:
-            _show(group_summary(recorded, settings))
+        if len(attempts := [each for each in recorded if each[0].group_id == run_id]) > 1:
+            _show(group_summary(attempts, settings))
     if not recorded:
         _show("nothing was recorded: the command did not send a completion to the address in OPENAI_BASE_URL")
     return code

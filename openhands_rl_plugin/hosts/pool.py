@@ -112,9 +112,8 @@ def task_attempts(
     settings, workspace = work.settings.model_copy(update={"serving": serving}), workspace.resolve()
     if host_of(settings) == "v0":
         check_engine_setting(settings)
-    server = litellm_calls.check_model(settings, work.llm)
+    served = litellm_calls.check_model(settings, work.llm)
     litellm_calls.check_workspace_strategy(settings)
-    served = litellm_calls.adapter_in_use(serving, *server) if server is not None else None
     asked, attempts = sessions.workspace_task(task, str(workspace)), list[tuple[EpisodeRequest, HostOptions]]()
     for sample, folder in enumerate([workspace] if count == 1 else _copies(workspace, settings, count)):
         request = sessions.own_request(settings, asked, run_id, run_id, sample=sample, served_model=served)

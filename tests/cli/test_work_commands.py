@@ -194,7 +194,7 @@ def has_v0() -> bool:
 @pytest.mark.timeout(800)
 @pytest.mark.skipif(not has_v0(), reason="needs OpenHands V0")
 @pytest.mark.shows("openhands-rl run")
-def test_run_plays_a_task_with_openhands_v0(tmp_path: Path) -> None:
+def test_run_rolls_out_a_task_with_openhands_v0(tmp_path: Path) -> None:
     answers = [
         says("I write.", call("execute_bash", {"command": "echo hello > greeting.txt", "security_risk": "LOW"})),
         says("Done.", call("finish", {"message": "It is written."})),

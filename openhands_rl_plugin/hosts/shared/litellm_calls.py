@@ -202,9 +202,8 @@ def check_workspace_strategy(settings: RLSettings) -> None:
         strategy.check_world(EnvInfo(emits_rewards=False) if isolated else None)
 
 
-def check_model(settings: RLSettings, llm: Mapping[str, object]) -> tuple[str, str, str | None] | None:
-    """The model of ``[llm]`` by its server's name, the URL of that server, which answers, and its key; ``None`` where
-    another one is asked.
+def check_model(settings: RLSettings, llm: Mapping[str, object]) -> str | None:
+    """Check the model of ``[llm]``; returns what a run samples from in its place, as ``adapter_in_use``.
 
     ``llm``: ``model``, ``base_url``, ``api_key`` and ``custom_llm_provider`` of ``[llm]``, by litellm's names. Raises
     ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model.
@@ -216,7 +215,7 @@ def check_model(settings: RLSettings, llm: Mapping[str, object]) -> tuple[str, s
     if url and provider in OPENAI_COMPATIBLE:
         key = key or key_of(provider)
         check_model_server(url, model, key, named_by="[llm] base_url")
-        return model, url, key
+        return adapter_in_use(settings.serving, model, url, key)
     return None
 
 

@@ -71,6 +71,7 @@ from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampli
 from openhands_rl_plugin.rollout import scoring
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import LiveEnvironment, SessionRunner
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, bind_episode
 
 # Characters of OpenHands' last error in the evidence: enough for its message, without a long response body.
@@ -562,8 +563,7 @@ class SessionHostRunner:
 
     def _make_strategy(self) -> Strategy:
         # An agent of OpenHands uses no strategy; its episode has the simplest one.
-        stock = self._options.agent != RL_AGENT
-        return registry.build("strategies", "StandardReAct" if stock else self._spec.name, self._spec.options)
+        return make_strategy(self._settings) if self._options.agent == RL_AGENT else StandardReActStrategy()
 
 
 def require_server(settings: RLSettings) -> None:

@@ -160,8 +160,7 @@ class RLAgent(CodeActAgent):
         sessions.check_engine_setting(self._settings)
         llm = self.llm.config
         key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
-        server = litellm_calls.check_model(self._settings, llm.model_dump() | key)
-        return litellm_calls.adapter_in_use(self._settings.serving, *server) if server is not None else None
+        return litellm_calls.check_model(self._settings, llm.model_dump() | key)
 
     def step(self, state: State) -> Action:
         """The next action: a pending one, or the first of a new answer. OpenHands' controller handles its exceptions.

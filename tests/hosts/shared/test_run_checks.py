@@ -16,7 +16,7 @@ from openhands_rl_plugin import AdapterStore
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.hosts.shared.litellm_calls import adapter_in_use, check_model, check_workspace_strategy
+from openhands_rl_plugin.hosts.shared.litellm_calls import check_model, check_workspace_strategy
 
 
 @pytest.fixture
@@ -38,9 +38,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 def used(server: ScriptedModel, tmp_path: Path, model: str = "openai/base", **serving: object) -> str | None:
     settings = RLSettings.model_validate({"serving": {"adapters_path": str(tmp_path / "adapters"), **serving}})
-    asked = check_model(settings, {"model": model, "base_url": server.url, "api_key": "none"})
-    assert asked is not None
-    return adapter_in_use(settings.serving, *asked)
+    return check_model(settings, {"model": model, "base_url": server.url, "api_key": "none"})
 
 
 def published(tmp_path: Path) -> Adapter:
