@@ -62,28 +62,6 @@ class EpisodeStart(Frozen):
     started: FiniteFloat
 
     @classmethod
-    def for_request(
-        cls,
-        request: EpisodeRequest,
-        *,
-        strategy: StrategySpec,
-        policy: PolicyRef,
-        started: float,
-        tools: tuple[JsonObject, ...] = (),
-    ) -> Self:
-        """The start of the episode that answers ``request``."""
-        return cls(
-            id=trajectory_id(request),
-            run_id=request.run_id,
-            group_id=request.group_id,
-            task=request.task,
-            strategy=strategy,
-            policy=policy,
-            tools=tools,
-            started=started,
-        )
-
-    @classmethod
     def of(cls, trajectory: Trajectory) -> Self:
         """The part of a trajectory that was known before the episode ran."""
         shared = {name: value for name, value in trajectory if name in cls.model_fields}
@@ -92,8 +70,8 @@ class EpisodeStart(Frozen):
 
 def prompt_of(trajectory: Trajectory) -> str:
     """The agent's ``[rl.workspace] prompt``: "compact" or "standard"."""
-    said = trajectory.nodes[0].metadata.get(PROMPT) if trajectory.nodes else None
-    return said if isinstance(said, str) else STANDARD_PROMPT
+    prompt = trajectory.nodes[0].metadata.get(PROMPT) if trajectory.nodes else None
+    return prompt if isinstance(prompt, str) else STANDARD_PROMPT
 
 
 class NodeMark(Frozen):

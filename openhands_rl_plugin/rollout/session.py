@@ -208,8 +208,15 @@ class Episode:
             await self._journal.end(trajectory)
 
     def _start(self) -> EpisodeStart:
-        return EpisodeStart.for_request(
-            self.request, strategy=self.strategy_spec, policy=self.policy, started=self.started
+        request = self.request
+        return EpisodeStart(
+            id=trajectory_id(request),
+            run_id=request.run_id,
+            group_id=request.group_id,
+            task=request.task,
+            strategy=self.strategy_spec,
+            policy=self.policy,
+            started=self.started,
         )
 
 
