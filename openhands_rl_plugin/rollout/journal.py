@@ -80,14 +80,6 @@ class EpisodeJournal:
         """Store what is left of the frozen episode and close it. Raises ``StorageError``."""
         await shielded(self._close(trajectory))
 
-    def is_continued_by(self, trajectory: Trajectory) -> bool:
-        """False where something changed that no growth can express, such as what a host noted on an earlier node.
-
-        Then the episode is written once more as a whole; it is kept as deltas, so that this is little.
-        """
-        nodes = trajectory.nodes
-        return self._begun and self._noted == [_digest(node) for node in nodes[: len(self._noted)]]
-
     async def _keep(self, tree: EpisodeTree) -> None:
         async with self._turn:
             if self._ended:
@@ -103,10 +95,12 @@ class EpisodeJournal:
 
     async def _close(self, trajectory: Trajectory) -> None:
         async with self._turn:
-            if not self.is_continued_by(trajectory):
+            # No growth can express what a host noted on an earlier node: then the episode is stored again as a whole.
+            known = [_digest(node) for node in trajectory.nodes[: len(self._noted)]]
+            if not self._begun or self._noted != known:
                 await self.storage.add(trajectory)
             else:
-                marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[len(self._noted) :]
+                marks, nodes = self._changes(trajectory.nodes), trajectory.nodes[len(known) :]
                 if marks or nodes:
                     await self._grow(nodes, marks, trajectory.head)
                 await self.storage.end(EpisodeEnd.of(trajectory))
