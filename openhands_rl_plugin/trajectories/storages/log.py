@@ -51,6 +51,7 @@ from openhands_rl_plugin.core.types import (
     pays_rewards,
 )
 from openhands_rl_plugin.trajectories.storages.packing import (
+    PASSING,
     newer_schema,
     pack_nodes,
     packed_end,
@@ -500,7 +501,7 @@ class LogStorage(ABC):
             standing.nodes = joined(standing.nodes, nodes, marks)
             header = standing.episode.header.grown(standing.nodes, growth.head, time.time())
             same = not nodes and not marks and growth.head == standing.head
-            content = None if same else Content(None, _packs(nodes), marks, growth.head)
+            content = None if same else Content(None, _packs(nodes, PASSING), marks, growth.head)
             if (episode := await log.write(standing.episode, header, content)) is not None:
                 standing.episode, standing.head = episode, growth.head
                 self._remember(standing)
@@ -550,8 +551,8 @@ class LogStorage(ABC):
             self._open.popitem(last=False)
 
 
-def _packs(nodes: Sequence[Node]) -> tuple[bytes, ...]:
-    return (pack_nodes(nodes),) if nodes else ()
+def _packs(nodes: Sequence[Node], *level: int) -> tuple[bytes, ...]:
+    return (pack_nodes(nodes, *level),) if nodes else ()
 
 
 async def upgrade(log: Log) -> None:

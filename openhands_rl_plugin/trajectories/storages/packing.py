@@ -42,25 +42,15 @@ _FLOAT = 4
 _HAS_TOKENS, _EXTENDS = 1, 2
 
 _LEVEL = 3
-_OPTIONS: dict[int, int] = {
-    zstd.CompressionParameter.compression_level: _LEVEL,
-    zstd.CompressionParameter.checksum_flag: 1,
-}
-
-
-class _OfThread(threading.local):
-    """Making a compressor costs as much as a small pack, and one of them cannot be shared by threads."""
-
-    def __init__(self) -> None:
-        self.compressor = zstd.ZstdCompressor(options=_OPTIONS)
-
-
-_thread = _OfThread()
+PASSING = 1
+"""The level of zstd for what is packed again soon."""
+# Making a compressor costs as much as a small pack, and one of them cannot be shared by threads.
+_compressors = threading.local()
 _TOKENS = set(Tokens.model_fields)
 _NODE_LIST = TypeAdapter(tuple[Node, ...])
 
 
-def pack_nodes(nodes: Sequence[Node]) -> bytes:
+def pack_nodes(nodes: Sequence[Node], level: int = _LEVEL) -> bytes:
     """All ``nodes`` in one pack. Raises ``StorageError`` for what cannot be written or is larger than the limit."""
     layout: list[int] = []
     ids: list[Ids] = []
@@ -78,7 +68,7 @@ def pack_nodes(nodes: Sequence[Node]) -> bytes:
     planes = [floats[byte::_FLOAT] for byte in reversed(range(_FLOAT))]
     text = b"[%s]" % b",".join(map(_without_tokens, nodes))
     header = _HEADER.pack(len(nodes), len(text), width, _FLOAT) + struct.pack(f"<{len(layout)}I", *layout)
-    return _compress(_NODES, [header + text, _widened(whole, 4, width), planes[0], b"".join(planes[1:])])
+    return _compress(_NODES, [header + text, _widened(whole, 4, width), planes[0], b"".join(planes[1:])], level)
 
 
 def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
@@ -165,19 +155,21 @@ def _floats_in(data: memoryview, width: int) -> bytes:
     return bytes(raw) if width == _FLOAT else bytes(Floats(struct.unpack(f"<{count}d", raw)))
 
 
-def _compress(version: int, parts: Sequence[bytes]) -> bytes:
+def _compress(version: int, parts: Sequence[bytes], level: int = _LEVEL) -> bytes:
     size = sum(map(len, parts))
     if size > UNPACKED_LIMIT:
         raise StorageError(f"{size:,} bytes are more than one record may have ({UNPACKED_LIMIT:,}): shorten its texts")
-    compressor = _thread.compressor
-    try:
-        compressor.set_pledged_input_size(size)
-        packed = [compressor.compress(part, zstd.ZstdCompressor.FLUSH_BLOCK) for part in parts if part]
-        return b"".join((bytes((version,)), *packed, compressor.flush(zstd.ZstdCompressor.FLUSH_FRAME)))
-    except BaseException:
-        # It stands in the middle of a frame, which must not be the beginning of the next one.
-        _thread.compressor = zstd.ZstdCompressor(options=_OPTIONS)
-        raise
+    options: dict[int, int] = {
+        zstd.CompressionParameter.compression_level: level,
+        zstd.CompressionParameter.checksum_flag: 1,
+    }
+    # After an error it is not put back: it stands in the middle of a frame.
+    compressor = vars(_compressors).pop(level, None) or zstd.ZstdCompressor(options=options)
+    compressor.set_pledged_input_size(size)
+    packed = [compressor.compress(part, zstd.ZstdCompressor.FLUSH_BLOCK) for part in parts if part]
+    packed.append(compressor.flush(zstd.ZstdCompressor.FLUSH_FRAME))
+    vars(_compressors)[level] = compressor
+    return b"".join((bytes((version,)), *packed))
 
 
 def _decompress(blob: bytes, version: int) -> bytes:
