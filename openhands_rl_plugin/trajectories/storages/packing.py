@@ -42,7 +42,7 @@ _FLOAT = 4
 _HAS_TOKENS, _EXTENDS = 1, 2
 
 _LEVEL = 3
-PASSING = 1
+PASSING = 2
 """The level of zstd for what is packed again soon."""
 # Making a compressor costs as much as a small pack, and one of them cannot be shared by threads.
 _compressors = threading.local()
