@@ -46,14 +46,14 @@ ARROWS: dict[str, set[str]] = {
     "session": GROUND | {"config", "environments", "models", "rollout"},
     "hosts": GROUND | {"config", "environments", "models", "rollout", "session", "trajectories"},
     "training": GROUND | {"config", "models", "rollout", "trajectories"},
-    "rewards": GROUND | {"config", "training"},
+    "rewards": GROUND | {"config", "models", "rollout", "training", "trajectories"},
     "evals": GROUND | {"config", "environments", "hosts", "rollout", "trajectories"},
     "apps": GROUND | {"config", "environments", "evals", "hosts", "models", "rollout", "training"}
     | {"trajectories"},
     "cli": GROUND | {"apps", "config", "environments", "evals", "hosts", "models", "rewards", "rollout", "session"}
     | {"training", "trajectories"},
     # Reached by entry points only: `test_contrib.py` runs the rest without it.
-    "contrib": GROUND | {"apps", "cli", "config", "environments", "evals", "hosts", "models", "rollout"}
+    "contrib": GROUND | {"apps", "cli", "config", "environments", "evals", "hosts", "models", "rewards", "rollout"}
     | {"training", "trajectories"},
     "__main__": {"cli"},
 }  # fmt: skip

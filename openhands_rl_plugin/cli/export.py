@@ -85,8 +85,7 @@ def _template_check(args: argparse.Namespace, chosen: Format) -> TemplateCheck |
     """Raises ``ConfigError`` where the model's template would not print calls as they are written."""
     if args.model is None or not chosen.conversations:
         return None
-    from openhands_rl_plugin.training.data.demonstrations import TemplateCheck
-    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+    from openhands_rl_plugin.training.data.demonstrations import TemplateCheck, load_tokenizer
 
     check = TemplateCheck(load_tokenizer(str(args.model)), chosen.conversations)
     if not check.prints_calls:

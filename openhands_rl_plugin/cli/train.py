@@ -36,14 +36,14 @@ from openhands_rl_plugin.trajectories.exchange.foreign import STRATEGY as IMPORT
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
+    from openhands_rl_plugin.rewards.verifier.card import VerifierReport
+    from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample
+    from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
+    from openhands_rl_plugin.rewards.verifier.training import TrainedVerifier
     from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
     from openhands_rl_plugin.training.trainer.memory_estimate import MemoryEstimate
     from openhands_rl_plugin.training.trainer.metrics import TrainProgress
-    from openhands_rl_plugin.training.verifier.data import VerifierDataset, VerifierExample
-    from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
-    from openhands_rl_plugin.training.verifier.report import VerifierReport
-    from openhands_rl_plugin.training.verifier.train import TrainedVerifier
 
 
 def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
@@ -53,7 +53,7 @@ def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
 
     if not any(map(is_demonstration, episodes.trajectories)):
         return episodes
-    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+    from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 
     tokenizer = load_tokenizer(str(model))
     if not tokenizer.chat_template:
@@ -81,20 +81,16 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
 
     if not args.dry_run:
         raise ConfigError("STORE: training needs a store of episodes; only --dry-run works without")
-    _refuse_without_episodes(args)
+    for name in ("tasks", "reward", "reward_options", "publish"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{option_of(name)} has no effect without a STORE: give one, or leave the option out")
     settings = settings_from(args, config.training)
     settings.check_engine()
     if args.verifier and settings.method != "lora":
         raise ConfigError(f"--method {settings.method} trains no verifier; use lora")
     longest = settings_from(args, config.verifier).max_length if args.verifier else 0
     size = model_size(args.model, settings)
-    shape, width = size.shape, size.shape["head_dim"]
     print(f"{args.model.name}: {size.parameters:,} parameters, {_trained(settings)}: {size.trained:,}")
-    print(
-        f"  {shape['num_hidden_layers']} layers of {shape['hidden_size']:,}, gated {shape['intermediate_size']:,}; "
-        f"{shape['num_attention_heads']} heads of {width}, keys {shape['num_key_value_heads'] * width:,}; "
-        f"{shape['vocab_size']:,} tokens"
-    )
     rows = max(settings.max_tokens_per_micro_batch, longest)
     print(f"  a micro-batch: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
     print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
@@ -105,12 +101,6 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
             share = estimate_memory(args.model, settings, longest, count)
             print(f"    {count:2}: {memory_words(share)}{'' if share.total > _GPU else '; fits 80 GB'}")
     return 0
-
-
-def _refuse_without_episodes(args: argparse.Namespace) -> None:
-    for name in ("tasks", "reward", "reward_options", "publish"):
-        if getattr(args, name) is not None:
-            raise ConfigError(f"{option_of(name)} has no effect without a STORE: give one, or leave the option out")
 
 
 def _trained(settings: TrainingSettings) -> str:
@@ -519,7 +509,7 @@ class VerifierTraining(TrainingRun):
     """Trains a verifier and evaluates it on held-out tasks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks | None, config: RLSettings) -> None:
-        from openhands_rl_plugin.training.verifier.card import tasks_trained_on
+        from openhands_rl_plugin.rewards.verifier.card import tasks_trained_on
 
         super().__init__(args, ranks, config)
         if self._training.method != "lora":
@@ -542,8 +532,8 @@ class VerifierTraining(TrainingRun):
             from openhands_rl_plugin.models.generator.threads import prepare_threads
 
             prepare_threads()
-            from openhands_rl_plugin.training.verifier.prompt import prompts_for
-            from openhands_rl_plugin.training.verifier.report import REPORT_FILE, VerifierReport
+            from openhands_rl_plugin.rewards.verifier.card import REPORT_FILE, VerifierReport
+            from openhands_rl_plugin.rewards.verifier.prompt import prompts_for
         prompts = prompts_for(str(self._args.model), self._settings.max_length)
         dataset = self._from_rank_0(lambda: ENDING.run(self._read(prompts)))
         self._print_plan(dataset)
@@ -558,7 +548,7 @@ class VerifierTraining(TrainingRun):
         return 0
 
     async def _read(self, prompts: VerifierPrompts) -> VerifierDataset:
-        from openhands_rl_plugin.training.verifier.data import verifier_dataset
+        from openhands_rl_plugin.rewards.verifier.data import verifier_dataset
 
         async with self._open_store() as storage:
             return await verifier_dataset(
@@ -572,7 +562,7 @@ class VerifierTraining(TrainingRun):
             )
 
     def _print_plan(self, dataset: VerifierDataset) -> None:
-        from openhands_rl_plugin.training.verifier.card import task_digest
+        from openhands_rl_plugin.rewards.verifier.card import task_digest
 
         print(f"{self._name} from {self._start}, a verifier")
         causes = dataset.left_out.causes()
@@ -595,7 +585,7 @@ class VerifierTraining(TrainingRun):
         from openhands_rl_plugin.training.learn import call_of, note_call
 
         with from_extra("train"):
-            from openhands_rl_plugin.training.verifier.train import train_verifier
+            from openhands_rl_plugin.rewards.verifier.training import train_verifier
         with self._scratch() as scratch:
             with training_progress() as advanced:
                 trained = train_verifier(
@@ -650,16 +640,12 @@ def report_lines(report: VerifierReport) -> list[str]:
     lines = [f"  held out: {report.successes} of {report.episodes} episodes of {report.tasks} tasks succeeded"]
     auc = "no episodes of both classes to rank" if report.auc is None else _interval(report.auc)
     lines.append(f"  AUC {auc}; p(YES) + p(NO) {report.label_mass:.3f}")
-    lines.append(f"  Brier {report.brier:.4f}, ECE {report.ece:.4f}")
+    lines.append(f"  Brier {report.brier:.4f}")
     if report.calibration.slope != 1.0 or report.calibration.offset != 0.0:
         lines[-1] += (
             f" calibrated by slope {report.calibration.slope:.3g} and offset {report.calibration.offset:+.3g} "
-            f"(before: {report.raw_brier:.4f}, {report.raw_ece:.4f})"
+            f"(before: {report.raw_brier:.4f})"
         )
-    lines += [
-        f"    {one.low:.1f}-{one.high:.1f}: {one.count} episodes, said {one.score:.2f}, were {one.success:.2f}"
-        for one in report.bins
-    ]
     lines += [
         f"  Best@{one.k} {_interval(one.best_at_k)}, Pass@{one.k} {_interval(one.pass_at_k)}, "
         f"mean {_interval(one.mean)} ({one.mean.n} tasks)"

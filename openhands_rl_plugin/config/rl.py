@@ -93,10 +93,6 @@ class LoopSettings(Settings):
     max_staleness: int = Field(
         default=1, ge=0, le=64, description="async: policy versions that an episode may be behind the policy it trains"
     )
-    partial_rollouts: Literal["finish", "continue"] = Field(
-        default="finish",
-        description="async: after a publication, running episodes finish on their version, or continue on the newest",
-    )
     patience: float = Field(
         default=600.0, ge=0, description="seconds that the model server may be unreachable before the run ends"
     )

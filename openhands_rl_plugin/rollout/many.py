@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -74,52 +74,56 @@ async def roll_out(
 
     Each episode is stored as soon as it ends, failed ones too; a runner that has the storage too stores it while it
     runs, and resumes or restarts the episodes that a killed run left unfinished. Only one process at a time may execute
-    a run. An episode that failed because of the infrastructure is replaced up to ``plan.retries`` times; after that its
-    failed trajectory is returned.
+    a run. An episode that failed because of the infrastructure is replaced up to ``plan.retries`` times a call; after
+    that its failed trajectory is returned.
     """
-    return await play_requests(
-        plan.requests(), runner, storage, on_finished, concurrency=plan.concurrency, retries=plan.retries
-    )
-
-
-async def play_requests(
-    requests: Sequence[EpisodeRequest],
-    runner: EpisodeRunner,
-    storage: TrajectoryStorage,
-    on_finished: OnFinished | None = None,
-    *,
-    concurrency: int,
-    retries: int = 2,
-) -> tuple[Trajectory, ...]:
-    """``roll_out`` for requests of one's own."""
-    stored: dict[str, Trajectory] = {}
-    for run_id in dict.fromkeys(request.run_id for request in requests):
-        stored |= {t.id: t async for t, _ in storage.find(TrajectoryFilter(run_id=run_id))}
-    gate = asyncio.Semaphore(concurrency)
+    where = TrajectoryFilter(run_id=plan.run_id)
+    stored = {trajectory.id: trajectory async for trajectory, _ in storage.find(where)}
+    gate = asyncio.Semaphore(plan.concurrency)
 
     async def play(request: EpisodeRequest) -> Trajectory:
         async with gate:
-            attempt = 0
-            while True:
-                trajectory = stored.get(trajectory_id(request))
-                if trajectory is None:
-                    if attempt:
-                        await _BACKOFF.wait(attempt)
-                    trajectory = await runner.run(request)
-                    await storage.add(trajectory)
-                failed = trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
-                if attempt == retries or not failed:
-                    break
-                attempt += 1
-                request = request.model_copy(update={"attempt": attempt})
+            trajectory = await play_until_valid(request, runner, storage, stored, retries=plan.retries)
         if on_finished is not None:
             on_finished(trajectory)
         return trajectory
 
     try:
         async with asyncio.TaskGroup() as group:
-            episodes = [group.create_task(play(request)) for request in requests]
+            episodes = [group.create_task(play(request)) for request in plan.requests()]
     except ExceptionGroup as errors:
         # What stops a run (a full disk, say) stops every episode in the same way: one of them is enough.
         raise errors.exceptions[0] from errors
     return tuple(episode.result() for episode in episodes)
+
+
+async def play_until_valid(
+    request: EpisodeRequest,
+    runner: EpisodeRunner,
+    storage: TrajectoryStorage,
+    stored: Mapping[str, Trajectory],
+    *,
+    retries: int = 2,
+    is_excused: Callable[[Trajectory], bool] = lambda _: False,
+) -> Trajectory:
+    """One episode: the one in ``stored``, or a new one, which is stored, and replaced where the infrastructure failed.
+
+    ``retries`` are counted per call, so that an episode that failed in an earlier process is tried again. A failure
+    that ``is_excused`` is replaced and not counted.
+    """
+    failed = attempt = 0
+    while True:
+        request = request.model_copy(update={"attempt": attempt})
+        trajectory = stored.get(trajectory_id(request))
+        is_new = trajectory is None
+        if trajectory is None:
+            if failed:
+                await _BACKOFF.wait(failed)
+            trajectory = await runner.run(request)
+            await storage.add(trajectory)
+        excused = is_excused(trajectory)
+        failed += is_new and not excused
+        lost = trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
+        if failed > retries or not (excused or lost):
+            return trajectory
+        attempt += 1

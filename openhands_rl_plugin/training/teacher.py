@@ -68,7 +68,7 @@ class LocalTeacher:
     def __init__(self, model: Path, adapter: Path | None = None, *, dtype: str = "auto") -> None:
         from openhands_rl_plugin.models.generator.config import GeneratorConfig
         from openhands_rl_plugin.models.generator.generator import Generator
-        from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+        from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 
         self._tokenizer = load_tokenizer(str(model))
         self._generator = Generator(GeneratorConfig.model_validate({"model": str(model), "dtype": dtype}))
@@ -128,7 +128,7 @@ async def taught_dataset(
     for them. Raises as ``with_teacher``."""
     if not settings.taught or not dataset.samples or ALGORITHMS[dataset.algorithm].kind != "reinforcement":
         return dataset
-    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+    from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 
     tokenizer, attempts = load_tokenizer(str(model)), (episodes.trajectories, episodes.returns)
     async with aclosing(teacher_of(settings, model, parent)) as teacher:

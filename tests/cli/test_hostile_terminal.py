@@ -161,7 +161,6 @@ def test_progress_shows_hostile_answers() -> None:
     record = StageRecord(name="evaluate-base", adapter=None, metrics={"success": 0.5}, started=0.0, finished=1.0)
     with ProgressListener(3, Console(file=said, width=100)) as listener:
         listener.stage_started("evaluate-base")
-        listener.episode_finished("evaluate-base", hostile(0))
         listener.noted(TEXT)
         listener.stage_finished(record)
     assert not sorted(set(said.getvalue()) & ACTED_UPON)

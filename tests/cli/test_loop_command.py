@@ -217,7 +217,7 @@ def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[st
     found = {stage: {(t.strategy.name, len([*t.sampled()]), t.stop) for t in each} for stage, each in played.items()}
     assert found == {
         "evaluate-base": {("StandardReAct", 2, StopReason.TRUNCATED)},
-        "rollouts": {("BestOfN", 3, StopReason.TRUNCATED)},
+        "iteration-000": {("BestOfN", 3, StopReason.TRUNCATED)},
         "evaluate-final": {("StandardReAct", 2, StopReason.TRUNCATED)},
     }
 
@@ -299,7 +299,6 @@ WRONG = [
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "dpo"', '"dpo" learns from pairs'),
     (["--model", "MODEL", "--kind", "async"], '[rl.training]\nmethod = "full"', 'set [rl.loop] kind = "sync", or'),
     (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
-    (["--model", "MODEL"], '[rl.training]\nsharding = "layers"', "several processes: set nproc_per_node"),
     (["--model", "MODEL"], '[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),
 ]
 

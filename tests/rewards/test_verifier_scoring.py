@@ -149,9 +149,9 @@ async def test_labels_that_are_not_among_the_likeliest_are_read_exactly(
     verifier: Path, judge_model: Path, served: str
 ) -> None:
     """The base model has hardly heard of YES and NO."""
-    from openhands_rl_plugin.rewards.verifier.served import ServedVerifier
-    from openhands_rl_plugin.training.verifier.card import VerifierCard
-    from openhands_rl_plugin.training.verifier.prompt import prompts_for
+    from openhands_rl_plugin.rewards.verifier.card import VerifierCard
+    from openhands_rl_plugin.rewards.verifier.prompt import prompts_for
+    from openhands_rl_plugin.rewards.verifier.reward import ServedVerifier
 
     card = VerifierCard.load(verifier)
     prompt = prompts_for(str(judge_model), 4096).of(episode(1, 1, success=True)).ids

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
-from openhands_rl_plugin.training.loop.facts import EVALUATIONS, success_of
-from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.plan import EVALUATIONS, LoopState, StageRecord, success_of
 
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
 NAMES = {"evaluate-base": "base", "evaluate-warm-start": "SFT", "evaluate-final": "RL"}

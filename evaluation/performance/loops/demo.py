@@ -23,8 +23,7 @@ from openhands_rl_plugin.apps.loop.reporting import evaluations
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.training.loop.facts import EVALUATIONS, RunFacts
-from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.training.loop.plan import EVALUATIONS, LoopState, RunFacts
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 GIGABYTE = 1_000_000  # in the kilobytes of /proc

@@ -25,8 +25,7 @@ from openhands_rl_plugin.config.host import HostName
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, TrainingSettings, WorkspaceSettings
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.types import EpisodeRequest, Sample, Trajectory
-from openhands_rl_plugin.training.data.demonstrations import demonstration_samples
-from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
+from openhands_rl_plugin.training.data.demonstrations import demonstration_samples, load_tokenizer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 

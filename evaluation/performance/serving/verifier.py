@@ -28,9 +28,9 @@ from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from evaluation.performance.serving.random_weights import AdapterWriter, tiny_model  # noqa: E402
-from openhands_rl_plugin.training.verifier.card import VerifierCard  # noqa: E402
-from openhands_rl_plugin.training.verifier.prompt import prompts_for  # noqa: E402
-from openhands_rl_plugin.training.verifier.train import VerifierModel, weights_sha256  # noqa: E402
+from openhands_rl_plugin.rewards.verifier.card import VerifierCard  # noqa: E402
+from openhands_rl_plugin.rewards.verifier.prompt import prompts_for  # noqa: E402
+from openhands_rl_plugin.rewards.verifier.training import VerifierModel, weights_sha256  # noqa: E402
 
 Prompt = tuple[int, ...]
 Way = Callable[[Sequence[Prompt]], list[float]]

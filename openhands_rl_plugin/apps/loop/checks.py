@@ -21,7 +21,7 @@ from openhands_rl_plugin.evals.runs.run_files import lock_folder
 from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 from openhands_rl_plugin.rollout.scoring import refuse_labels
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.loop.facts import FACTS
+from openhands_rl_plugin.training.loop.plan import FACTS
 
 
 def check_trainable(settings: RLSettings) -> None:
@@ -53,11 +53,6 @@ def check_trainable(settings: RLSettings) -> None:
         raise ConfigError(
             f'[rl.loop] samples_per_task = 1: algorithm = "{training.algorithm}" compares the episodes of a task: set '
             "2 or more"
-        )
-    if training.sharding == "layers" and training.nproc_per_node == 1:
-        raise ConfigError(
-            '[rl.training] sharding = "layers" splits a model among several processes: set nproc_per_node to their '
-            'number, or leave "auto"'
         )
     if (evaluation := evaluated_by(settings)) is not None:
         _check_evaluation(evaluation)

@@ -13,16 +13,24 @@ from rich.table import Table
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
-from openhands_rl_plugin.core.messages import one_line, visible
+from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import NOTHING, Estimate, paired_difference
-from openhands_rl_plugin.core.types import FailureKind, Frozen, Trajectory
-from openhands_rl_plugin.training.loop.facts import EVALUATIONS, FACTS, RunFacts, SamplePair, StageChange, success_of
-from openhands_rl_plugin.training.loop.facts import evaluations as measured
+from openhands_rl_plugin.core.types import FailureKind, Frozen
 from openhands_rl_plugin.training.loop.loop import LoopListener
-from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, StageRecord
-from openhands_rl_plugin.trajectories.view.episode import message_text
+from openhands_rl_plugin.training.loop.plan import (
+    EVALUATIONS,
+    FACTS,
+    LoopPlan,
+    LoopState,
+    RunFacts,
+    SamplePair,
+    StageChange,
+    StageRecord,
+    success_of,
+)
+from openhands_rl_plugin.training.loop.plan import evaluations as measured
 
 SUCCESS = 0.999
 
@@ -67,8 +75,6 @@ class ProgressListener(LoopListener):
         self._run = self._progress.add_task("stages", total=stages)
         self._activity = self._progress.add_task("starting", total=None)
         self._shown = ""
-        self._exemplified: set[str] = set()
-        self._example: str | None = None
 
     def __enter__(self) -> ProgressListener:
         self._progress.start()
@@ -88,16 +94,6 @@ class ProgressListener(LoopListener):
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """Move the lower bar."""
         self._show(f"{stage}: {activity}", done, total)
-
-    def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
-        """Print one episode of each evaluation: where possible of the same task, so that they can be compared."""
-        known = trajectory.task.id == (self._example or trajectory.task.id)
-        if not stage.startswith("evaluate") or stage in self._exemplified or trajectory.failure or not known:
-            return
-        self._exemplified.add(stage)
-        self._example = trajectory.task.id
-        for line in episode_lines(trajectory):
-            self.console.print(line, style="dim", highlight=False, markup=False, overflow="ellipsis", no_wrap=True)
 
     def stage_finished(self, record: StageRecord) -> None:
         """Move the upper bar and print a line."""
@@ -139,20 +135,6 @@ def _of_proposals(metrics: Mapping[str, float]) -> str:
     nothing = "" if metrics.get("samples") else ": nothing learnt"
     return f"answers differ in {metrics['states_differing']:.0f} of {metrics['states']:.0f} states{nothing}"
 
-
-def episode_lines(trajectory: Trajectory) -> list[str]:
-    """An episode in a few lines: its task, policy and return, then each answer in a line."""
-    head = f"for example {trajectory.task.id}, by {trajectory.policy.served_name}: "
-    answers = [trajectory.nodes[at].message for at in trajectory.path() if trajectory.nodes[at].sampled]
-    lines = [f"{turn}. {one_line(message_text(answer), _ANSWER)}" for turn, answer in enumerate(answers, start=1)]
-    return [
-        f"    {one_line(head, _ANSWER)} return {trajectory.episode_return:.2f}",
-        *(f"      {each}" for each in lines),
-    ]
-
-
-_ANSWER = 80
-"""Characters of an answer that are shown."""
 
 _UNUSED = {
     "episodes_failed": "failed or cut short by a timeout",

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from openhands_rl_plugin.apps.loop.checks import (
     CHECKOUTS,
@@ -25,7 +24,7 @@ from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.machine import free_memory
-from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     Adapter,
     EpisodeRequest,
@@ -46,11 +45,11 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, Weig
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.algorithms import needs_logprobs
+from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.training.learn import check_fits
-from openhands_rl_plugin.training.loop.facts import RunFacts, StageChange
-from openhands_rl_plugin.training.loop.loop import Lessons, LoopListener, LoopParts, TrainingLoop
-from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
-from openhands_rl_plugin.training.loop.router import rollout_settings
+from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
+from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, RunFacts, StageChange
+from openhands_rl_plugin.training.teacher import ServedTeacher, teacher_of
 from openhands_rl_plugin.trajectories.view.figures import causes_of
 
 STATE = "state.json"
@@ -60,62 +59,7 @@ PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Bac
 
 def probe_ids(model: Path) -> tuple[int, ...]:
     """The token ids of ``PROBE`` for the model in that directory. Raises ``TrainingError``."""
-    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
-
     return tuple(load_tokenizer(str(model))(PROBE).input_ids)
-
-
-@asynccontextmanager
-async def open_parts(
-    settings: RLSettings,
-    *,
-    model: Path,
-    directory: Path,
-    runner: EpisodeRunner,
-    storage: TrajectoryStorage,
-    reward: Reward,
-    objective: Reward,
-    demonstrator: EpisodeRunner | None = None,
-    lessons: Lessons | None = None,
-    evaluator: EpisodeRunner | None = None,
-) -> AsyncIterator[LoopParts]:
-    """The parts of a loop; it publishes to all servers of ``[rl.serving]``.
-
-    ``model`` is the directory of the base model; ``demonstrator``, ``lessons`` and ``evaluator``: see ``LoopParts``.
-    Raises ``ConfigError`` and ``TrainingError``.
-    """
-    from openhands_rl_plugin.training.learn import make_trainer
-    from openhands_rl_plugin.training.teacher import ServedTeacher, teacher_of
-    from openhands_rl_plugin.training.verifier.prompt import load_tokenizer
-
-    serving = settings.serving
-    tokenizer: Any = load_tokenizer(str(model))
-    adapters = AdapterStore(serving.adapters_directory.resolve())
-    whole = settings.training.method == "full"
-    kind = WeightsPublisher if whole else AdapterPublisher
-    publisher = publisher_for(serving, adapters, keep=settings.loop.kept_versions, kind=kind)
-    try:
-        yield LoopParts(
-            runner=runner,
-            demonstrator=demonstrator,
-            storage=storage,
-            reward=reward,
-            objective=objective,
-            adapters=adapters,
-            publisher=publisher,
-            tokenizer=tokenizer,
-            make_trainer=lambda chosen, adapter: make_trainer(model, chosen, settings, serving.model, adapter),
-            make_teacher=lambda adapter, served: (
-                teacher_of(settings.training, model, adapter)
-                if settings.training.teacher
-                else ServedTeacher(serving.base_url, served, serving.api_key())
-            ),
-            state_file=directory / STATE,
-            evaluator=evaluator,
-            **({"lessons": lessons} if lessons is not None else {}),
-        )
-    finally:
-        await publisher.aclose()
 
 
 class GradedRunner:
@@ -287,6 +231,8 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
 
     A store, an environment or an adapter that cannot be used is an error before the first episode.
     """
+    from openhands_rl_plugin.training.learn import make_trainer
+
     listener = listener or LoopListener()
     check_trainable(job.settings)
     if not job.tasks.suite.software:
@@ -298,41 +244,54 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     facts = RunFacts.begin(job.directory, plan, title=title, stages=stages, command=job.command)
     software = job.tasks.suite.software
     reward = make_reward(graded_by(job.tasks.entries, job.settings.reward) if software else RewardSettings(name=RETURN))
-    objective = make_reward(objective_of(job.tasks, job.settings))
+    serving = job.settings.serving
+    adapters = AdapterStore(serving.adapters_directory.resolve())
+    kind = WeightsPublisher if job.settings.training.method == "full" else AdapterPublisher
+    publisher = publisher_for(serving, adapters, keep=job.settings.loop.kept_versions, kind=kind)
     storage = open_storage(job.settings)
     try:
         async with (
             _open_runner(replace(job, settings=_training(job.settings)), storage) as runner,
             _open_evaluator(job, storage) as evaluator,
             open_demonstrator(job, storage) as demonstrator,
-            open_parts(
-                job.settings,
-                model=job.model,
-                directory=job.directory,
+        ):
+            parts = LoopParts(
                 runner=runner,
+                demonstrator=demonstrator,
                 storage=storage,
                 reward=reward,
-                objective=objective,
-                demonstrator=demonstrator,
+                objective=make_reward(objective_of(job.tasks, job.settings)),
+                adapters=adapters,
+                publisher=publisher,
+                tokenizer=load_tokenizer(str(job.model)),
+                make_trainer=lambda chosen, adapter: make_trainer(
+                    job.model, chosen, job.settings, serving.model, adapter
+                ),
+                make_teacher=lambda adapter, served: (
+                    teacher_of(job.settings.training, job.model, adapter)
+                    if job.settings.training.teacher
+                    else ServedTeacher(serving.base_url, served, serving.api_key())
+                ),
+                state_file=job.directory / STATE,
                 lessons=script.lessons(job, listener) if (script := demonstrator_of(job.tasks.suite.name)) else None,
                 evaluator=evaluator,
-            ) as parts,
-        ):
+            )
             await _require_servers(job, parts)
             reporting = RunReport(
                 facts,
                 plan,
                 directory=job.directory,
                 storage=storage,
-                adapters=parts.adapters.root,
+                adapters=adapters.root,
                 model=job.model,
-                reward_version=parts.reward.version,
+                reward_version=reward.version,
                 noted=listener.noted,
             )
             state = await TrainingLoop(plan, parts, job.settings.loop, listener, reporting.write).run()
             await reporting.write(state)
             return LoopResult(state, reporting.facts.changes, reporting.written)
     finally:
+        await publisher.aclose()
         await storage.close()
 
 
@@ -364,14 +323,12 @@ def _note_start(job: LoopJob) -> None:
 
 @asynccontextmanager
 async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
-    adapters = AdapterStore(job.settings.serving.adapters_directory.resolve())
     if job.backend is not None:
         await job.backend.check()
         remove_tree(job.directory / CHECKOUTS)  # left by a killed process
-    with rollout_settings(job.settings, adapters) as sampled:
-        async with open_player(job, sampled, storage) as runner:
-            server = job.settings.serving.base_url or "the model in this process"
-            yield RecordedRunner(runner, server, logprobs=needs_logprobs(job.settings.training))
+    async with open_player(job, job.settings, storage) as runner:
+        server = job.settings.serving.base_url or "the model in this process"
+        yield RecordedRunner(runner, server, logprobs=needs_logprobs(job.settings.training))
 
 
 @asynccontextmanager

@@ -67,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loop", choices=["sync", "async"], default="sync", help=kinds)
     staleness = "async: versions that a rollout may be behind"
     parser.add_argument("--max-staleness", type=natural, default=1, metavar="VERSIONS", help=staleness)
-    partial = "async: running episodes finish on their version, or continue on the newest"
-    parser.add_argument("--partial-rollouts", choices=["finish", "continue"], default="finish", help=partial)
     parser.add_argument("--model", type=Path, metavar="DIR", help="another Hugging Face chat model to start from")
     add_studio(parser)
 
@@ -132,7 +130,7 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
     given = {"iterations": args.iterations, "held_out": args.held_out, "level": args.level}
     given |= {"repository": args.repo and args.repo.resolve(), "tests": args.tests, "requirements": args.requirements}
     sizes = {name: value for name, value in given.items() if value is not None}
-    loop = {"kind": args.loop, "max_staleness": args.max_staleness, "partial_rollouts": args.partial_rollouts}
+    loop = {"kind": args.loop, "max_staleness": args.max_staleness}
     return checked(kind, {**options.model_dump(), "loop": loop, **sizes})
 
 

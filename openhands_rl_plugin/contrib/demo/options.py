@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 ADAPTER = "webshop"
 ANSWER_TOKENS = 24
 CONTEXT_TOKENS = 1280  # six turns fit; the server reserves that many tokens for every running episode
-_OWN = {"kind", "max_staleness", "partial_rollouts", "patience"}
+_OWN = {"kind", "max_staleness", "patience"}
 OTHER_SIZES = {name: True for name in LoopSettings.model_fields if name not in _OWN}
 """The keys of ``[rl.loop]`` that no demo reads: it has its own sizes."""
 

@@ -48,8 +48,7 @@ from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.report.figures import Comparison
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, read_rows
-from openhands_rl_plugin.training.loop.facts import RunFacts, evaluations, success_of
-from openhands_rl_plugin.training.loop.plan import LoopState
+from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, evaluations, success_of
 
 MOST_EXPORTED = 50 * 1024 * 1024
 MOST_EPISODES = 1000

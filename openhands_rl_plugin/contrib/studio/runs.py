@@ -34,8 +34,7 @@ from openhands_rl_plugin.evals.report.tables import HEADINGS, about_row, compari
 from openhands_rl_plugin.evals.runs.outcome import Outcome
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, read_rows
 from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE, PROBED, AdapterStore, LoadedBy, ProbedOn
-from openhands_rl_plugin.training.loop.facts import FACTS, RunFacts, success_of
-from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.plan import FACTS, LoopState, RunFacts, StageRecord, success_of
 
 MOST_POINTS = 2000
 _MOST_BYTES = 16 * 1024 * 1024

@@ -19,6 +19,7 @@ from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, Label, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.rewards.verifier.card import LEAST_CALIBRATED, Calibration, VerifierCard
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score, rescore
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import (
@@ -29,8 +30,6 @@ from openhands_rl_plugin.training.data.dataset import (
     load_episodes,
 )
 from openhands_rl_plugin.training.loop.plan import PolicyLineage
-from openhands_rl_plugin.training.verifier.card import Calibration, VerifierCard
-from openhands_rl_plugin.training.verifier.report import LEAST_CALIBRATED
 
 DIVIDED = "labels contradict each other"
 UNDECIDED = "the verifier is not certain"

@@ -1,26 +1,45 @@
-"""P(success) from a trained verifier, which runs in this process or on a server."""
+"""P(success) from a trained verifier, which runs in this process or on a server.
+
+A server is asked by OpenAI's ``POST /completions`` with vLLM's extensions. It samples one token and names the 20
+likeliest: with a trained verifier both labels are among them. Else each label is appended to the prompt and read from
+``prompt_logprobs``, which is exact but may bypass the prefix cache.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import islice
+from contextlib import aclosing
+from functools import cached_property, lru_cache
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from pydantic import Field
 
-from openhands_rl_plugin.core.errors import GraderError, TrainingError, from_extra
-from openhands_rl_plugin.core.types import Failure, Frozen, Score, Trajectory
-from openhands_rl_plugin.rewards.verifier.served import ServedVerifier
-from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput
+from openhands_rl_plugin.core.concurrency import Backoff
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    GraderError,
+    InfrastructureError,
+    ModelError,
+    PublishError,
+    TrainingError,
+    boundary,
+    from_extra,
+)
+from openhands_rl_plugin.core.servers import named_key
+from openhands_rl_plugin.core.types import Failure, FailureKind, Frozen, JsonObject, Score, Trajectory
+from openhands_rl_plugin.models.adapters.servers import Connection, prompt_logprobs
+from openhands_rl_plugin.models.engines.client import ServerError
+from openhands_rl_plugin.rewards.verifier.card import VerifierCard, VerifierOutput
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.verifier.prompt import VerifierPrompt, VerifierPrompts
-    from openhands_rl_plugin.training.verifier.train import VerifierModel
+    from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompt, VerifierPrompts
+    from openhands_rl_plugin.rewards.verifier.training import VerifierModel
 
 
 class VerifierOptions(Frozen):
@@ -108,7 +127,8 @@ class VerifierReward:
     @cached_property
     def _prompts(self) -> VerifierPrompts:
         with from_extra("train"):
-            from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_tokenizer
+            from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
+            from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 
             prompts = VerifierPrompts(load_tokenizer(self._base), self._card.max_length)
         if (prompts.yes, prompts.no) != (self._card.yes, self._card.no):
@@ -119,7 +139,8 @@ class VerifierReward:
     def _judge(self) -> Judge:
         options = self._options
         if not options.base_url:
-            return _Here.of(self._directory, self._card.sha256, self._base, options.tokens_per_pass)
+            key = str(self._directory.resolve()), self._card.sha256, self._base, str(options.tokens_per_pass)
+            return _Here(*key)
         return ServedVerifier(
             options.base_url,
             options.served_model or self._directory.name,
@@ -134,78 +155,63 @@ class VerifierReward:
         return self._options.model or self._card.model
 
 
-def forget_models() -> None:
-    """Release the models that no reward uses, including the newest one, which is otherwise kept."""
-    _Here.forget()
-
-
-class _Asked:
-    """Prompts that wait for their outputs."""
-
-    def __init__(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        self.prompts = prompts
-        self.verdicts: list[VerifierOutput] | None = None
-
-
 class _Here:
-    """A model in this process, loaded at the first call. All waiting prompts are scored in one batch.
+    """A model in this process, loaded at the first call."""
 
-    It may be called from any thread and any event loop.
-    """
-
-    _shared: ClassVar[WeakValueDictionary[tuple[str, ...], _Here]] = WeakValueDictionary()
-    _newest: ClassVar[_Here | None] = None
-    _sharing: ClassVar[threading.Lock] = threading.Lock()
-
-    def __init__(self, directory: Path, base: str, tokens_per_pass: int) -> None:
-        self._directory = directory
-        self._base = base
-        self._tokens_per_pass = tokens_per_pass
-        self._turn = threading.Lock()
-        self._waiting: set[_Asked] = set()
-
-    @classmethod
-    def of(cls, directory: Path, sha256: str, base: str, tokens_per_pass: int) -> _Here:
-        """The instance that all rewards with the same weights share.
-
-        Every episode has its own reward object, so the newest model is kept for the next one.
-        """
-        key = (str(directory.resolve()), sha256, base, str(tokens_per_pass))
-        with cls._sharing:
-            here = cls._shared.get(key) or cls(directory, base, tokens_per_pass)
-            cls._shared[key] = cls._newest = here
-            return here
-
-    @classmethod
-    def forget(cls) -> None:
-        """Do not keep the newest model for later rewards."""
-        with cls._sharing:
-            cls._newest = None
+    def __init__(self, *where: str) -> None:
+        self._where = where
 
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
-        asked = _Asked(prompts)
-        self._waiting.add(asked)
-        try:
-            return [*await asyncio.to_thread(self._answer, asked)]
-        finally:
-            self._waiting.discard(asked)
-
-    def _answer(self, asked: _Asked) -> list[VerifierOutput]:
-        with self._turn:
-            if asked.verdicts is None:
-                model = self._model
-                together = [each for each in {*self._waiting, asked} if each.verdicts is None]
-                verdicts = iter(model.judge([prompt for each in together for prompt in each.prompts]))
-                for each in together:
-                    each.verdicts = list(islice(verdicts, len(each.prompts)))
-            assert asked.verdicts is not None
-            return asked.verdicts
+        return [*await asyncio.to_thread(lambda: self._shared.judge(prompts))]
 
     @cached_property
-    def _model(self) -> VerifierModel:
-        with from_extra("train"):
-            from openhands_rl_plugin.training.verifier.train import VerifierModel
-        return VerifierModel(self._directory, model=self._base, tokens_per_pass=self._tokens_per_pass)
+    def _shared(self) -> _SharedModel:
+        with _LOADING:
+            return _loaded(*self._where)
+
+
+class _SharedModel:
+    """Scores all prompts that wait in one batch, from whatever thread and event loop."""
+
+    def __init__(self, model: VerifierModel) -> None:
+        self._model = model
+        self._turn = threading.Lock()
+        self._waiting: dict[int, Sequence[tuple[int, ...]]] = {}
+        self._found: dict[int, list[VerifierOutput]] = {}
+
+    def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
+        caller = threading.get_ident()
+        self._waiting[caller] = prompts
+        with self._turn:
+            try:
+                if caller not in self._found:
+                    together = self._waiting.copy()
+                    verdicts = iter(self._model.judge([prompt for each in together.values() for prompt in each]))
+                    self._found |= {one: list(islice(verdicts, len(each))) for one, each in together.items()}
+                    for one in together:
+                        del self._waiting[one]
+                return self._found.pop(caller)
+            finally:
+                self._waiting.pop(caller, None)  # a thread that comes again has other prompts
+
+
+_LOADING = threading.Lock()
+
+
+@lru_cache(maxsize=2)
+def _loaded(directory: str, sha256: str, base: str, tokens_per_pass: str) -> _SharedModel:
+    """The model that all rewards with the same weights share; the newest two are kept.
+
+    Every episode has its own reward object, and so may every search.
+    """
+    with from_extra("train"):
+        from openhands_rl_plugin.rewards.verifier.training import VerifierModel
+    return _SharedModel(VerifierModel(Path(directory), model=base, tokens_per_pass=int(tokens_per_pass)))
+
+
+def forget_models() -> None:
+    """Release the models that no reward uses, including the newest ones, which are otherwise kept."""
+    _loaded.cache_clear()
 
 
 class _Batch:
@@ -229,3 +235,75 @@ class _Batch:
         await asyncio.sleep(0)
         waiting, self._waiting, self._task = self._waiting, [], None
         return await self._reward.judge_all(waiting)
+
+
+AT_ONCE = 16
+"""Concurrent requests: enough for the server to batch them and to use its prefix cache."""
+
+_TOP = 20  # the largest number of logprobs that vLLM returns by default (max_logprobs)
+_RETRIES = 4
+_BACKOFF = Backoff(first=0.375, longest=3.0)
+
+
+class ServedVerifier:
+    """A verifier behind ``base_url`` (up to and including /v1), known there as ``model``; prompts are token ids.
+
+    Raises ``ConfigError`` when ``api_key_env`` names a variable that is not set.
+    """
+
+    def __init__(
+        self, base_url: str, model: str, *, yes: int, no: int, api_key_env: str = "", timeout: float = 120.0
+    ) -> None:
+        self._base_url, self._key, self._timeout = base_url, named_key(api_key_env, "api_key_env"), timeout
+        self._model = model
+        self._yes, self._no = yes, no
+
+    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
+        """One output per prompt, in order; a failed request affects its own prompt only."""
+        slots = asyncio.Semaphore(AT_ONCE)
+        async with aclosing(Connection(self._base_url, api_key=self._key, timeout=self._timeout)) as http:
+
+            async def one(prompt: tuple[int, ...]) -> VerifierOutput | Failure:
+                try:
+                    async with slots:
+                        with boundary(FailureKind.INFRASTRUCTURE, "verifier server"):
+                            return await self._verdict(http, prompt)
+                except CaughtFailure as caught:
+                    return caught.failure
+
+            # The first request fills the server's prefix cache with the common prefix.
+            first = [await one(prompt) for prompt in prompts[:1]]
+            return [*first, *await asyncio.gather(*map(one, prompts[1:]))]
+
+    async def _verdict(self, http: Connection, prompt: tuple[int, ...]) -> VerifierOutput:
+        for attempt in count(1):
+            try:
+                yes, no = await self._logprobs(http, prompt)
+                return VerifierOutput(margin=yes - no, mass=min(1.0, math.exp(yes) + math.exp(no)))
+            except PublishError as error:
+                if not isinstance(error.__cause__, ServerError):
+                    raise ModelError(str(error)) from error
+                if attempt > _RETRIES:
+                    raise InfrastructureError(f"{error} (after {attempt} attempts)") from error
+            await _BACKOFF.wait(attempt)
+        raise AssertionError
+
+    async def _logprobs(self, http: Connection, prompt: tuple[int, ...]) -> tuple[float, float]:
+        """Those of YES and NO."""
+        body: JsonObject = {"model": self._model, "prompt": [*prompt], "max_tokens": 1, "temperature": 0.0}
+        body |= {"logprobs": _TOP, "return_tokens_as_token_ids": True}
+
+        def pick(answer: Any) -> list[float | None]:
+            top = (answer["choices"][0].get("logprobs") or {}).get("top_logprobs") or [{}]
+            return [top[0].get(f"token_id:{label}") for label in (self._yes, self._no)]
+
+        yes, no = await http.ask("v1/completions", body, pick, f"{self._model} cannot judge at {http.root}")
+        if yes is None or no is None:
+            forced = [await prompt_logprobs(http, self._model, (*prompt, label)) for label in (self._yes, self._no)]
+            yes, no = (each[-1] for each in forced)
+        if yes is None or no is None:
+            raise GraderError(
+                "the server gives no logprobs of the labels: use vLLM or `openhands-rl serve`, or leave base_url out "
+                "to score in this process"
+            )
+        return yes, no

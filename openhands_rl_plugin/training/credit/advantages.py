@@ -157,19 +157,14 @@ class ValidGroups(Frozen):
     alone: int
 
 
-class GroupAdvantages(Frozen):
+class GroupAdvantages(ValidGroups):
     """One advantage per trajectory, in the order given; ``None`` for the excluded ones, which are counted by reason.
 
-    The counts are those of ``ValidGroups``; ``used`` is the number of advantages.
+    ``used``: the number of advantages.
     """
 
     advantages: tuple[float | None, ...]
     used: int
-    failed: int
-    unscored: int
-    flat: int
-    alone: int
-    overlong: int = 0
 
     def as_floats(self) -> dict[str, float]:
         """The counts, for an adapter's manifest."""
@@ -241,8 +236,7 @@ def group_advantages(
     advantages: list[float | None] = [None] * len(trajectories)
     for (index, _), advantage in zip(order, values, strict=True):
         advantages[index] = advantage
-    counts = chosen.model_dump(include={"failed", "unscored", "overlong", "flat", "alone"})
-    return GroupAdvantages(advantages=tuple(advantages), used=len(order), **counts)
+    return GroupAdvantages(**dict(chosen), advantages=tuple(advantages), used=len(order))
 
 
 def _all_equal(rewards: Sequence[float | None]) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
@@ -17,11 +18,9 @@ from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.types import (
     CONDENSATION,
     Node,
-    PolicyRef,
     Sample,
     SamplingParams,
     StopReason,
-    Tokens,
     Trajectory,
     kind_of,
 )
@@ -166,15 +165,8 @@ def _condensations(trajectory: Trajectory, reinforced: bool) -> Iterator[int]:
 
 def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
     """Whether the path to the head has all data that ``samples_of`` needs, and at least one sampled token."""
-    sampled = 0
-    try:
-        for index in trajectory.path():
-            if trajectory.nodes[index].sampled:
-                _check(trajectory.id, index, trajectory.nodes[index], need_logprobs)
-                sampled += 1
-    except TrainingError:
-        return False
-    return sampled > 0
+    own = [trajectory.nodes[at] for at in trajectory.path() if trajectory.nodes[at].sampled]
+    return bool(own) and not any(_lacks(node, need_logprobs) for node in own)
 
 
 def recorded_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> frozenset[int]:
@@ -184,14 +176,8 @@ def recorded_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> fro
     """
     whole: set[int] = set()
     for at, node in enumerate(trajectory.nodes):
-        if node.parent is not None and node.parent not in whole:
-            continue
-        try:
-            if node.sampled:
-                _check(trajectory.id, at, node, need_logprobs)
-        except TrainingError:
-            continue
-        whole.add(at)
+        if (node.parent is None or node.parent in whole) and not (node.sampled and _lacks(node, need_logprobs)):
+            whole.add(at)
     return frozenset(whole)
 
 
@@ -279,111 +265,97 @@ def _cheapest_starts(lengths: Sequence[int], shared: Sequence[int], limit: int) 
     return starts[::-1]
 
 
-class _Segment:
-    """A training sequence under construction."""
+class _Span(NamedTuple):
+    """The trained tokens ``start:stop`` of a sequence, which were sampled at ``node``."""
 
-    def __init__(self) -> None:
-        self.length = 0
-        self.ids: list[Ids] = []
-        self.mask: list[bytes] = []
-        self.logprobs: list[Floats | bytes] = []
-        self.trained: list[tuple[int, int, float, float]] = []
-        """Start, end, advantage and temperature of every span of trained tokens."""
-        self.nodes: list[int] = []
-        """The node of each span."""
-        self.policy: PolicyRef | None = None
-
-    def add(self, ids: Ids, logprobs: Floats | None = None) -> None:
-        """Ids with the logprobs at which they were sampled, else as context."""
-        self.length += len(ids)
-        self.ids.append(ids)
-        self.mask.append(bytes([logprobs is not None]) * len(ids))
-        self.logprobs.append(logprobs or bytes(4 * len(ids)))
-
-    def add_sampled(self, tokens: Tokens, advantage: float, node: Node, index: int) -> None:
-        self.nodes.append(index)
-        start = self.length
-        self.add(tokens.sampled_ids, tokens.logprobs)
-        self.trained.append((start, self.length, advantage, temperature_of(node.sampling)))
-        self.policy = self.policy or node.policy
-
-    def sample(self, trajectory_id: str, leaf: int) -> Sample | None:
-        """The finished sequence up to its last trained token, ``None`` when nothing in it is trained."""
-        if not self.trained:
-            return None
-        end = self.trained[-1][1]
-        advantage, token_advantages = self._by_token([(*span[:2], span[2]) for span in self.trained], 0.0)
-        temperature, token_temperatures = self._by_token([(*span[:2], span[3]) for span in self.trained], 1.0)
-        # Not validated, for speed: the parts come from validated values, and there are tens of thousands of them.
-        return Sample.model_construct(
-            trajectory_id=trajectory_id,
-            leaf=leaf,
-            input_ids=Ids(b"".join(self.ids))[:end],
-            mask=Mask(b"".join(self.mask))[:end],
-            logprobs=Floats(b"".join(self.logprobs))[:end],
-            advantage=advantage,
-            token_advantages=token_advantages,
-            policy=self.policy,
-            temperature=temperature,
-            token_temperatures=token_temperatures,
-            spans=tuple((node, *span[:2]) for node, span in zip(self.nodes, self.trained, strict=True)),
-        )
-
-    @staticmethod
-    def _by_token(spans: list[tuple[int, int, float]], elsewhere: float) -> tuple[float, Floats]:
-        """The value that all spans have, or 1.0 and one for each token."""
-        if len({value for _, _, value in spans}) == 1:
-            return spans[0][2], Floats()
-        values = [elsewhere] * spans[-1][1]
-        for start, stop, value in spans:
-            values[start:stop] = [value] * (stop - start)
-        return 1.0, Floats(values)
+    node: int
+    start: int
+    stop: int
+    advantage: float
+    temperature: float
 
 
 def _segments(
     trajectory: Trajectory, leaf: int, advantage: float | Mapping[int, float], trained: set[int], need_logprobs: bool
 ) -> Iterator[Sample]:
-    segment = _Segment()
+    pieces: list[
+        tuple[Ids, Floats | None]
+    ] = []  # ids, and the logprobs at which they were sampled, if they are trained
+    spans: list[_Span] = []
+    length = 0
     for index in trajectory.path(leaf):
         node = trajectory.nodes[index]
         if not node.sampled:
             continue
-        _check(trajectory.id, index, node, need_logprobs)
+        if why := _lacks(node, need_logprobs):
+            raise TrainingError(f"trajectory {trajectory.id}, node {index}: {why}")
         tokens = node.tokens
         assert tokens is not None
         if not tokens.extends:
-            if (sample := segment.sample(trajectory.id, leaf)) is not None:
-                yield sample
-            segment = _Segment()
-        segment.add(tokens.prompt_ids)
-        if index in trained:
-            segment.add(tokens.sampled_ids)
-        else:
-            own = advantage[index] if isinstance(advantage, Mapping) else advantage
-            segment.add_sampled(tokens, own, node, index)
+            if spans:
+                yield _sample(trajectory, leaf, pieces, spans)
+            pieces, spans, length = [], [], 0
+        start, own = length + len(tokens.prompt_ids), index not in trained
+        length = start + len(tokens.sampled_ids)
+        pieces += [(tokens.prompt_ids, None), (tokens.sampled_ids, tokens.logprobs if own else None)]
+        if own:
+            value = advantage[index] if isinstance(advantage, Mapping) else advantage
+            spans.append(_Span(index, start, length, value, temperature_of(node.sampling)))
             trained.add(index)
-    if (sample := segment.sample(trajectory.id, leaf)) is not None:
-        yield sample
+    if spans:
+        yield _sample(trajectory, leaf, pieces, spans)
 
 
-def _check(trajectory_id: str, index: int, node: Node, need_logprobs: bool) -> None:
-    where = f"trajectory {trajectory_id}, node {index}"
+def _sample(
+    trajectory: Trajectory, leaf: int, pieces: Sequence[tuple[Ids, Floats | None]], spans: Sequence[_Span]
+) -> Sample:
+    """The sequence up to its last trained token."""
+    end = spans[-1].stop
+    advantage, token_advantages = _by_token(spans, [span.advantage for span in spans], 0.0)
+    temperature, token_temperatures = _by_token(spans, [span.temperature for span in spans], 1.0)
+    # Not validated, for speed: the parts come from validated values, and there are tens of thousands of them.
+    return Sample.model_construct(
+        trajectory_id=trajectory.id,
+        leaf=leaf,
+        input_ids=Ids(b"".join(ids for ids, _ in pieces))[:end],
+        mask=Mask(b"".join(bytes([logprobs is not None]) * len(ids) for ids, logprobs in pieces))[:end],
+        logprobs=Floats(b"".join(logprobs or bytes(4 * len(ids)) for ids, logprobs in pieces))[:end],
+        advantage=advantage,
+        token_advantages=token_advantages,
+        policy=next((policy for span in spans if (policy := trajectory.nodes[span.node].policy)), None),
+        temperature=temperature,
+        token_temperatures=token_temperatures,
+        spans=tuple(span[:3] for span in spans),
+    )
+
+
+def _by_token(spans: Sequence[_Span], values: Sequence[float], elsewhere: float) -> tuple[float, Floats]:
+    """The value that all spans have, or 1.0 and one for each token."""
+    if len({*values}) == 1:
+        return values[0], Floats()
+    found = [elsewhere] * spans[-1].stop
+    for span, value in zip(spans, values, strict=True):
+        found[span.start : span.stop] = [value] * (span.stop - span.start)
+    return 1.0, Floats(found)
+
+
+def _lacks(node: Node, need_logprobs: bool) -> str:
+    """Why a sampled node cannot be trained; empty where it can."""
     tokens = node.tokens
     if tokens is None or not tokens.sampled_ids:
-        raise TrainingError(
-            f"{where}: no token ids were recorded; use a server that returns them (vLLM or `openhands-rl serve`, "
+        return (
+            "no token ids were recorded; use a server that returns them (vLLM or `openhands-rl serve`, "
             "return_token_ids) and roll out again"
         )
-    if not need_logprobs:
-        return
-    if len(tokens.logprobs) != len(tokens.sampled_ids):
-        raise TrainingError(
-            f"{where}: {len(tokens.logprobs)} logprobs for {len(tokens.sampled_ids)} sampled tokens; reinforcement "
-            'learning needs all of them: use a server that returns logprobs, or train with algorithm = "sft"'
+    if need_logprobs and len(tokens.logprobs) != len(tokens.sampled_ids):
+        return (
+            f"{len(tokens.logprobs)} logprobs for {len(tokens.sampled_ids)} sampled tokens; reinforcement learning "
+            'needs all of them: use a server that returns logprobs, or train with algorithm = "sft"'
         )
     # A sum is fast, and finite only if all values are (unless it overflows).
-    if not math.isfinite(sum(tokens.logprobs)) and not all(map(math.isfinite, tokens.logprobs)):
-        raise TrainingError(f"{where}: a recorded logprob is not finite; drop this trajectory or check the server")
+    if need_logprobs and not math.isfinite(sum(tokens.logprobs)) and not all(map(math.isfinite, tokens.logprobs)):
+        return "a recorded logprob is not finite; drop this trajectory or check the server"
+    return ""
 
 
 def may_be_shortened(settings: TrainingSettings) -> bool:

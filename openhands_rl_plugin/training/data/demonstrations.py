@@ -11,9 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary, describe
 from openhands_rl_plugin.core.messages import SpokenMessage
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
 from openhands_rl_plugin.core.templates.parsing import RenderError
@@ -40,6 +40,9 @@ from openhands_rl_plugin.trajectories.exchange.rows import (
     text_messages,
     wire_of,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 WireMessages = Sequence[dict[str, Any]]
 
@@ -225,6 +228,19 @@ class ChatTokenizer(TemplateTokenizer, Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The token ids of a text."""
         ...
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a model's directory. Raises ``TrainingError``."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise TrainingError(f"cannot load the tokenizer in {model}: {describe(error)}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TrainingError(f"{model}: it has no fast tokenizer (tokenizer.json), which is needed")
+    return tokenizer
 
 
 class Tokenised(NamedTuple):

@@ -56,11 +56,9 @@ def imitated(trajectories: Sequence[Trajectory], rewards: Sequence[float | None]
     options = {"need_logprobs": False, "condensations": settings.condensations}
     return Credit(
         GroupAdvantages(
+            **{**dict(chosen), "flat": 0, "alone": 0},
             advantages=tuple(1.0 if at in good else None for at in range(len(trajectories))),
             used=len(good),
-            **{name: getattr(chosen, name) for name in ("failed", "unscored", "overlong")},
-            flat=0,
-            alone=0,
         ),
         [sample for at in sorted(good) for sample in samples_of(trajectories[at], **options)],
     )

@@ -23,7 +23,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.config.rl import LoopSettings
 from openhands_rl_plugin.core.errors import InfrastructureError, StorageError, TrainingError
@@ -45,6 +45,7 @@ from openhands_rl_plugin.training.loop.plan import (
     LoopState,
     PolicyLineage,
     StageRecord,
+    iteration_name,
     success_metrics,
 )
 from openhands_rl_plugin.training.loop.rollouts import (
@@ -71,16 +72,6 @@ class _CancelledTraining(Exception):
     """Stops the thread of a cancelled training."""
 
 
-class Learn(Protocol):
-    """``Trainer.sft`` or ``Trainer.reinforce``."""
-
-    def __call__(
-        self, samples: Sequence[Sample], on_progress: Callable[[TrainProgress], None] | None, *, run: Path | None
-    ) -> TrainMetrics:
-        """Train on the samples."""
-        ...
-
-
 class LoopListener:
     """Callbacks of a loop. The base class ignores all of them; override those that you need."""
 
@@ -93,18 +84,11 @@ class LoopListener:
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """``done`` of ``total`` episodes or optimiser steps of an activity of the stage are finished."""
 
-    def episode_finished(self, stage: str, trajectory: Trajectory) -> None:
-        """An episode ended; one of an iteration may be for a later one."""
-
     def stage_finished(self, record: StageRecord) -> None:
         """A stage ended, or was already finished when the run was resumed."""
 
 
 Lessons = Callable[[Sequence[Trajectory]], Sequence[Trajectory]]
-
-
-def _as_they_are(demonstrations: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    return demonstrations
 
 
 @dataclass(frozen=True)
@@ -127,7 +111,7 @@ class LoopParts:
     tokenizer: ChatTokenizer
     make_trainer: Callable[[TrainingSettings, Adapter | None], PolicyTrainer]
     state_file: Path
-    lessons: Lessons = _as_they_are
+    lessons: Lessons | None = None
     evaluator: EpisodeRunner | None = None
     make_teacher: Callable[[Adapter | None, str], Teacher] | None = None
 
@@ -235,10 +219,11 @@ class TrainingLoop:
                 f"none of the {len(played)} demonstrations succeeded; is the environment the right one?"
             )
         good.sort(key=lambda trajectory: trajectory.id)
-        lessons = await asyncio.to_thread(self._parts.lessons, good)
+        make = self._parts.lessons
+        lessons = good if make is None else await asyncio.to_thread(make, good)
         samples = [each for lesson in lessons for each in demonstration_samples(lesson, self._parts.tokenizer)]
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
-        metrics = await self._learn(stage, trainer.sft, samples)
+        metrics = await self._learn(stage, trainer, samples, sft=True)
         adapter = await self._publish(stage, trainer, metrics.steps, metrics.as_floats())
         trainer.finish()
         return self._record(stage, started, metrics.as_floats(), adapter)
@@ -288,7 +273,7 @@ class TrainingLoop:
             adapter, metrics = None, metrics | self._staleness(batch, played)
         else:
             trainer = await self._reinforcement_trainer()
-            learned = await self._learn(stage, self._update(trainer), credit.samples)
+            learned = await self._learn(stage, trainer, credit.samples, sft=self._imitates)
             metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
             metrics |= self._staleness(batch, played)
             adapter = await self._publish(stage, trainer, learned.steps, metrics)
@@ -317,7 +302,9 @@ class TrainingLoop:
 
     async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
         """Enough groups without their stale episodes, the numbers of wholly stale groups, and the stale episodes."""
-        lineage, most = PolicyLineage.of_run(self._plan.base_model, self._state), self._settings.staleness
+        lineage = PolicyLineage.of_run(self._plan.base_model, self._state)
+        # By turns nothing is sampled ahead, so that nothing can be stale.
+        most = self._settings.max_staleness if self._settings.kind == "async" else None
         groups: list[Group] = []
         dropped: list[int] = []
         stale = 0
@@ -325,7 +312,11 @@ class TrainingLoop:
         self._show_awaited()
         while len(groups) < self._plan.batch_size:
             group = await buffer.take()
-            fresh = tuple(each for each in group.trajectories if each.failure or not lineage.is_too_stale(each, most))
+            fresh = tuple(
+                each
+                for each in group.trajectories
+                if each.failure or most is None or not lineage.is_too_stale(each, most)
+            )
             stale += len(group.trajectories) - len(fresh)
             if len(fresh) < len(group.trajectories) and all(each.failure for each in fresh):
                 dropped.append(group.number)
@@ -337,9 +328,8 @@ class TrainingLoop:
         self._ahead -= self._plan.samples_per_task * len(groups)
         return sorted(groups, key=lambda group: group.number), dropped, stale
 
-    def _count_episode(self, trajectory: Trajectory) -> None:
+    def _count_episode(self) -> None:
         self._ahead += 1
-        self._listener.episode_finished(self._stage_name, trajectory)
         self._show_awaited()
 
     def _show_awaited(self) -> None:
@@ -359,13 +349,9 @@ class TrainingLoop:
 
     def _staleness(self, batch: ChosenBatch, played: Sequence[Trajectory]) -> dict[str, float]:
         valid = [trajectory for trajectory in played if trajectory.failure is None]
-        staleness = PolicyLineage.of_run(self._plan.base_model, self._state).staleness(valid)
-        return {
-            "staleness": staleness.mean,
-            "staleness_max": float(staleness.largest),
-            "episodes_stale": float(batch.stale),
-            "groups_dropped": float(len(batch.dropped)),
-        }
+        lineage = PolicyLineage.of_run(self._plan.base_model, self._state)
+        dropped = {"episodes_stale": float(batch.stale), "groups_dropped": float(len(batch.dropped))}
+        return lineage.staleness(valid) | dropped
 
     @property
     def _limit(self) -> int:
@@ -404,10 +390,6 @@ class TrainingLoop:
     def _imitates(self) -> bool:
         return algorithm_of(self._plan.reinforcement).kind == "imitation"
 
-    def _update(self, trainer: PolicyTrainer) -> Learn:
-        """What an iteration does with its samples."""
-        return trainer.sft if self._imitates else trainer.reinforce
-
     async def _roll_out(
         self, stage: str, tasks: Sequence[Task], sampling: SamplingParams, runner: EpisodeRunner
     ) -> tuple[Trajectory, ...]:
@@ -422,11 +404,10 @@ class TrainingLoop:
         )
         finished = 0
 
-        def count(trajectory: Trajectory) -> None:
+        def count(_: Trajectory) -> None:
             nonlocal finished
             finished += 1
             self._listener.advanced(stage, "episodes", finished, len(tasks))
-            self._listener.episode_finished(stage, trajectory)
 
         self._listener.advanced(stage, "episodes", 0, len(tasks))  # the first one may take a minute
         return await roll_out(plan, runner, self._parts.storage, count)
@@ -487,7 +468,7 @@ class TrainingLoop:
         name = self._state.adapter
         return self._parts.adapters.get(name) if name is not None else None
 
-    async def _learn(self, stage: str, learn: Learn, samples: Sequence[Sample]) -> TrainMetrics:
+    async def _learn(self, stage: str, trainer: PolicyTrainer, samples: Sequence[Sample], *, sft: bool) -> TrainMetrics:
         """Train in a thread: torch releases the GIL while it computes.
 
         Cancellation waits for the optimiser step in progress only.
@@ -499,6 +480,7 @@ class TrainingLoop:
                 raise _CancelledTraining
             self._listener.advanced(stage, "training", progress.done, progress.total)
 
+        learn = trainer.sft if sft else trainer.reinforce
         try:
             return await asyncio.to_thread(learn, samples, advanced, run=self._run_directory(stage))
         except asyncio.CancelledError:
@@ -551,11 +533,6 @@ class TrainingLoop:
 
     def _trainer_directory(self, adapter: Adapter) -> Path:
         return self._parts.state_file.parent / "trainer" / adapter.name
-
-
-def iteration_name(index: int) -> str:
-    """``2`` -> ``"iteration-002"``."""
-    return f"iteration-{index:03d}"
 
 
 def _require_some(played: list[Trajectory]) -> None:

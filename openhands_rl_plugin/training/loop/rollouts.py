@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -18,11 +18,11 @@ from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
 from openhands_rl_plugin.core.judgements import scores_of
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Task, Trajectory
 from openhands_rl_plugin.models.engines.client import ServerError
-from openhands_rl_plugin.rollout.many import RolloutPlan
-from openhands_rl_plugin.training.loop.plan import LoopPlan
+from openhands_rl_plugin.rollout.many import RolloutPlan, play_until_valid
+from openhands_rl_plugin.training.loop.plan import LoopPlan, iteration_name
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
@@ -228,15 +228,13 @@ class DifficultyPool:
 
 
 _LEAST_ATTEMPTS = 4  # fewer say little: of two attempts at a task of even odds, both fare alike half of the time
-_RETRIES = 2  # a third failure in a row is seldom chance
-_BACKOFF = Backoff(first=0.5, longest=10.0)  # short: waiting for a server that is down is done above
 
 
 class GroupRunner:
-    """Rolls out groups by number.
+    """Rolls out groups by number, under the name of the iteration that they are begun for.
 
     ``newest`` returns the weights that an episode starts on. All groups together run ``plan.concurrency`` episodes at a
-    time; ``on_episode`` gets each that ended.
+    time; ``on_episode`` is called at the end of each.
     """
 
     def __init__(
@@ -247,9 +245,8 @@ class GroupRunner:
         server: OutageTolerantServer,
         newest: Callable[[], str],
         pool: DifficultyPool,
-        on_episode: Callable[[Trajectory], None],
+        on_episode: Callable[[], None],
     ) -> None:
-        self.run_id = f"{plan.run_id}/rollouts"
         self._plan = plan
         self._runner = runner
         self._storage = storage
@@ -259,27 +256,30 @@ class GroupRunner:
         self._on_episode = on_episode
         self._gate = asyncio.Semaphore(plan.concurrency)
         self._begun: dict[int, Task] = {}
+        self._lost: set[str] = set()  # episodes that failed because the server or their version went away
 
     async def look(self, reward_version: str) -> None:
         """Read which groups an earlier process has started, and how this policy fared at the tasks so far.
 
         Raises ``StorageError``.
         """
-        wheres = TrajectoryFilter(adapter=self._plan.adapter), TrajectoryFilter(run_id=self.run_id)
+        runs = {f"{self._plan.run_id}/{iteration_name(index)}" for index in range(self._plan.iterations)}
+        wheres = TrajectoryFilter(adapter=self._plan.adapter), *(TrajectoryFilter(run_id=run) for run in runs)
         found = {each.id: each for where in wheres async for each in self._storage.summaries(where)}
         tasks = {task.id: task for task in self._plan.training}
-        attempts = sorted(
-            (each for each in found.values() if each.task_id in tasks), key=lambda each: each.times.finished
-        )
+        known = {(task.environment, task.id) for task in self._plan.training}
+        ours = (each for each in found.values() if each.run_id in runs or (each.environment, each.task_id) in known)
+        attempts = sorted(ours, key=lambda each: each.times.finished)
         scores = await scores_of(self._storage, [each.id for each in attempts])
         for each in attempts:
-            of = [one.reward for one in scores.get(each.id, ()) if one.reward_version == reward_version]
-            if each.failure is None and of and of[-1] is not None:
-                success = self._plan.is_success(each.episode_return, each.stop, of[-1])
+            own = [one.reward for one in scores.get(each.id, ()) if one.reward_version == reward_version]
+            reward = own[-1] if own else each.judged  # of a verdict in the evidence no score is stored
+            if each.failure is None and reward is not None:
+                success = self._plan.is_success(each.episode_return, each.stop, reward)
                 self._pool.note(each.task_id, each.id, success)
-            if each.run_id == self.run_id:
-                number = int(each.group_id.removeprefix(f"{self.run_id}/").partition("/")[0])
-                self._begun[number] = tasks[each.task_id]
+            number, _, task = each.group_id.removeprefix(f"{each.run_id}/").partition("/")
+            if each.run_id in runs and task == each.task_id:
+                self._begun[int(number)] = tasks[task]
         if self._begun:
             self._pool.go_on_after(self._begun[max(self._begun)].id)
 
@@ -289,9 +289,9 @@ class GroupRunner:
         requests = self._requests(number, begun or self._pool.draw())
         stored: dict[str, Trajectory] = {}
         if begun is not None:
-            where = TrajectoryFilter(run_id=self.run_id, group_id=requests[0].group_id)
+            where = TrajectoryFilter(run_id=requests[0].run_id, group_id=requests[0].group_id)
             stored = {trajectory.id: trajectory async for trajectory, _ in self._storage.find(where)}
-        episodes = [asyncio.ensure_future(self._play_until_valid(request, stored)) for request in requests]
+        episodes = [asyncio.ensure_future(self._play(request, stored)) for request in requests]
         try:
             # A task group inside the loop's task group would nest the error in two exception groups.
             return Group(number, tuple(await asyncio.gather(*episodes)))
@@ -300,52 +300,37 @@ class GroupRunner:
                 episode.cancel()
 
     def _requests(self, number: int, task: Task) -> tuple[EpisodeRequest, ...]:
+        iteration = min(number // self._plan.batch_size, self._plan.iterations - 1)
+        run_id = f"{self._plan.run_id}/{iteration_name(iteration)}"
         plan = RolloutPlan(
-            run_id=f"{self.run_id}/{number:06d}",
+            run_id=f"{run_id}/{number:06d}",
             tasks=(task,),
             samples_per_task=self._plan.samples_per_task,
             sampling=self._plan.sampling,
             seed=self._plan.seed,
         )
-        return tuple(request.model_copy(update={"run_id": self.run_id}) for request in plan.requests())
+        return tuple(request.model_copy(update={"run_id": run_id}) for request in plan.requests())
 
-    async def _play_until_valid(self, request: EpisodeRequest, stored: dict[str, Trajectory]) -> Trajectory:
-        last, attempts = _last_stored(request, stored)
-        # Retries are counted per process: an episode that failed in an earlier one is tried again.
-        if last is not None and not _failed_for(last, FailureKind.INFRASTRUCTURE):
-            return last
-        failed = 0
-        while True:
-            request = request.model_copy(update={"attempt": attempts})
-            if failed:
-                await _BACKOFF.wait(failed)
-            outages = self._server.outages
-            trajectory, asked = await self._play(request)
-            excused = self._server.outages != outages
-            # The server refuses a version that it has unloaded, or lost in a restart, as unknown.
-            outdated = (excused or asked != self._newest()) and _failed_for(trajectory, FailureKind.MODEL)
-            failed += not excused
-            if not (outdated or _failed_for(trajectory, FailureKind.INFRASTRUCTURE)) or failed > _RETRIES:
-                self._on_episode(trajectory)
-                return trajectory
-            attempts += 1
+    async def _play(self, request: EpisodeRequest, stored: Mapping[str, Trajectory]) -> Trajectory:
+        trajectory = await play_until_valid(
+            request, self, self._storage, stored, is_excused=lambda each: each.id in self._lost
+        )
+        self._on_episode()
+        return trajectory
 
-    async def _play(self, request: EpisodeRequest) -> tuple[Trajectory, str]:
+    async def run(self, request: EpisodeRequest) -> Trajectory:
+        """One try at an episode, on the newest weights at its start."""
         async with self._gate:
             await self._server.available()
-            newest = self._newest()
+            newest, outages = self._newest(), self._server.outages
             trajectory = await self._runner.run(request.model_copy(update={"served_model": newest}))
-            await self._storage.add(trajectory)
-        return trajectory, newest
+        kind = trajectory.failure.kind if trajectory.failure is not None else None
+        # The server refuses a version that it has unloaded, or lost in a restart, as unknown.
+        outdated = kind is FailureKind.MODEL and newest != self._newest()
+        if outdated or (kind in _MODEL_SERVER and self._server.outages != outages):
+            self._lost.add(trajectory.id)
+        return trajectory
 
-
-def _last_stored(request: EpisodeRequest, stored: dict[str, Trajectory]) -> tuple[Trajectory | None, int]:
-    """The last stored attempt, and the number of stored attempts."""
-    last, attempt = None, 0
-    while (found := stored.get(trajectory_id(request.model_copy(update={"attempt": attempt})))) is not None:
-        last, attempt = found, attempt + 1
-    return last, attempt
-
-
-def _failed_for(trajectory: Trajectory, kind: FailureKind) -> bool:
-    return trajectory.failure is not None and trajectory.failure.kind is kind
+    async def close(self) -> None:
+        """Close the wrapped runner."""
+        await self._runner.close()

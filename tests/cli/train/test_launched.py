@@ -17,7 +17,7 @@ from verifier_store import tiny_judge, toy_episodes
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.verifier.report import VerifierReport
+from openhands_rl_plugin.rewards.verifier.card import VerifierReport
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import subprocess
@@ -13,16 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from rich.console import Console
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
-from openhands_rl_plugin.apps.loop.reporting import ProgressListener
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.cli.options.running import free_port
 from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
 from openhands_rl_plugin.contrib.demo.story import repair_tasks, shop_tasks
-from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -67,28 +62,6 @@ def test_a_run_is_not_continued_as_another_one(tmp_path: Path, capsys: pytest.Ca
     assert main(["demo", "--tiny", "--run-dir", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "--fresh" in error and error.count("\n") == 1
-
-
-def test_an_episode_of_the_same_task_is_shown_before_and_after(tmp_path: Path) -> None:
-    said = io.StringIO()
-    before, other = (sample_episode(name, task=name, text="\x1b[2J") for name in ("webshop-1", "webshop-2"))
-    after = before.model_copy(update={"id": "later", "policy": PolicyRef(base_model="m", adapter="shop", version=2)})
-    with ProgressListener(3, Console(file=said, width=100)) as listener:
-        for stage, trajectory in (
-            ("evaluate-base", before),
-            ("evaluate-base", other),
-            ("iteration-000", before),
-            ("evaluate-final", other),
-            ("evaluate-final", after),
-        ):
-            listener.episode_finished(stage, trajectory)
-    lines = [line.rstrip() for line in said.getvalue().splitlines() if "for example" in line]
-    assert [line.split(":")[0].split()[2:] for line in lines] == [
-        ["webshop-1,", "by", before.policy.served_name],
-        ["webshop-1,", "by", "shop-v000002"],
-    ]
-    assert "\x1b[2J" not in said.getvalue()
-    assert all(len(line) <= 100 for line in said.getvalue().splitlines())
 
 
 def test_repair_tasks_of_demonstrations_training_and_evaluation_share_no_package_or_function(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.contrib.studio.reports import MOST_BYTES, write_run_report
 from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
-from openhands_rl_plugin.training.loop.facts import RunFacts
-from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 BEFORE = {"goal-a": 0.0, "goal-b": 0.5, "goal-c": 0.0, "goal-d": 0.25, "goal-e": 1.0}

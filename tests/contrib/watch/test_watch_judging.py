@@ -23,7 +23,7 @@ from openhands_rl_plugin.contrib.watch.journal import State
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import PolicyRef, Score, Task, Trajectory
-from openhands_rl_plugin.training.verifier.card import Calibration, VerifierCard
+from openhands_rl_plugin.rewards.verifier.card import Calibration, VerifierCard
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 

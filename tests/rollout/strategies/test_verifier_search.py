@@ -17,9 +17,9 @@ from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, Trajectory
+from openhands_rl_plugin.rewards.verifier.card import VerifierOutput
+from openhands_rl_plugin.rewards.verifier.training import VerifierModel
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.training.verifier.card import VerifierOutput
-from openhands_rl_plugin.training.verifier.train import VerifierModel
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 

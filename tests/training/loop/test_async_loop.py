@@ -12,7 +12,7 @@ import pytest
 from shopping_loop import MODEL, ShopWorld, make_plan, write_talker
 from small_shop import running_shop
 
-from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import LoopSettings
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -22,7 +22,6 @@ from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.loop.router import rollout_settings
 from openhands_rl_plugin.training.teacher import teacher_of
 
 BEHIND = LoopSettings(kind="async", max_staleness=1)
@@ -55,7 +54,8 @@ async def finish(parts: LoopParts) -> None:
 
 
 async def rollouts(parts: LoopParts) -> list[Trajectory]:
-    return [found async for found, _ in parts.storage.find(TrajectoryFilter(run_id="shopping/rollouts"))]
+    runs = [TrajectoryFilter(run_id=f"shopping/{name}") for name in [*ITERATIONS, "iteration-003"]]
+    return [found for run in runs async for found, _ in parts.storage.find(run)]
 
 
 def iterations(state: LoopState) -> list[dict[str, float]]:
@@ -125,7 +125,7 @@ async def test_what_others_have_overtaken_is_dropped_and_counted(world: ShopWorl
     gate = asyncio.Event()
 
     def around(request: EpisodeRequest, engine: LLMEngine) -> LLMEngine:
-        straggles = "/000001/" in request.group_id and request.run_id.endswith("rollouts")
+        straggles = "/000001/" in request.group_id and "/iteration-" in request.run_id
         return Slow(engine, gate) if straggles else engine
 
     world.around_engine = around
@@ -137,49 +137,6 @@ async def test_what_others_have_overtaken_is_dropped_and_counted(world: ShopWorl
     last = next(record for record in state.records if record.name == "iteration-003")
     assert last.groups == (4, 1)
     assert (last.metrics["groups_dropped"], last.metrics["episodes_stale"]) == (1, 2)
-    await finish(parts)
-
-
-class Watched:
-    """An engine that makes an episode wait after its first answer until ``gate`` is open."""
-
-    def __init__(self, engine: LLMEngine, gate: asyncio.Event) -> None:
-        self._engine, self._gate, self._calls = engine, gate, 0
-
-    async def complete(self, messages: Any, **options: Any) -> Any:
-        self._calls += 1
-        if self._calls > 1:
-            await self._gate.wait()
-        return await self._engine.complete(messages, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("goes_on", ["finish", "continue"])
-async def test_partial_rollouts(world: ShopWorld, tmp_path: Path, goes_on: str) -> None:
-    """An episode that is under way when a version comes ends on its own one, or on that."""
-    gate = asyncio.Event()
-    settings = RLSettings(
-        loop=BEHIND.model_copy(update={"partial_rollouts": goes_on}),
-        serving=ServingSettings(base_url=f"{world.server}/v1", model=MODEL, adapter="parts"),
-    )
-
-    def around(request: EpisodeRequest, engine: LLMEngine) -> LLMEngine:
-        waits = "/000001/" in request.group_id and request.run_id.endswith("rollouts")
-        return Watched(engine, gate) if waits else engine
-
-    world.around_engine = around
-    parts = world.parts(tmp_path)
-    with rollout_settings(settings, parts.adapters) as sampled:
-        world.server = sampled.serving.base_url.removesuffix("/v1")
-        plan = make_plan("parts", tasks_per_iteration=1, iterations=2)
-        state = await TrainingLoop(plan, parts, settings.loop, Until(ITERATIONS[0], gate.set)).run()
-    waited = [each for each in await rollouts(parts) if "/000001/" in each.group_id]
-    versions = [[node.policy.version for node in each.sampled() if node.policy] for each in waited]
-    later = 2 if goes_on == "continue" else 1
-    assert all(each[0] == 1 and set(each[1:]) == {later} for each in versions if len(each) > 1)
-    figures = iterations(state)[1]
-    assert figures["failed"] == 0 and figures["staleness_max"] == 1
-    assert (figures["staleness"] < 1) == (goes_on == "continue")
     await finish(parts)
 
 
@@ -215,7 +172,7 @@ async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: 
     assert sorted(number for each in state.records for number in each.groups) == list(range(6))
     after = {each.id: each for each in await rollouts(parts)}
     assert before.items() <= after.items() and len(after) == 24, "what was finished was not played again"
-    again = [request for request in world.asked if request.run_id.endswith("rollouts")]
+    again = [request for request in world.asked if "/iteration-" in request.run_id]
     assert len(again) == 24 - len(before)
     await finish(parts)
 

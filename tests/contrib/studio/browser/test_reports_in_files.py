@@ -21,8 +21,7 @@ from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.report.figures import compare
 from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
-from openhands_rl_plugin.training.loop.facts import RunFacts, SamplePair, StageChange
-from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
+from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, SamplePair, StageChange, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 FOREIGN = "img, iframe, object, embed, base, form, [onerror], [onload], [onmouseover], [onfocus], a[href^='javascript']"

@@ -19,11 +19,10 @@ from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Failure, FailureKind, Task
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.verifier.card import VerifierCard, task_digest
-from openhands_rl_plugin.training.verifier.data import VerifierDataset, task_of, verifier_dataset
-from openhands_rl_plugin.training.verifier.prompt import prompts_for
-from openhands_rl_plugin.training.verifier.report import VerifierReport
-from openhands_rl_plugin.training.verifier.train import VerifierModel
+from openhands_rl_plugin.rewards.verifier.card import VerifierCard, VerifierReport, task_digest
+from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, task_of, verifier_dataset
+from openhands_rl_plugin.rewards.verifier.prompt import prompts_for
+from openhands_rl_plugin.rewards.verifier.training import VerifierModel
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract

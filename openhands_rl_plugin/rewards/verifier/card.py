@@ -1,22 +1,127 @@
-"""Evaluation of a verifier on held-out tasks: ranking (AUC), calibration (ECE, Brier score) and best-of-k selection.
+"""A trained verifier's files: its card, which is all that scoring needs to match training, and its report. No torch.
 
-Pure functions over scores and outcomes; no torch.
+The report is an evaluation on held-out tasks: ranking (AUC), calibration (Brier score) and best-of-k selection, by pure
+functions over scores and outcomes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.config.rl import VerifierSettings
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
 from openhands_rl_plugin.core.statistics import Estimate, best_at_k, over_tasks, pass_at_k
-from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.training.verifier.card import Calibration, sigmoid
+from openhands_rl_plugin.core.types import Adapter, Frozen
+
+CARD_FILE = "verifier.json"
+_MARK = 8  # hexadecimal digits
+
+
+class VerifierOutput(NamedTuple):
+    """``margin``: logit(YES) - logit(NO) in nats. ``mass``: p(YES) + p(NO) among all tokens, 1.0 at most."""
+
+    margin: float
+    mass: float
+
+
+class Calibration(Frozen):
+    """``P(YES) = sigmoid(slope * margin + offset)``, where ``margin`` is logit(YES) - logit(NO) in nats.
+
+    The slope is the inverse of a temperature; the offset corrects for another share of successes than in training.
+    """
+
+    slope: float = Field(default=1.0, gt=0)
+    offset: float = 0.0
+
+    def probability(self, margin: float) -> float:
+        """P(YES). With slope 1 and offset 0 it is p(YES) / (p(YES) + p(NO))."""
+        return sigmoid(self.slope * margin + self.offset)
+
+
+class VerifierCard(Frozen):
+    """``CARD_FILE`` of an adapter directory.
+
+    ``model``: the base model's directory. ``sha256``: of the adapter's weights file. ``max_length``: tokens of the
+    longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored. ``trained_on``: the
+    digests of all tasks in the training data of this and earlier versions; missing in cards of earlier releases.
+    ``adapt_experts``: as in the settings that it was trained with.
+    """
+
+    model: str
+    sha256: str
+    max_length: int = Field(ge=1)
+    yes: int = Field(ge=0)
+    no: int = Field(ge=0)
+    calibration: Calibration = Calibration()
+    trained_on: tuple[str, ...] | None = None
+    adapt_experts: bool = False
+
+    @property
+    def version(self) -> str:
+        """The reward version of its scores; it names everything that changes them."""
+        calibrated = self.calibration
+        suffix = "" if calibrated == Calibration() else f"/{calibrated.slope:.6g},{calibrated.offset:.6g}"
+        return f"{VERSION_PREFIX}{self.sha256[:16]}/{self.max_length}{suffix}"
+
+    def save(self, directory: Path) -> None:
+        """Write it into an adapter directory."""
+        (directory / CARD_FILE).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read it from an adapter directory. Raises ``ConfigError`` when there is none or it is damaged."""
+        path = directory / CARD_FILE
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{directory} is no verifier: it holds no {CARD_FILE}; give a version that `openhands-rl train "
+                "--verifier` made"
+            ) from error
+        except (OSError, ValidationError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {describe(error)}; train the verifier again") from error
+
+
+VERSION_PREFIX = "verifier-1@"
+"""The prefix of all verifiers' reward versions: their scores must not be used as labels."""
+
+
+def task_digest(task: str) -> str:
+    """A short digest of a task. In a collision, the only effect is that the second task is not held out."""
+    return hashlib.sha256(task.encode()).hexdigest()[:_MARK]
+
+
+def tasks_trained_on(parent: Adapter | None) -> frozenset[str]:
+    """The digests of the tasks in the training data of a verifier and its earlier versions.
+
+    Raises ``TrainingError`` where they are unknown: it might be evaluated on its training data.
+    """
+    if parent is None:
+        return frozenset()
+    if not (Path(parent.path) / CARD_FILE).exists():
+        raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
+    if (marks := VerifierCard.load(Path(parent.path)).trained_on) is None:
+        raise TrainingError(
+            f"{parent.name} is of an earlier release, which did not record its training tasks, so a version trained "
+            "from it might be evaluated on them: start over with --from base"
+        )
+    return frozenset(marks)
+
+
+def sigmoid(x: float) -> float:
+    """``1 / (1 + exp(-x))`` without overflow."""
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
+
 
 REPORT_FILE = "verifier_report.json"
-BINS = 10  # usual for reliability diagrams; more would be nearly empty with few held-out episodes
 _STEPS = 100
 _RIDGE = 1e-3
 _RESAMPLES = 500  # bootstrap: enough for the quantiles of a 95% interval
@@ -32,16 +137,6 @@ class ScoredEpisode:
     mass: float = 1.0
 
 
-class Bin(Frozen):
-    """The episodes with a score in [low, high): their number, mean score and success rate."""
-
-    low: float
-    high: float
-    count: int
-    score: float
-    success: float
-
-
 class SelectionRates(Frozen):
     """Success rates over the tasks with at least ``k`` attempts: of a random one, the best-scored of k, any of k."""
 
@@ -55,8 +150,8 @@ class VerifierReport(Frozen):
     """Metrics on held-out tasks; ``None`` where one class is missing.
 
     ``auc``: the chance that a success is scored higher than a failure, with a 95% interval by bootstrap over tasks.
-    ``ece``: mean distance between score and success over the bins; ``brier``: mean squared error. The ``raw`` ones are
-    before calibration; the others are out of fold: each half of the tasks with what was fitted on the other half.
+    ``raw_brier``: mean squared error of the scores before calibration; ``brier``: after it, out of fold, each half of
+    the tasks with what was fitted on the other half.
     """
 
     tasks: int
@@ -64,19 +159,16 @@ class VerifierReport(Frozen):
     successes: int
     auc: Estimate | None
     brier: float
-    ece: float
     raw_brier: float
-    raw_ece: float
     label_mass: float
     calibration: Calibration
-    bins: tuple[Bin, ...]
     selection: tuple[SelectionRates, ...]
 
     def as_floats(self) -> dict[str, float]:
         """For an adapter's manifest."""
         found = {"episodes": self.episodes, "tasks": self.tasks, "successes": self.successes, "brier": self.brier}
         auc = {"auc": self.auc.mean} if self.auc is not None else {}
-        return {f"held_out_{name}": float(value) for name, value in {**found, "ece": self.ece, **auc}.items()}
+        return {f"held_out_{name}": float(value) for name, value in {**found, **auc}.items()}
 
 
 def report_of(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> VerifierReport:
@@ -85,7 +177,6 @@ def report_of(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> Ve
     raw = [sigmoid(each.margin) for each in judged]
     calibration = fitted(judged, settings)
     scores = _out_of_fold(judged, settings)
-    bins = reliability(scores, outcomes)
     ranked = [calibration.probability(each.margin) for each in judged]
     return VerifierReport(
         tasks=len({each.task for each in judged}),
@@ -93,12 +184,9 @@ def report_of(judged: Sequence[ScoredEpisode], settings: VerifierSettings) -> Ve
         successes=sum(outcomes),
         auc=_auc_over_tasks(judged),
         brier=brier(scores, outcomes),
-        ece=calibration_error(bins),
         raw_brier=brier(raw, outcomes),
-        raw_ece=calibration_error(reliability(raw, outcomes)),
         label_mass=sum(each.mass for each in judged) / len(judged),
         calibration=calibration,
-        bins=bins,
         selection=tuple(_selections(judged, ranked)),
     )
 
@@ -127,29 +215,6 @@ def auc(scores: Sequence[float], outcomes: Sequence[bool]) -> float | None:
 def brier(scores: Sequence[float], outcomes: Sequence[bool]) -> float:
     """Mean squared difference between score and outcome."""
     return sum((score - outcome) ** 2 for score, outcome in zip(scores, outcomes, strict=True)) / len(scores)
-
-
-def reliability(scores: Sequence[float], outcomes: Sequence[bool]) -> tuple[Bin, ...]:
-    """The scores in bins of equal width; empty bins are left out."""
-    members: dict[int, list[int]] = {}
-    for at, score in enumerate(scores):
-        members.setdefault(min(int(score * BINS), BINS - 1), []).append(at)
-    return tuple(
-        Bin(
-            low=number / BINS,
-            high=(number + 1) / BINS,
-            count=len(inside),
-            score=sum(scores[at] for at in inside) / len(inside),
-            success=sum(outcomes[at] for at in inside) / len(inside),
-        )
-        for number, inside in sorted(members.items())
-    )
-
-
-def calibration_error(bins: Sequence[Bin]) -> float:
-    """Expected calibration error (Guo et al. 2017, arXiv 1706.04599) of P(YES)."""
-    total = sum(one.count for one in bins)
-    return sum(one.count * abs(one.score - one.success) for one in bins) / total
 
 
 LEAST_CALIBRATED = 50

@@ -13,8 +13,8 @@ from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Trajectory
 from openhands_rl_plugin.rewards.human import HumanReward
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.training.verifier.card import task_digest
-from openhands_rl_plugin.training.verifier.data import Labelled, balanced, label_of, split_by_task, task_of
+from openhands_rl_plugin.rewards.verifier.card import task_digest
+from openhands_rl_plugin.rewards.verifier.data import Labelled, balanced, label_of, split_by_task, task_of
 
 SETTINGS = VerifierSettings()
 EPISODES = st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=2, max_size=60).filter(

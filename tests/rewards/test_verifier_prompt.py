@@ -12,7 +12,8 @@ from verifier_store import episode
 
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Message
-from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_tokenizer
+from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
+from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.trajectories.exchange.rows import joined, log_sections, question, verifier_rows
 
 PATCH = "diff --git a/shop.py b/shop.py\n-bought = 0\n+bought = 1\n"

@@ -17,6 +17,7 @@ from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
 from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.trajectories.exchange.rows import LogSection, joined, log_sections, patch_of, question
 
 if TYPE_CHECKING:
@@ -72,63 +73,24 @@ class VerifierPrompts:
     def of(self, trajectory: Trajectory) -> VerifierPrompt:
         """The prompt about an episode, however often its history was condensed."""
         sections = log_sections(transcript(trajectory), trajectory.tools)
-        whole = self._encode(_text(sections))
-        truncated = len(whole) > self._room
-        log = self._fitted(sections, patch_of(trajectory)) if truncated else whole
+        log = self._encode(_text(sections))
+        truncated = len(log) > self._room
+        if truncated:
+            log = self._cut(sections, patch_of(trajectory))
         return VerifierPrompt((*self._before, *log, *self._after), truncated)
 
-    def _fitted(self, sections: Sequence[LogSection], patch: str | None) -> list[int]:
-        """The log, truncated in the middle. Lengths are estimated by section, so the result is checked as a whole."""
-        room = self._room
-        log: list[int] = []
-        while room > 0:
-            log = self._encode(_text(self._chosen(sections, patch, room)))
-            if len(log) <= self._room:
-                return log
-            room -= len(log) - self._room
-        # Even the titles are too long.
-        return log[: self._room // 2] + log[len(log) - (self._room - self._room // 2) :]
+    def _cut(self, sections: Sequence[LogSection], patch: str | None) -> list[int]:
+        """The instruction, up to half of the room, a note of the omission, and the end of the turns and of the patch.
 
-    def _chosen(self, sections: Sequence[LogSection], patch: str | None, room: int) -> list[LogSection]:
-        """The instruction, a note of the omission, the last turns, the patch.
-
-        The instruction gets half of the room at most and the patch two thirds of the rest, so that some turns remain.
-        The agent's system message is omitted first, because it is the same in all attempts.
+        The agent's system message is omitted, because it is the same in all attempts.
         """
-        instruction = [section for section in sections if section.kind == "instruction"]
         turns = [section for section in sections if section.kind == "turn"]
-        rule = self._length(_text([]))
-        mark = LogSection("turn", _LEFT_OUT)
-        room -= self._length(_LEFT_OUT) + 2 * rule
-        begin = [self._cut(section, room // 2 - rule) for section in instruction]
-        room -= sum(self._length(section.text) + rule for section in begin)
-        end: list[LogSection] = []
         if patch and patch.strip():
-            end = [self._cut(LogSection("turn", f"{_PATCH_TITLE}{patch}\n"), room * 2 // 3 - rule)]
-            room -= sum(self._length(section.text) + rule for section in end)
-        for turn in reversed(turns):
-            length = self._length(turn.text) + rule
-            if length > room:
-                if room > _LEAST_ROOM or not end:
-                    end.insert(0, self._cut(turn, room - rule))
-                break
-            end.insert(0, turn)
-            room -= length
-        return [*begin, mark, *end]
-
-    def _cut(self, section: LogSection, room: int) -> LogSection:
-        """The section, or its start and end within ``room`` tokens; the end gets the larger half."""
-        encoded = self._tokenizer(
-            section.text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True
-        )
-        offsets: list[tuple[int, int]] = encoded["offset_mapping"]
-        if len(offsets) <= room:
-            return section
-        kept = max(0, room - self._length(_LEFT_OUT) - 2)
-        head, tail = offsets[: kept // 2], offsets[len(offsets) - (kept - kept // 2) :]
-        begin = section.text[: head[-1][1]] if head else ""
-        end = section.text[tail[0][0] :] if tail else ""
-        return LogSection(section.kind, f"{begin}\n{_LEFT_OUT}{end}")
+            turns.append(LogSection("turn", f"{_PATCH_TITLE}{patch}\n"))
+        instruction = joined([section for section in sections if section.kind == "instruction"])
+        begin, end = self._encode(f"{_OPEN}{instruction}"), self._encode(f"{joined(turns)}{_CLOSE}")
+        head = [*begin[: self._room // 2], *self._encode(_LEFT_OUT)][: self._room]
+        return [*head, *end[max(0, len(end) + len(head) - self._room) :]]
 
     def _around(self) -> tuple[str, str]:
         try:
@@ -144,9 +106,6 @@ class VerifierPrompts:
 
     def _first(self, label: str) -> int:
         return self._encode(label)[0]
-
-    def _length(self, text: str) -> int:
-        return len(self._encode(text))
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids; in a log the names of special tokens are plain text, so that the log cannot end the user's message."""
@@ -169,16 +128,3 @@ def prompts_for(model: str, max_length: int) -> VerifierPrompts:
             f"cannot read {path}: {describe(error)} (give a directory with config.json and *.safetensors)"
         ) from error
     return VerifierPrompts(load_tokenizer(model), min(max_length, longest))
-
-
-def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in a model's directory. Raises ``TrainingError``."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise TrainingError(f"cannot load the tokenizer in {model}: {describe(error)}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise TrainingError(f"{model}: it has no fast tokenizer (tokenizer.json), which is needed")
-    return tokenizer

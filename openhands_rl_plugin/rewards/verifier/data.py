@@ -15,9 +15,9 @@ from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Frozen, Sample, Score, Trajectory
+from openhands_rl_plugin.rewards.verifier.card import task_digest
+from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score
-from openhands_rl_plugin.training.verifier.card import task_digest
-from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.trajectories.exchange.rows import resolved
 
 # Sums of step rewards such as 10 x 0.1 must not miss the threshold by a rounding error.

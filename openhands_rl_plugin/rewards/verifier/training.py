@@ -23,7 +23,20 @@ from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_config
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
+from openhands_rl_plugin.rewards.verifier.card import (
+    REPORT_FILE,
+    ScoredEpisode,
+    VerifierCard,
+    VerifierOutput,
+    VerifierReport,
+    report_of,
+    task_digest,
+    tasks_trained_on,
+)
+from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample
+from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.training.data.batch import pack
+from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.training.distributed.ranks import Ranks
 from openhands_rl_plugin.training.learn import PROBE_TOKENS, report_notes
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
@@ -31,10 +44,6 @@ from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.resume import RunCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import OnProgress
-from openhands_rl_plugin.training.verifier.card import VerifierCard, VerifierOutput, task_digest, tasks_trained_on
-from openhands_rl_plugin.training.verifier.data import VerifierDataset, VerifierExample
-from openhands_rl_plugin.training.verifier.prompt import VerifierPrompts, load_tokenizer
-from openhands_rl_plugin.training.verifier.report import REPORT_FILE, ScoredEpisode, VerifierReport, report_of
 
 
 class VerifierModel(TrainablePolicy):
