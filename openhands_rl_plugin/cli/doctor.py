@@ -10,11 +10,11 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -45,7 +45,6 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewra
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import listed_models
-from openhands_rl_plugin.trajectories.drift import DriftReport
 from openhands_rl_plugin.trajectories.view.terminal import console, print_json, table
 
 if TYPE_CHECKING:
@@ -357,25 +356,25 @@ def print_findings(out: Console, findings: Sequence[Finding]) -> None:
             out.print(Text(visible(f"      {each.remedy}"), "dim"), soft_wrap=True)
 
 
-def print_drift(out: Console, report: DriftReport) -> None:
+def print_drift(out: Console, report: Mapping[str, Any]) -> None:
     """Print the causes in a table, the costliest first, then the setting against each, with examples."""
-    found = f"{report.episodes:,} episodes, {report.turns:,} turns with token ids in {report.segments:,} segments"
-    tokens = f"{report.tokens:,} tokens, {report.sampled_tokens:,} of them sampled"
-    out.print(Text(f"{found} ({report.segments_by_drift:,} because of drift): {tokens}"))
-    if not report.causes:
+    found = "{episodes:,} episodes, {turns:,} turns with token ids in {segments:,} segments".format_map(report)
+    tokens = "{tokens:,} tokens, {sampled_tokens:,} of them sampled".format_map(report)
+    out.print(Text(f"{found} ({report['segments_by_drift']:,} because of drift): {tokens}"))
+    if not report["causes"]:
         none = "nothing to compare: `openhands-rl stats` says why turns have no token ids"
-        out.print(Text("every turn extends the one before", "green") if report.turns else Text(none, "yellow"))
+        out.print(Text("every turn extends the one before", "green") if report["turns"] else Text(none, "yellow"))
         return
     columns = ("cause", "breaks", "episodes", "tokens again", "of all")
     rows = []
-    for each in report.causes:
-        share = f"{each.repeated_tokens / report.tokens:.0%}"
-        rows.append((each.cause.value, f"{each.breaks:,}", f"{each.episodes:,}", f"{each.repeated_tokens:,}", share))
+    for each in report["causes"]:
+        counts = (f"{each[name]:,}" for name in ("breaks", "episodes", "repeated_tokens"))
+        rows.append((each["cause"], *counts, f"{each['repeated_tokens'] / report['tokens']:.0%}"))
     out.print(table(columns, rows, numbers=columns[1:]))
-    for each in report.causes:
-        out.print(Text(f"\n{each.cause.value}", "bold"))
-        out.print(Text(f"  set: {each.setting}"), soft_wrap=True)
-        for example in each.examples:
+    for each in report["causes"]:
+        out.print(Text(f"\n{each['cause']}", "bold"))
+        out.print(Text(f"  set: {each['setting']}"), soft_wrap=True)
+        for example in each["examples"]:
             out.print(Text(visible(f"  see: {example}"), "dim"), soft_wrap=True)
 
 

@@ -5,16 +5,16 @@ A segment is a run of acted turns in which every prompt extends the one before.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from difflib import SequenceMatcher
 from enum import StrEnum
 from itertools import takewhile
 from operator import eq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.messages import has_reasoning
-from openhands_rl_plugin.core.types import REWRITTEN, TURN, Frozen, Message, Node, Score, Trajectory, kind_of
+from openhands_rl_plugin.core.types import REWRITTEN, TURN, Message, Node, Score, Trajectory, kind_of
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
@@ -202,64 +202,46 @@ def segment_causes(trajectory: Trajectory) -> dict[int, str]:
     return {at: BEGINNING if number == 0 else why.get(at, "another conversation") for number, at in enumerate(starts)}
 
 
-class CauseFigures(Frozen):
-    """One cause. ``repeated_tokens`` have to be processed once more in training. ``examples``: places, a line each."""
-
-    cause: Cause
-    breaks: int
-    episodes: int
-    repeated_tokens: int
-    setting: str
-    examples: tuple[str, ...]
-
-
-class DriftReport(Frozen):
-    """All of it. ``turns`` counts sampled nodes with token ids, ``tokens`` what their segments hold in all.
-
-    ``segments_by_drift`` are those that begin with a break; the others begin an episode or a branch of a search.
-    """
-
-    episodes: int = 0
-    turns: int = 0
-    segments: int = 0
-    segments_by_drift: int = 0
-    tokens: int = 0
-    sampled_tokens: int = 0
-    causes: tuple[CauseFigures, ...]
-
-
 async def drift_of(
     found: AsyncIterator[tuple[Trajectory, tuple[Score, ...]]], decode: Decode | None = None
-) -> DriftReport:
-    """Analyse every episode of ``found``, one at a time; the costliest cause comes first."""
-    totals = Counter[str]()
-    breaks = defaultdict[Cause, list[tuple[str, int]]](list)
-    examples = defaultdict[Cause, list[str]](list)
+) -> dict[str, Any]:
+    """Analyse every episode of ``found``, one at a time; the costliest of the ``causes`` comes first.
+
+    ``turns`` counts sampled nodes with token ids, ``tokens`` what their segments hold in all, ``segments_by_drift``
+    the segments that begin with a break; the others begin an episode or a branch of a search. Of each cause:
+    ``repeated_tokens`` have to be processed once more in training; ``examples`` are places, a line each.
+    """
+    totals = dict.fromkeys(("episodes", "turns", "segments", "segments_by_drift", "tokens", "sampled_tokens"), 0)
+    breaks = defaultdict[Cause, list[tuple[str, Break]]](list)
     async for trajectory, _ in found:
         turns = [node.tokens for node in trajectory.nodes if node.sampled and node.tokens]
         sampled = sum(len(each.sampled_ids) for each in turns)
-        held = sampled + sum(len(each.prompt_ids) for each in turns)
-        totals.update(episodes=1, turns=len(turns), tokens=held, sampled_tokens=sampled)
+        totals["episodes"] += 1
+        totals["turns"] += len(turns)
         totals["segments"] += sum(not each.extends for each in turns)
+        totals["tokens"] += sampled + sum(len(each.prompt_ids) for each in turns)
+        totals["sampled_tokens"] += sampled
         for each in breaks_of(trajectory, decode):
             totals["segments_by_drift"] += each.starts_segment
-            breaks[each.cause].append((trajectory.id, each.repeated))
-            if len(examples[each.cause]) < MOST_EXAMPLES:
-                removed, inserted = (_shown(ids, decode) for ids in each.difference[1:3])
-                where = f"{trajectory.id} #{each.previous} -> #{each.node} at token {each.difference.at}"
-                examples[each.cause].append(f"{where}: {removed!r} became {inserted!r}")
+            breaks[each.cause].append((trajectory.id, each))
     causes = [
-        CauseFigures(
-            cause=cause,
-            breaks=len(places),
-            episodes=len({identity for identity, _ in places}),
-            repeated_tokens=sum(repeated for _, repeated in places),
-            setting=SETTINGS[cause],
-            examples=tuple(examples[cause]),
-        )
+        {
+            "cause": cause,
+            "breaks": len(places),
+            "episodes": len({identity for identity, _ in places}),
+            "repeated_tokens": sum(each.repeated for _, each in places),
+            "setting": SETTINGS[cause],
+            "examples": [_example(*place, decode) for place in places[:MOST_EXAMPLES]],
+        }
         for cause, places in breaks.items()
     ]
-    return DriftReport(**totals, causes=tuple(sorted(causes, key=lambda each: (-each.repeated_tokens, each.cause))))
+    return {**totals, "causes": sorted(causes, key=lambda each: (-each["repeated_tokens"], each["cause"]))}
+
+
+def _example(identity: str, found: Break, decode: Decode | None) -> str:
+    removed, inserted = (_shown(ids, decode) for ids in found.difference[1:3])
+    where = f"{identity} #{found.previous} -> #{found.node} at token {found.difference.at}"
+    return f"{where}: {removed!r} became {inserted!r}"
 
 
 def _shown(ids: Sequence[int], decode: Decode | None) -> str:

@@ -28,7 +28,6 @@ from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.drift import (
     BEGINNING,
     Cause,
-    DriftReport,
     breaks_of,
     context_of,
     difference_of,
@@ -172,18 +171,16 @@ async def pairs(*trajectories: Trajectory) -> AsyncIterator[tuple[Trajectory, tu
 async def test_the_report_adds_up() -> None:
     thinking, calling = CASES["template strips thinking"][1], CASES["template writes arguments anew"][1]
     report = await drift_of(pairs(thinking, calling, example_trajectory(0)), decode)
-    assert report.episodes == 3
-    assert {each.cause: (each.breaks, each.episodes) for each in report.causes} == {
+    assert report["episodes"] == 3
+    assert {each["cause"]: (each["breaks"], each["episodes"]) for each in report["causes"]} == {
         Cause.REASONING: (2, 1),
         Cause.ARGUMENTS: (1, 1),
     }
-    assert [each.repeated_tokens for each in report.causes] == sorted(
-        (each.repeated_tokens for each in report.causes), reverse=True
-    )
-    assert report.segments == 3 + 3
-    example = next(each for each in report.causes if each.cause is Cause.ARGUMENTS).examples[0]
+    again = [each["repeated_tokens"] for each in report["causes"]]
+    assert again == sorted(again, reverse=True) and report["segments"] == 3 + 3
+    example = next(each for each in report["causes"] if each["cause"] is Cause.ARGUMENTS)["examples"][0]
     assert example.startswith("drifting #") and example.endswith(": '' became ' '")
-    assert all(each.setting for each in report.causes)
+    assert all(each["setting"] for each in report["causes"])
 
 
 async def stored(folder: Path) -> None:
@@ -195,9 +192,9 @@ async def stored(folder: Path) -> None:
 def test_the_command_reads_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(stored(tmp_path))
     assert cli.main(["doctor", "drift", str(tmp_path), "--json"]) == 0
-    report = DriftReport.model_validate(json.loads(capsys.readouterr().out))
-    assert report.episodes == len(CASES)
-    assert {each.cause for each in report.causes} == {cause for cause, _, _ in CASES.values()}
+    report = json.loads(capsys.readouterr().out)
+    assert report["episodes"] == len(CASES)
+    assert {each["cause"] for each in report["causes"]} == {cause for cause, _, _ in CASES.values()}
     assert cli.main(["doctor", "drift", str(tmp_path), "--run", "run-0"]) == 0
     printed = capsys.readouterr().out
     assert Cause.REASONING in printed and "enable_thinking" in printed

@@ -35,7 +35,7 @@ from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.runs.suites import REPLIES
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
-from openhands_rl_plugin.trajectories.exchange import atif
+from openhands_rl_plugin.trajectories.exchange.events import atif_rows
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -131,7 +131,7 @@ def _write(trajectory: Trajectory, folder: Path) -> None:
     replaced costs the document alone.
     """
     try:
-        documents = [*atif.rows(redact_trajectory(trajectory), ())]
+        documents = [*atif_rows(redact_trajectory(trajectory), ())]
     except LeftOutError:
         return
     for number, document in enumerate(documents):

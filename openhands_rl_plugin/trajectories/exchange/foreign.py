@@ -499,8 +499,8 @@ def task_of(
     prompt = [plain_message(each).model_dump_json() for each in messages[:given] or [*before] or messages]
     digest = hashlib.sha256("\0".join(prompt).encode()).hexdigest()[:16]
     own = f"{row}-{digest}" if row and row.isdecimal() else row or digest
-    asked = (each.content for each in messages if each.role == "user" and not _is_context_only(each))
-    instruction = next(asked, None) or ""
+    by_user = (each.content for each in messages if each.role == "user" and not _is_context_only(each))
+    instruction = next(by_user, None) or ""
     return Task(id=next(filter(None, names), own), environment=environment, instruction=instruction)
 
 

@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.exchange import atif, events, rows
+from openhands_rl_plugin.trajectories.exchange import events, rows
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ROW_SUFFIXES,
     ExchangeError,
@@ -80,28 +80,19 @@ def _parquet_file(target: Path, columns: Sequence[str]) -> Iterator[Sink]:
 
     Raises ``MissingExtraError`` without that library, else as ``json_file``.
     """
-    datasets, parquet = optional("datasets"), optional("pyarrow.parquet")
+    datasets, writing = optional("datasets"), optional("datasets.arrow_writer")
     features = _features(datasets, columns)
-    rows: list[JsonObject] = []
-
-    def flush() -> None:
-        table = datasets.Dataset.from_list(rows, features=features).data.table
-        writer.write_table(table.cast(writer.schema))
-        rows.clear()
 
     def write(row: JsonObject) -> None:
-        rows.append({column: row.get(column) for column in features})
-        if len(rows) >= _ROW_GROUP:
-            flush()
+        writer.write(features.encode_example({column: row.get(column) for column in features}))
 
     with (
         _writing(target),
         replacing(target, PRIVATE) as staged,
-        parquet.ParquetWriter(staged, features.arrow_schema) as writer,
+        writing.ParquetWriter(path=str(staged), features=features, writer_batch_size=_ROW_GROUP) as writer,
     ):
         yield write
-        if rows:
-            flush()
+        writer.finalize()
 
 
 @contextmanager
@@ -201,12 +192,12 @@ FORMATS: Mapping[str, Format] = {
             recognises=rows.recognises_line,
         ),
         Format(
-            atif.NAME,
+            events.ATIF,
             "ATIF of Harbor, with token ids and logprobs",
-            atif.read,
-            atif.rows,
+            events.read_atif,
+            events.atif_rows,
             _ALL,
-            recognises=atif.recognises,
+            recognises=events.recognises_atif,
         ),
         Format(
             "llm-completions",
@@ -317,7 +308,7 @@ def _records(path: Path, files: Sequence[Path], given: Format | None, counts: Co
     whole: set[Path] = set()
     for file in files:
         # A trial is read with its trajectory, and all calls of an episode are in one folder.
-        if file.parent in whole or (given is None and atif.is_trial(file)):
+        if file.parent in whole or (given is None and events.is_trial(file)):
             continue
         form = given
         for at, read in rows_of(file):

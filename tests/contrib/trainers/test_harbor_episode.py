@@ -18,7 +18,7 @@ from openhands_rl_plugin.contrib.trainers.harbor_episode import ContainerEpisode
 from openhands_rl_plugin.contrib.trainers.rows import rollout_details
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
-from openhands_rl_plugin.trajectories.exchange import atif
+from openhands_rl_plugin.trajectories.exchange.events import read_atif
 from openhands_rl_plugin.trajectories.exchange.foreign import Record
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -114,7 +114,7 @@ async def test_the_tools_of_openhands_work_in_the_container(
     assert [each["prompt_token_ids"] for each in steps] == sent
     assert [each["completion_token_ids"] for each in steps] == detail["completion_token_ids"]
     assert [each["logprobs"] for each in steps] == detail["logprobs"]
-    back = atif.read(Record(document))
+    back = read_atif(Record(document))
     assert [each.content for each in back.trajectory.messages()] == [each.content for each in played.messages]
     async with FileTrajectoryStorage(tmp_path / "store") as storage:
         kept, _ = await storage.get(played.trajectory_id)

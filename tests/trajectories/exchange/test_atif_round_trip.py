@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange import atif
+from openhands_rl_plugin.trajectories.exchange.events import atif_rows, read_atif
 from openhands_rl_plugin.trajectories.exchange.foreign import Record
 
 POLICY = PolicyRef(base_model="tiny", adapter="swe", version=7)
@@ -95,8 +95,8 @@ def episode(answers: list[dict[str, object]]) -> Trajectory:
 def test_nothing_is_lost(answers: list[dict[str, object]], reward: float | None) -> None:
     played = episode(answers)
     scores = [] if reward is None else [Score(trajectory_id=played.id, reward=reward, reward_version="tests-1")]
-    (row,) = atif.rows(played, scores)
-    read = atif.read(Record(json.loads(json.dumps(row))))
+    (row,) = atif_rows(played, scores)
+    read = read_atif(Record(json.loads(json.dumps(row))))
     found, judged = read.trajectory, read.scores
     assert [node.message for node in found.nodes] == [node.message for node in played.nodes]
     assert [node.tokens for node in found.nodes] == [node.tokens for node in played.nodes]
