@@ -72,6 +72,10 @@ class EpisodeJournal:
         journal._remember(unfinished.nodes, (), unfinished.head)
         return journal
 
+    def lacks_answers(self, tree: EpisodeTree) -> bool:
+        """Whether an answer of ``tree`` is not stored, or the episode is not open yet."""
+        return not self._begun or any(node.sampled for node in tree.nodes[len(self._noted) :])
+
     async def keep(self, tree: EpisodeTree) -> None:
         """Store the nodes and marks that came since the last call; nothing after ``end``. Raises ``StorageError``."""
         await shielded(self._keep(tree))

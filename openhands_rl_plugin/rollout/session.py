@@ -175,9 +175,10 @@ class Episode:
             return StopReason.TIMEOUT
         return None
 
-    async def keep_up(self) -> None:
-        """Store the nodes since the last call. Raises ``StorageError``."""
-        if self._journal is None:
+    async def keep_up(self, *, answers: bool = False) -> None:
+        """Store the nodes since the last call; ``answers``: only where an answer is among them. Raises
+        ``StorageError``."""
+        if self._journal is None or (answers and not self._journal.lacks_answers(self.tree)):
             return
         try:
             await self._journal.keep(self.tree)

@@ -480,7 +480,7 @@ class Session(Episode):
         """Sample ``n`` answers concurrently. A conversation that extends the host's is sent in the host's form.
 
         Returns fewer when some calls fail. Raises ``InfrastructureError`` or ``ModelError``, with the ``ServerError``
-        as the cause, when all fail. Meanwhile the episode so far is stored; raises ``StorageError``.
+        as the cause, when all fail. Meanwhile the answers so far are stored; raises ``StorageError``.
         """
         path = tuple(messages)
         begun = [known for known in self._turns if path[: len(known.path)] == known.path]
@@ -493,7 +493,7 @@ class Session(Episode):
             wire = self.texts.put_back(wire, path)
         requests = (self._sampled(body, self.sampling_for(sampling, self._seeds.next(messages))) for _ in range(n))
         calls = [self.ask(each, wire, path=path, rewritten=turn.rewritten) for each in requests]
-        kept, *answers = await asyncio.gather(self.keep_up(), *calls, return_exceptions=True)
+        kept, *answers = await asyncio.gather(self.keep_up(answers=True), *calls, return_exceptions=True)
         completions = [answer for answer in answers if isinstance(answer, Completion)]
         for error in (kept, *answers):
             if isinstance(error, BaseException) and not (completions and isinstance(error, EpisodeError)):

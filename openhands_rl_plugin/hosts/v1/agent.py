@@ -37,7 +37,7 @@ from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.exceptions import ConversationRunError
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.conversation.state import ConversationState
-from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, MessageEvent
+from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, LLMConvertibleEvent, MessageEvent
 from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from openhands.sdk.llm import LLM, TextContent
 from openhands.sdk.llm.exceptions import LLMContextWindowExceedError
@@ -132,8 +132,7 @@ class RLAgent(Agent):
     async def astep(self, conversation: LocalConversation, *callbacks: Any, **named: Any) -> None:
         """As the stock agent's. The SDK asks for it since 1.23."""
         with self._recorded(conversation) as agent:
-            stock_agent: Any = Agent
-            await stock_agent.astep(agent, conversation, *callbacks, **named)
+            await cast(Any, Agent).astep(agent, conversation, *callbacks, **named)
 
     def close(self) -> None:
         """End the episodes of the conversation that is being closed. Blocks."""
@@ -444,7 +443,7 @@ class ConversationEpisode:
         if workspace is None or conversation is None:
             return None
         agent: Any = conversation.agent
-        live = ConversationBranch(agent, log_of(conversation.state), workspace, self.prompts)
+        live = ConversationBranch(agent, ([], None), workspace, self.prompts, conversation)
         return BranchWorld(live, self.session)
 
 
@@ -523,6 +522,25 @@ stepping: ContextVar[ConversationEpisode | None] = ContextVar("rl_conversation",
 """The episode whose step is under way: sub-agents that are made now are its own, and critics judge it."""
 
 
+class _Unlogged(list[Any]):
+    """The messages of a prompt. The SDK formats all but the first for its log, also where nothing is logged."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return [] if at == slice(1, None) else super().__getitem__(at)
+
+
+_read_events = LLMConvertibleEvent.events_to_messages
+
+
+def _messages_of(events: Any) -> list[Any]:
+    """As the SDK's ``events_to_messages``."""
+    logged = stepping.get() is None or stock.logger.isEnabledFor(logging.DEBUG)
+    return _read_events(events) if logged else _Unlogged(_read_events(events))
+
+
+LLMConvertibleEvent.events_to_messages = staticmethod(_messages_of)  # type: ignore[method-assign]
+
+
 def _factory_of(name: str | None = None) -> Any:
     """As ``get_agent_factory``; during a step, of agents that are recorded, where they can be."""
     found, by = get_agent_factory(name), stepping.get()
@@ -564,7 +582,8 @@ class ConversationBranch:
     itself executes an answer there and writes the next prompt, so both are what the live conversation would have. In a
     branch there are no condenser, critic, hooks or confirmations, and of the tools only those that work on the copy.
 
-    ``log``: as of ``log_of``. ``prompts``: the live conversation's.
+    ``log``: as of ``log_of``; of one with a ``conversation`` it is read when it is forked. ``prompts``: the live
+    conversation's.
     """
 
     agent: Agent

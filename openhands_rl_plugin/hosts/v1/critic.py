@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from openhands.sdk.critic import CriticBase, CriticResult
@@ -142,7 +142,5 @@ class _OneLine(logging.Filter):
 logging.getLogger("openhands.sdk.agent.critic_mixin").addFilter(_OneLine())
 
 
-@cache
-def _loop() -> LoopThread:
-    """A loop of their own: a reward that blocks it delays no strategy."""
-    return LoopThread("rl-critics")
+# A loop of their own: a reward that blocks it delays no strategy.
+_loop = cache(partial(LoopThread, "rl-critics"))

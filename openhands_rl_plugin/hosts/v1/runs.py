@@ -49,7 +49,9 @@ class ConversationSession(HostSession):
         if folder is None:
             folder = temporary_folder("tools")
             opened.callback(remove_tree, folder)
-        agent = self._make_agent()
+        limit = {"no_change_timeout_seconds": self.options.command_timeout}
+        tools = [Tool(name=TERMINAL, params=limit), Tool(name=EDITOR)]
+        agent = RLAgent(llm=self._llm("agent"), tools=tools, condenser=self._condenser())
         # The stock agent's prompts are recorded as it writes them.
         self.episode.exact = self.options.agent == RL_AGENT
         agent._session = self.episode
@@ -85,7 +87,13 @@ class ConversationSession(HostSession):
     def _converse(self, conversation: LocalConversation) -> None:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, BOUNDARY):
-                self._run(conversation)
+                for number in itertools.count():
+                    conversation.run()
+                    events = conversation.state.events
+                    over = self.episode.stop is not None or not any(isinstance(each, MessageEvent) for each in events)
+                    if conversation.state.execution_status != Status.FINISHED or over or said_finish(events):
+                        return
+                    conversation.send_message(self.reply(number, _CONTINUE))
         except CaughtFailure as caught:
             self.finish(caught.failure)
         except RLError as error:
@@ -95,24 +103,9 @@ class ConversationSession(HostSession):
         finally:
             self.finish(None)
 
-    def _run(self, conversation: LocalConversation) -> None:
-        for number in itertools.count():
-            conversation.run()
-            events = conversation.state.events
-            over = self.episode.stop is not None or not any(isinstance(event, MessageEvent) for event in events)
-            if conversation.state.execution_status != Status.FINISHED or over or said_finish(events):
-                return
-            conversation.send_message(self.reply(number, _CONTINUE))
-
-    def _make_agent(self) -> RLAgent:
-        limit = {"no_change_timeout_seconds": self.options.command_timeout}
-        tools = [Tool(name=TERMINAL, params=limit), Tool(name=EDITOR)]
-        return RLAgent(llm=self._llm("agent"), tools=tools, condenser=self._condenser())
-
     def _llm(self, usage: str) -> LLM:
-        episode = self.episode
-        served = episode.request.served_model or episode.base_model
-        section = llm_settings(episode.settings, self.options, served, episode.limits)
+        served = self.episode.request.served_model or self.episode.base_model
+        section = llm_settings(self.episode.settings, self.options, served, self.episode.limits)
         # What the SDK would ask of a model that it does not know, and servers of open models refuse or ignore.
         return make_llm(LLM, section, usage_id=usage, reasoning_effort=None)
 

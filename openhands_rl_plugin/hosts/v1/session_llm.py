@@ -183,8 +183,7 @@ class SessionLLM(LLM):
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """``completion`` in a thread."""
-        stock: Any = super()  # absent in 1.15
-        return await stock.acompletion(messages, **self._offering(tools, named))
+        return await super().acompletion(messages, **self._offering(tools, named))
 
     def _transport_call(  # type: ignore[override]
         self, *, messages: list[JsonObject], enable_streaming: bool = False, on_token: Any = None, **asked: Any
@@ -231,8 +230,7 @@ def model_server(llm: LLM) -> Upstream:
     given |= {"api_key": key_of(llm), "extra_body": llm.litellm_extra_body}
 
     def send(*, model: str, seed: int | None = None, **asked: Any) -> ModelResponse:
-        vendors: Any = llm.model_copy(update={"model": model, "seed": seed})
         # A copy: litellm may write in it.
-        return vendors._transport_call(**copy.deepcopy(asked))
+        return llm.model_copy(update={"model": model, "seed": seed})._transport_call(**copy.deepcopy(asked))
 
     return upstream_of(given, send)
