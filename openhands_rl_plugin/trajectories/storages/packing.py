@@ -18,6 +18,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from itertools import batched
+from typing import Any
 
 from backports import zstd
 from pydantic import TypeAdapter, ValidationError
@@ -163,12 +164,13 @@ def _compress(version: int, parts: Sequence[bytes], level: int = _LEVEL) -> byte
         zstd.CompressionParameter.compression_level: level,
         zstd.CompressionParameter.checksum_flag: 1,
     }
+    held: dict[Any, Any] = vars(_compressors)
     # After an error it is not put back: it stands in the middle of a frame.
-    compressor = vars(_compressors).pop(level, None) or zstd.ZstdCompressor(options=options)
+    compressor = held.pop(level, None) or zstd.ZstdCompressor(options=options)
     compressor.set_pledged_input_size(size)
     packed = [compressor.compress(part, zstd.ZstdCompressor.FLUSH_BLOCK) for part in parts if part]
     packed.append(compressor.flush(zstd.ZstdCompressor.FLUSH_FRAME))
-    vars(_compressors)[level] = compressor
+    held[level] = compressor
     return b"".join((bytes((version,)), *packed))
 
 
