@@ -160,10 +160,8 @@ def _compress(version: int, parts: Sequence[bytes], level: int = _LEVEL) -> byte
     size = sum(map(len, parts))
     if size > UNPACKED_LIMIT:
         raise StorageError(f"{size:,} bytes are more than one record may have ({UNPACKED_LIMIT:,}): shorten its texts")
-    options: dict[int, int] = {
-        zstd.CompressionParameter.compression_level: level,
-        zstd.CompressionParameter.checksum_flag: 1,
-    }
+    name = zstd.CompressionParameter
+    options: dict[int, int] = {name.compression_level: level, name.checksum_flag: 1}
     held: dict[Any, Any] = vars(_compressors)
     # After an error it is not put back: it stands in the middle of a frame.
     compressor = held.pop(level, None) or zstd.ZstdCompressor(options=options)
