@@ -16,7 +16,7 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.session.gateway_config import GatewayConfig
+from openhands_rl_plugin.session.client_sessions import GatewayConfig
 
 EPILOG = """examples:
   openhands-rl gateway --upstream http://127.0.0.1:8100/v1 --store ./trajectories

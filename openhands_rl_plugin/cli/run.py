@@ -166,8 +166,8 @@ async def _run_command(
     """Run a command whose completions are recorded as one episode. ``opened``: the strategy decides each of them."""
     import httpx
 
+    from openhands_rl_plugin.session.client_sessions import GatewayConfig
     from openhands_rl_plugin.session.gateway import running_gateway
-    from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
     settings, serving = work.settings, work.settings.serving
     upstream, key = work.llm.get("base_url") or serving.base_url, str(work.llm.get("api_key") or "none")

@@ -65,6 +65,7 @@ from openhands_rl_plugin.session.client_sessions import (
     OPENING,
     ClientSession,
     ErrorReply,
+    GatewayConfig,
     OpenRequest,
     PendingCall,
     Reply,
@@ -72,7 +73,6 @@ from openhands_rl_plugin.session.client_sessions import (
     named_session,
     session_name,
 )
-from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.session.wire import (
     CHAT,
     MESSAGES,

@@ -16,14 +16,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from openhands_rl_plugin.config.build import make_engine
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
-from openhands_rl_plugin.core.concurrency import Job, background, bound, on_loop
+from openhands_rl_plugin.core.concurrency import Job, background, on_loop
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
     CaughtFailure,
@@ -295,7 +295,7 @@ class Session(Episode):
     OpenHands' controller handles any exception by ending only the session. ``opinion``: a critic's last score, which
     is stored at its end.
 
-    A host may set: ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on the
+    A host may set: ``upstream``, which the next answers are sampled from; ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on the
     request ``turn``; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or
     ``None``); ``samples`` to false where the host's sampling and limits hold, not the session's; ``exact`` to
     false where its prompts have answers in the host's own form, not as they were sampled.
@@ -341,7 +341,7 @@ class Session(Episode):
         self._prompts = PromptIds()
         self._strict = strict
         self.follow_tree()
-        self._upstream: Upstream | None = None
+        self.upstream: Upstream | None = None
         # The live turn and those that forks have reached; the document of each answer; failed requests.
         self._turns: list[Turn] = []
         self._documents: dict[Message, Json] = {}
@@ -351,10 +351,6 @@ class Session(Episode):
         self._job: tuple[Job[Json] | None, float] = None, 0.0
         self._stopped = -math.inf
         self._stopping = threading.Lock()
-
-    def connect(self, upstream: Upstream) -> None:
-        """Sample from ``upstream``, in the middle of the episode, too."""
-        self._upstream = upstream
 
     def follow_tree(self) -> None:
         """Follow the host's prompts in ``tree``, which is a new one."""
@@ -539,7 +535,7 @@ class Session(Episode):
         A request is sent three times while the server is overloaded or away, as OpenAI's client does; then the host may
         ask again.
         """
-        number, upstream = next(self._numbers), upstream or self._upstream
+        number, upstream = next(self._numbers), upstream or self.upstream
         assert upstream is not None
         request = {"messages": [*wire]} | {
             name: value for name, value in given.items() if name not in _OF_STREAMS and name != "messages"
@@ -630,17 +626,8 @@ class Session(Episode):
             await on_loop(background().loop, self.sink.add_scores((score,)))
 
 
-_BOUND: ContextVar[Session | None] = ContextVar("rl_session", default=None)
-
-
-def bind_episode(episode: Session) -> AbstractContextManager[Session]:
-    """An ``RLAgent`` that is created in this context runs ``episode``."""
-    return bound(_BOUND, episode)
-
-
-def current_episode() -> Session | None:
-    """The episode bound in this context."""
-    return _BOUND.get()
+session_here: ContextVar[Session | None] = ContextVar("rl_session", default=None)
+"""An ``RLAgent`` that is created in this context runs this session."""
 
 
 def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:

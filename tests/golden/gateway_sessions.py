@@ -16,8 +16,8 @@ from sessions import normal, view
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings, StorageSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.session.client_sessions import GatewayConfig
 from openhands_rl_plugin.session.gateway import running_gateway
-from openhands_rl_plugin.session.gateway_config import GatewayConfig
 
 Message = dict[str, Any]
 SYSTEM: Message = {"role": "system", "content": "be brief"}

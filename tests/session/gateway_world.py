@@ -17,8 +17,8 @@ from aiohttp import web
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.models.engines.client import extensions_of
+from openhands_rl_plugin.session.client_sessions import GatewayConfig
 from openhands_rl_plugin.session.gateway import running_gateway
-from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 Body = dict[str, Any]

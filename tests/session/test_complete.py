@@ -48,7 +48,7 @@ def session_of(server: ScriptedModel, strategy: Any = None, **request: Any) -> S
         base_model="base",
         environment_mode=True,
     )
-    session.connect(HttpUpstream(server.url, "sk-hidden", 20.0, fields=FIELDS))
+    session.upstream = HttpUpstream(server.url, "sk-hidden", 20.0, fields=FIELDS)
     return session
 
 

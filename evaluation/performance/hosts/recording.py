@@ -65,7 +65,7 @@ class Ways:
         self._episode = standalone_episode(
             RLSettings(), session="s", instruction="", base_model="policy", environment_mode=False
         )
-        self._episode.connect(connect(self._recorded, self._episode.answer))
+        self._episode.upstream = connect(self._recorded, self._episode.answer)
         self.all: dict[str, Ask] = {"stock": self.stock, "with ids": self.with_ids, "session": self.session}
 
     def _arguments(self, turn: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from openhands_rl_plugin.config.build import (
 )
 from openhands_rl_plugin.config.rl import AUTO, RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import success_rule
-from openhands_rl_plugin.core.concurrency import background, shielded
+from openhands_rl_plugin.core.concurrency import background, bound, shielded
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, problems, unknown_name
 from openhands_rl_plugin.core.judgements import FOLDER, newest_outcome
 from openhands_rl_plugin.core.messages import one_line
@@ -72,7 +72,7 @@ from openhands_rl_plugin.rollout import scoring
 from openhands_rl_plugin.rollout.journal import EpisodeSink
 from openhands_rl_plugin.rollout.session import LiveEnvironment, SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.session.session import Session, bind_episode
+from openhands_rl_plugin.session.session import Session, session_here
 
 # Characters of OpenHands' last error in the evidence: enough for its message, without a long response body.
 _LONGEST_ERROR = 2000
@@ -430,7 +430,7 @@ class HostSession:
     def open(self) -> None:
         """As ``start``. Raises ``CaughtFailure``."""
         task = self.episode.request.task
-        with boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bind_episode(self.episode):
+        with boundary(FailureKind.INFRASTRUCTURE, "openhands.start"), bound(session_here, self.episode):
             self.start(task.instruction or task.id)
 
     def finish(self, end: End) -> None:

@@ -75,7 +75,7 @@ from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorksp
 from openhands_rl_plugin.hosts.v0 import runtime as runtimes
 from openhands_rl_plugin.models.engines.openai_wire import Json
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session, Upstream, current_episode
+from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session, Upstream, session_here
 
 MALFORMED = litellm_calls.malformed(exceptions)
 """What OpenHands raises for an answer of the model that it cannot parse."""
@@ -131,7 +131,7 @@ class RLAgent(CodeActAgent):
 
     def __init__(self, config: AgentConfig, llm_registry: LLMRegistry) -> None:
         with runtimes.refusing():
-            bound, runtime = current_episode(), config.runtime or ""
+            bound, runtime = session_here.get(), config.runtime or ""
             kind = runtime.rpartition(".")[2]
             self._environment_mode = kind == runtimes.EnvironmentRuntime.__name__
             if kind == runtimes.WorkspaceRuntime.__name__:
@@ -247,7 +247,7 @@ class RLAgent(CodeActAgent):
             # OpenHands cuts observations by this key; the configuration object is this LLM's own copy.
             config = self.llm.config
             config.max_message_chars = min(config.max_message_chars, longest * CHARACTERS_PER_TOKEN)
-        session.connect(connect(self.llm, self._ask_session))
+        session.upstream = connect(self.llm, self._ask_session)
         record_condenser(self.condenser, session)
         session.world = self._world
         if not self._environment_mode and type(session.strategy) is not StandardReActStrategy:
@@ -488,7 +488,7 @@ def recorded_step(
 def record_agent(agent: Agent, session: Session) -> None:
     """Record all further steps of ``agent``, whose own sampling and limits hold."""
     session.samples = False
-    session.connect(connect(agent.llm, session.answer))
+    session.upstream = connect(agent.llm, session.answer)
     record_condenser(getattr(agent, "condenser", None), session)
     agent.step = partial(recorded_step, session, agent.step)
 

@@ -62,7 +62,7 @@ from openhands_rl_plugin.environments.workspace.shell import CommandResult, Sand
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, protected_by, register_runtime
 from openhands_rl_plugin.rollout.session import LiveEnvironment
-from openhands_rl_plugin.session.session import Session, current_episode
+from openhands_rl_plugin.session.session import Session, session_here
 
 _MAIN_SPEC = getattr(sys.modules["__main__"], "__spec__", None)
 _IN_HEADLESS_MAIN = _MAIN_SPEC is not None and _MAIN_SPEC.name == "openhands.core.main"
@@ -167,7 +167,7 @@ class WorkspaceRuntime(SessionRuntime):
     """
 
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
-        bound = current_episode()
+        bound = session_here.get()
         task = bound.workspace if bound else None
         settings = bound.settings if bound else host_settings(config.get_agent_config(RL_AGENT), config)
         if settings.workspace.isolation != "none" and config.sandbox.use_host_network:

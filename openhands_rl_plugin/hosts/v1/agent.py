@@ -250,7 +250,7 @@ class ConversationEpisode:
         if self._own is None and (llm.uses_responses_api() or type(llm).completion is not LLM.completion):
             what = f"{type(llm).__name__} of {llm.model}"
             raise ConfigError(f"RLAgent needs one model, with chat completions, which have token ids, not {what}")
-        session.connect(self._own or model_server(agent.llm))
+        session.upstream = self._own or model_server(agent.llm)
         session.world = self._world
         self._unisolated: SandboxedWorkspace | None = None
         runtime, folder = runtime_of(self.id), Path(str(conversation.workspace.working_dir))
@@ -317,7 +317,7 @@ class ConversationEpisode:
         if self.over:
             raise EpisodeOver(session.stop or StopReason.ERROR)
         if self._own is None and llm is not self._llm:
-            session.connect(model_server(llm))
+            session.upstream = model_server(llm)
             self._llm = llm
         sent = body if self._own is None else {**body, "model": session.base_model}
         return self._with_ids(body, self._asked(lambda: session.answer(sent)))

@@ -17,8 +17,8 @@ from openhands_rl_plugin.core.types import Score, Task
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rollout.scoring import add_label
+from openhands_rl_plugin.session.client_sessions import GatewayConfig
 from openhands_rl_plugin.session.gateway import running_gateway
-from openhands_rl_plugin.session.gateway_config import GatewayConfig
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 ASKED = {"role": "user", "content": "one two"}

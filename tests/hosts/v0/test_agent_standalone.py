@@ -17,7 +17,7 @@ from scripted_model import call, says, serve
 from openhands_rl_plugin import FileTrajectoryStorage, Message, RLSettings, Trajectory
 from openhands_rl_plugin.apps.rl_agent import task_id_of
 from openhands_rl_plugin.config.rl import SamplingSettings, StorageSettings
-from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.concurrency import background, bound
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -30,7 +30,7 @@ from openhands_rl_plugin.hosts.shared.sessions import (
     workspace_task,
 )
 from openhands_rl_plugin.hosts.v0.agent import controller_end
-from openhands_rl_plugin.session.session import Session, bind_episode, current_episode
+from openhands_rl_plugin.session.session import Session, session_here
 
 pytestmark = pytest.mark.contract
 
@@ -216,10 +216,10 @@ def test_why_a_controller_stopped(state, error, stop, kind):
 
 def test_binding_lasts_as_long_as_its_block(tmp_path):
     episode = episode_in(tmp_path)
-    assert current_episode() is None
-    with bind_episode(episode):
-        assert current_episode() is episode
-    assert current_episode() is None
+    assert session_here.get() is None
+    with bound(session_here, episode):
+        assert session_here.get() is episode
+    assert session_here.get() is None
 
 
 def test_wishes_of_the_strategy_come_before_those_of_the_request_and_the_settings(tmp_path):

@@ -35,7 +35,7 @@ def llm_for(url: str, model: str, provider: str = "openai", **config) -> tuple[L
     settings = {"num_retries": 2, "retry_min_wait": 0, "retry_max_wait": 0, "native_tool_calling": True, **config}
     llm = LLM(LLMConfig(model=f"{provider}/{model}", base_url=url, api_key=SecretStr("k"), **settings), service_id="a")
     session = standalone_episode(RLSettings(), session="s", instruction="Hi", base_model=model, environment_mode=False)
-    session.connect(connect(llm, session.answer))
+    session.upstream = connect(llm, session.answer)
     return llm, session
 
 
