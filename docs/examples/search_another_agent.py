@@ -27,6 +27,7 @@ from openhands_rl_plugin.core.records import WorkspaceCommand
 from openhands_rl_plugin.core.types import EpisodeRequest, StopReason
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream
+from openhands_rl_plugin.rollout.journal import on_its_loop
 from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session
 
 TEMPLATES = {"system_template": "You can use bash.", "instance_template": "{{task}}"}
@@ -103,7 +104,7 @@ def main(base_url: str, model: str, folder: Path, task: str, command: str) -> No
 
     loop = background()
     storage = FileTrajectoryStorage("searched")
-    session.keep_in(storage, loop.loop)
+    session.store_in(on_its_loop(storage, loop.loop))
     live_model = Model(model, session.answer)
     workspace = SandboxedWorkspace(folder, settings.workspace)
     live = MiniBranch(DefaultAgent(live_model, None, **TEMPLATES), workspace)

@@ -36,7 +36,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +52,7 @@ from openhands_rl_plugin.core.errors import RLError, StorageError
 from openhands_rl_plugin.core.messages import WireMessage, recorded_parameters, says, text_of, to_message, to_wire
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectorySummary, trajectory_id
-from openhands_rl_plugin.core.servers import API_KEY, AccessRules, named_key, required_key
+from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
 from openhands_rl_plugin.core.tree import squeezed
 from openhands_rl_plugin.core.types import (
     CONDENSATION,
@@ -160,10 +159,6 @@ class GatewayConfig(BaseModel):
     def access(self) -> AccessRules:
         """Who is let in. Raises ``ConfigError`` when a network address has no key."""
         return AccessRules(required_key(self.host, self.api_key_env, protects="the model server"))
-
-    def upstream_key(self) -> str:
-        """The model server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""
-        return named_key(self.upstream_key_env, "--upstream-key-env")
 
 
 def session_name(
@@ -312,8 +307,7 @@ class ClientSession(Session):
 
     The strategy of ``opened`` decides; without one the answers are recorded.
 
-    ``pending``: its requests in flight. ``last_used`` is a Unix time in seconds. ``unrecorded``: its requests for
-    completions that could not be recorded, by path.
+    ``pending``: its requests in flight. ``last_used`` is a Unix time in seconds.
     """
 
     def __init__(
@@ -349,7 +343,6 @@ class ClientSession(Session):
         self.last_used = time.time()
         self.pending: list[PendingCall] = []
         self._last: PendingCall | None = None
-        self.unrecorded: Counter[str] = Counter()
         self.exact = config.restore_calls or self.is_searched
         self._storage = storage
 
@@ -478,8 +471,6 @@ class ClientSession(Session):
         if self._journal is None or not nodes:
             return None
         await self.keep_up()
-        if self.unrecorded:
-            evidence = {**evidence, "unrecorded": dict(self.unrecorded)}
         self._mark_condensations()
         turns = [node for node in nodes if kind_of(node) == TURN]
         for node in turns:
@@ -503,7 +494,7 @@ class ClientSession(Session):
         self.tree.tools = call.tools
         self.policy = self.policy_of(served)
         self.started = time.time()
-        self.keep_in(self._storage, asyncio.get_running_loop())
+        self.store_in(on_its_loop(self._storage, asyncio.get_running_loop()))
 
     def _ask(self, instruction: str | None) -> None:
         task = self.request.task.model_copy(update={"instruction": instruction or self.request.task.instruction})

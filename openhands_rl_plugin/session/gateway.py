@@ -31,6 +31,7 @@ from openhands_rl_plugin.core.servers import (
     Scope,
     Send,
     listening,
+    named_key,
     note_failure,
     read_body,
     serving_here,
@@ -161,7 +162,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, storage: TrajectoryStorage, settings: RLSettings | None = None) -> None:
         self._config = config
         self._storage = storage
-        self._key = config.upstream_key()
+        self._key = named_key(config.upstream_key_env, "--upstream-key-env")
         self._keeps_client_key = not self._key and not config.access().key
         self._upstream = HttpUpstream(config.upstream, self._key, config.timeout)
         self._adapters = AdapterStore(config.adapters_path)
@@ -251,8 +252,6 @@ class Gateway:
         if not self._counts.unrecorded_paths[path]:
             _LOG.warning("POST /v1/%s is passed on, but not recorded: use /v1/chat/completions", path)
         self._counts.unrecorded_paths[path] += 1
-        if known := named_session(name, request.headers):
-            (await self.sessions.open(known)).unrecorded[path] += 1
         return await self._pass(request, sent, NOT_RECORDED)
 
     async def _pass(self, request: Incoming, path: str, marks: Mapping[str, str]) -> None:

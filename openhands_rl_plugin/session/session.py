@@ -91,7 +91,6 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     tokens_in,
 )
 from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
-from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import Episode
 
 
@@ -295,10 +294,11 @@ class Session(Episode):
     OpenHands' controller handles any exception by ending only the session. ``opinion``: a critic's last score, which
     is stored at its end.
 
-    A host may set: ``upstream``, which the next answers are sampled from; ``note``, metadata of the next answers; ``world``, which makes the forks for the decision on the
-    request ``turn``; ``reads``, its own parser, for strategies that choose (document -> why it cannot read it, or
-    ``None``); ``samples`` to false where the host's sampling and limits hold, not the session's; ``exact`` to
-    false where its prompts have answers in the host's own form, not as they were sampled.
+    A host may set: ``upstream``, which the next completions are sampled from; ``note``, their metadata; ``world``,
+    which makes the forks for the decision on the request ``turn``; ``reads``, its own parser, for strategies that
+    choose (document -> why it cannot read it, or ``None``); ``samples`` to false where the host's sampling and limits
+    hold, not the session's; ``exact`` to false where its prompts have completions in the host's own form, not as they
+    were sampled. ``documents``: each sampled message -> the response of the server.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class Session(Episode):
         self.upstream: Upstream | None = None
         # The live turn and those that forks have reached; the document of each answer; failed requests.
         self._turns: list[Turn] = []
-        self._documents: dict[Message, Json] = {}
+        self.documents: dict[Message, Json] = {}
         self._failed: dict[object, list[JsonObject]] = {}
         self._numbers, self._seeds, self._spent = itertools.count(), ConversationSeeds(), Usage()
         self._deciding = asyncio.Lock()
@@ -354,10 +354,11 @@ class Session(Episode):
 
     def follow_tree(self) -> None:
         """Follow the host's prompts in ``tree``, which is a new one."""
-        self.conversation = HostConversation(self.tree, strict=self._strict, unseen=self._sent)
 
-    def _sent(self, form: WireMessage, answer: Message) -> WireMessage | None:
-        return self.texts.sent(form, answer) if self.exact else None
+        def sent(form: WireMessage, answer: Message) -> WireMessage | None:
+            return self.texts.sent(form, answer) if self.exact else None
+
+        self.conversation = HostConversation(self.tree, strict=self._strict, unseen=sent)
 
     @property
     def episode_seed(self) -> int | None:
@@ -433,7 +434,7 @@ class Session(Episode):
             chosen = await self._decided(Turn(body, wire, tree.messages(), rewritten))
             self.conversation.acted(chosen)
             await self.keep_up()
-            document = self.document_of(tree.nodes[chosen].message)
+            document = self.documents[tree.nodes[chosen].message]
             return document if self._spent.calls < 2 else {**document, "usage": usage_to_wire(self._spent)}
 
     async def _decided(self, turn: Turn) -> int:
@@ -460,10 +461,6 @@ class Session(Episode):
     def expect(self, turn: Turn) -> None:
         """Until the next request of the host, conversations that begin with ``turn.path`` go on from ``turn``."""
         self._turns = [turn, *(known for known in self._turns if known.path != turn.path)]
-
-    def document_of(self, answer: Message) -> Json:
-        """A sampled answer as the server sent it."""
-        return self._documents[answer]
 
     async def complete(
         self,
@@ -578,7 +575,7 @@ class Session(Episode):
             metadata[MISSING] = missing
         self._spent += completion.usage
         if path:
-            self._documents[choice.message] = document
+            self.documents[choice.message] = document
             if self.exact and not given.get("tools"):
                 self.texts.add(completion)
         return completion
@@ -608,10 +605,6 @@ class Session(Episode):
         last = self.tree.nodes[self.tree.head] if self.tree.head is not None else None
         if last is not None and last.sampled and last.simulated:
             last.reward, last.simulated = None, False
-
-    def keep_in(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
-        """Store the episode while it runs. ``storage`` is used on ``loop`` only."""
-        self.store_in(on_its_loop(storage, loop))
 
     @property
     def sink(self) -> Any:
@@ -755,7 +748,7 @@ class BranchWorld:
             if wire is None or not _same(wire, before.wire):
                 raise BadEnvironmentError("the branch does not begin with the live session's prompt")
         waiting, self._answer = self._answer, Future()
-        waiting.set_result(session.document_of(action))
+        waiting.set_result(session.documents[action])
         wire, known = await self._prompt(), len(before.wire)
         if wire is None:
             return Observation(terminated=True)

@@ -25,6 +25,7 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, SamplingParams, StrategySpec, Task
 from openhands_rl_plugin.models.engines.client import HttpUpstream, server_error
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS
+from openhands_rl_plugin.rollout.journal import on_its_loop
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import BranchWorld, Complete, Session
 
@@ -148,7 +149,7 @@ def test_the_host_pays_for_the_whole_search_and_gets_nothing_that_is_not_stored(
     server.policies["three"] = lambda body: says(f"Seed {body['seed']}.")
     session = session_of(server, Best())
     storage = FileTrajectoryStorage(tmp_path)
-    session.keep_in(storage, background().loop)
+    session.store_in(on_its_loop(storage, background().loop))
     document = ask(session, "three")
     own: Any = session.tree.nodes[-1].metadata["response"]
     assert document["usage"]["prompt_tokens"] == 3 * own["usage"]["prompt_tokens"]

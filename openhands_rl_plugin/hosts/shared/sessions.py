@@ -69,7 +69,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.rollout import scoring
-from openhands_rl_plugin.rollout.journal import EpisodeSink
+from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
 from openhands_rl_plugin.rollout.session import LiveEnvironment, SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, session_here
@@ -233,7 +233,7 @@ class StandaloneRun:
         self._first = threading.Lock()
         self.before_exit: Callable[[], None] = lambda: None
         if self._storage is not None:
-            episode.keep_in(self._storage, background().loop)
+            episode.store_in(on_its_loop(self._storage, background().loop))
         elif parent is not None and parent.sink is not None:
             episode.store_in(parent.sink)
         atexit.register(self._end_at_exit)
@@ -540,7 +540,7 @@ class SessionHostRunner:
             token_ids=self._options.token_ids,
         )
         if self._storage is not None:
-            episode.keep_in(self._storage, asyncio.get_running_loop())
+            episode.store_in(on_its_loop(self._storage, asyncio.get_running_loop()))
         session = self.session(episode, self._options)
         try:
             try:

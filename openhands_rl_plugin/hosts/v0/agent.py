@@ -151,16 +151,14 @@ class RLAgent(CodeActAgent):
                     f"[rl.reward]: `{asked.command}` judges a workspace, and runtime = {runtime!r} cannot run it: set "
                     f"runtime = {WORKSPACE_RUNTIME!r} in [core], or choose another reward"
                 )
-            self._served_model = self._check_server() if bound is None else None
+            self._served_model: str | None = None  # of the adapter that an episode of its own samples from
             if bound is not None:
                 self._begin(bound)
-
-    def _check_server(self) -> str | None:
-        """Raises ``RLError`` when the run cannot begin; returns the served name of the adapter that it samples from."""
-        sessions.check_engine_setting(self._settings)
-        llm = self.llm.config
-        key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
-        return litellm_calls.check_model(self._settings, llm.model_dump() | key)
+            else:
+                sessions.check_engine_setting(self._settings)
+                llm = self.llm.config
+                key = {"api_key": llm.api_key.get_secret_value() if llm.api_key else None}
+                self._served_model = litellm_calls.check_model(self._settings, llm.model_dump() | key)
 
     def step(self, state: State) -> Action:
         """The next action: a pending one, or the first of a new answer. OpenHands' controller handles its exceptions.

@@ -37,7 +37,7 @@ from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.conversation.exceptions import ConversationRunError
 from openhands.sdk.conversation.state import ConversationExecutionStatus as Status
 from openhands.sdk.conversation.state import ConversationState
-from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, LLMConvertibleEvent, MessageEvent
+from openhands.sdk.event import ActionEvent, AgentErrorEvent, Event, MessageEvent
 from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from openhands.sdk.llm import LLM, TextContent
 from openhands.sdk.llm.exceptions import LLMContextWindowExceedError
@@ -520,25 +520,6 @@ def _note(conversation: LocalConversation, text: str) -> None:
 
 stepping: ContextVar[ConversationEpisode | None] = ContextVar("rl_conversation", default=None)
 """The episode whose step is under way: sub-agents that are made now are its own, and critics judge it."""
-
-
-class _Unlogged(list[Any]):
-    """The messages of a prompt. The SDK formats all but the first for its log, also where nothing is logged."""
-
-    def __getitem__(self, at: Any) -> Any:
-        return [] if at == slice(1, None) else super().__getitem__(at)
-
-
-_read_events = LLMConvertibleEvent.events_to_messages
-
-
-def _messages_of(events: Any) -> list[Any]:
-    """As the SDK's ``events_to_messages``."""
-    logged = stepping.get() is None or stock.logger.isEnabledFor(logging.DEBUG)
-    return _read_events(events) if logged else _Unlogged(_read_events(events))
-
-
-LLMConvertibleEvent.events_to_messages = staticmethod(_messages_of)  # type: ignore[method-assign]
 
 
 def _factory_of(name: str | None = None) -> Any:

@@ -168,15 +168,16 @@ def world_of(conversation: LocalConversation) -> BranchWorld:
     workspace = runtime_of(str(conversation.state.id))
     assert isinstance(workspace, ConversationWorkspace)
 
-    class Told:
-        calls = None
+    class Documents(dict[Message, Any]):
+        def __missing__(self, message: Message) -> Any:
+            choice = {"index": 0, "finish_reason": "stop", "message": to_wire(message)}
+            return {"id": "given", "model": "given", "choices": [choice]}
+
+    class Given:
+        calls, documents = None, Documents()
 
         def __init__(self, turn: Turn) -> None:
             self.turn = turn
-
-        def document_of(self, answer: Message) -> Any:
-            choice = {"index": 0, "finish_reason": "stop", "message": to_wire(answer)}
-            return {"id": "told", "model": "told", "choices": [choice]}
 
         def expect(self, turn: Any) -> None:
             """Nobody asks."""
@@ -187,7 +188,7 @@ def world_of(conversation: LocalConversation) -> BranchWorld:
     wire = prompts.write(agent.llm, LLMConvertibleEvent.events_to_messages(told))
     live = ConversationBranch(agent, log_of(conversation.state), workspace, prompts)
     turn = Turn({"messages": wire}, wire, tuple(to_message(each) for each in wire))
-    return BranchWorld(live, Told(turn))  # type: ignore[arg-type]
+    return BranchWorld(live, Given(turn))  # type: ignore[arg-type]
 
 
 def action(command: str, id: str) -> Message:
