@@ -194,11 +194,13 @@ class SampledTexts:
 
     def add(self, completion: Completion) -> None:
         """Remember an answer. One with calls by the API is none of text."""
-        answer = completion.message
-        if answer.content and not answer.tool_calls:
-            text = answer.content
-            if completion.finish_reason == "stop" and text.rfind(_OPEN) > text.rfind(_CLOSED):
-                text = text.removesuffix(_STOP) + _CLOSED  # the stop word cut the closing tag
+        answer, text = completion.message, completion.message.content
+        if text and not answer.tool_calls:
+            choice: Any = completion.metadata["response"]["choices"][0]
+            # Servers name the word that stopped it (SGLang: ``matched_stop``); of others an open call means that.
+            cut = choice.get("stop_reason", choice.get("matched_stop", _STOP)) == _STOP
+            if cut and completion.finish_reason == "stop" and text.rfind(_OPEN) > text.rfind(_CLOSED):
+                text = text.removesuffix(_STOP) + _CLOSED
             self._texts[answer] = text
 
     def put_back(self, prompt: Sequence[WireMessage], path: Sequence[Message]) -> list[WireMessage]:
@@ -334,8 +336,7 @@ class Session(Episode):
         self.note: JsonObject = {}
         self.world: Callable[[], Forkable | None] | None = None
         self.reads: Callable[[Json], str | None] | None = None
-        self.samples = True
-        self.exact = True
+        self.samples = self.exact = True
         self.turn = Turn({}, ())
         self.texts = SampledTexts()
         self._prompts = PromptIds()

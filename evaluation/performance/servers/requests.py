@@ -14,9 +14,8 @@ from openhands_rl_plugin.contrib.webshop.server import ShopRequest, StepBody
 from openhands_rl_plugin.models.server.wire import (
     ChatCompletionRequest,
     CompletionRequest,
-    LoadLoRAAdapterRequest,
+    LoRAAdapterRequest,
     TokenizeRequest,
-    UnloadLoRAAdapterRequest,
     UpdateWeightsRequest,
 )
 from openhands_rl_plugin.session.gateway import EndRequest
@@ -54,8 +53,8 @@ SURFACES = {
             "/v1/chat/completions": (ChatCompletionRequest, _CHAT),
             "/v1/completions": (CompletionRequest, {"model": "tiny", "prompt": "one", "max_tokens": 2}),
             "/tokenize": (TokenizeRequest, {"prompt": "one"}),
-            "/v1/load_lora_adapter": (LoadLoRAAdapterRequest, {"lora_name": "x", "lora_path": "/nowhere"}),
-            "/v1/unload_lora_adapter": (UnloadLoRAAdapterRequest, {"lora_name": "x"}),
+            "/v1/load_lora_adapter": (LoRAAdapterRequest, {"lora_name": "x", "lora_path": "/nowhere"}),
+            "/v1/unload_lora_adapter": (LoRAAdapterRequest, {"lora_name": "x"}),
             "/update_weights_from_disk": (UpdateWeightsRequest, {"model_path": "/nowhere", "weight_version": "x"}),
         },
         ("/health", "/metrics", "/v1/models"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from litellm import model_cost
 from litellm.llms.base_llm.base_model_iterator import convert_model_response_to_streaming
@@ -183,7 +183,7 @@ class SessionLLM(LLM):
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
         """``completion`` in a thread."""
-        return await super().acompletion(messages, **self._offering(tools, named))
+        return await cast(Any, super()).acompletion(messages, **self._offering(tools, named))
 
     def _transport_call(  # type: ignore[override]
         self, *, messages: list[JsonObject], enable_streaming: bool = False, on_token: Any = None, **asked: Any
