@@ -174,14 +174,14 @@ class Bench:
 async def count_lost(model_port: int, kills: int) -> Kills:
     """Kill the gateway ``kills`` times under load, each time at another moment, and look for what was answered."""
     bodies, answered, lost = requests(), 0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(kills):
+    for number in range(kills):
+        with tempfile.TemporaryDirectory() as folder:
             with gateway(OURS, sys.executable, model_port, folder) as (pid, target):
                 asyncio.get_running_loop().call_later(random.Random(number).uniform(0.2, 1.5), os.kill, pid, 9)
                 load = await play(target, [f"{number}-{each}" for each in range(64)], bodies, 16)
             stored = await _stored_calls(folder)
-            answered += sum(load.answered.values())
-            lost += sum(max(0, count - stored.get(name, 0)) for name, count in load.answered.items())
+        answered += sum(load.answered.values())
+        lost += sum(max(0, count - stored.get(name, 0)) for name, count in load.answered.items())
     return Kills(kills=kills, answered=answered, lost=lost)
 
 
