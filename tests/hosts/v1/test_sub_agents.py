@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Limits, StopReason, T
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
-from openhands_rl_plugin.hosts.v1.runs import ConversationSession
+from openhands_rl_plugin.hosts.v1 import runs
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 import_module("openhands.tools.task")
@@ -141,9 +141,9 @@ async def test_under_a_runner_it_is_stored_where_the_parent_is(
 ) -> None:
     delegating("runner", server, call(TERMINAL, {"command": "echo more > found.txt; pwd"}, "call-s"))
     # Runners offer the terminal and the editor only.
-    made = ConversationSession._make_agent
-    more = {"tools": [Tool(name=TERMINAL), Tool(name=EDITOR), Tool(name=TASK_TOOLS)]}
-    monkeypatch.setattr(ConversationSession, "_make_agent", lambda session: made(session).model_copy(update=more))
+    tools = [Tool(name=TERMINAL), Tool(name=EDITOR), Tool(name=TASK_TOOLS)]
+    made = runs.RLAgent
+    monkeypatch.setattr(runs, "RLAgent", lambda **fields: made(**{**fields, "tools": tools}))
     repository = tmp_path / "repository"
     repository.mkdir()
     serving, storage = ServingSettings(base_url=server.url, model="runner"), FileTrajectoryStorage(tmp_path / "store")
