@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from openhands_rl_plugin.config.build import make_engine
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
@@ -196,7 +196,7 @@ class SampledTexts:
         """Remember an answer. One with calls by the API is none of text."""
         answer, text = completion.message, completion.message.content
         if text and not answer.tool_calls:
-            choice: Any = completion.metadata["response"]["choices"][0]
+            choice = cast(Any, completion.metadata["response"])["choices"][0]
             # Servers name the word that stopped it (SGLang: ``matched_stop``); of others an open call means that.
             cut = choice.get("stop_reason", choice.get("matched_stop", _STOP)) == _STOP
             if cut and completion.finish_reason == "stop" and text.rfind(_OPEN) > text.rfind(_CLOSED):
