@@ -1,4 +1,4 @@
-"""Rewards from the environment's return; where the environment pays nothing, from the recorded judgement."""
+"""Rewards from the environment's return; where the environment gives no rewards, from the recorded judgement."""
 
 from __future__ import annotations
 

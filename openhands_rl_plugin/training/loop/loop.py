@@ -94,7 +94,7 @@ Lessons = Callable[[Sequence[Trajectory]], Sequence[Trajectory]]
 @dataclass(frozen=True)
 class LoopParts:
     """The components of a loop. ``demonstrator`` runs the demonstrations, ``runner`` all other episodes; ``evaluator``
-    those on held-out tasks, where they are played in another way.
+    those on held-out tasks, where these run in another way.
     ``make_teacher`` gets the current version, and its name at the server.
 
     ``reward`` is used for evaluation and reports; ``objective`` is maximised by training. ``lessons``: what the warm
@@ -198,25 +198,25 @@ class TrainingLoop:
         """Evaluate on the held-out tasks, or on the ``first`` of them."""
         started = time.time()
         held_out, sampling = self._plan.held_out[:first], self._plan.evaluation
-        played = await self._roll_out(stage, held_out, sampling, self._evaluator)
-        return self._record(stage, started, await self._judge(self._where(stage), played))
+        episodes = await self._roll_out(stage, held_out, sampling, self._evaluator)
+        return self._record(stage, started, await self._judge(self._where(stage), episodes))
 
     async def _demonstrate(self, stage: str) -> StageRecord:
         started = time.time()
         runner = self._parts.demonstrator or self._runner
-        played = await self._roll_out(stage, self._plan.demonstrations, SamplingParams(), runner)
-        return self._record(stage, started, await self._judge(self._where(stage), played))
+        episodes = await self._roll_out(stage, self._plan.demonstrations, SamplingParams(), runner)
+        return self._record(stage, started, await self._judge(self._where(stage), episodes))
 
     async def _warm_start(self, stage: str) -> StageRecord:
         started = time.time()
         where = TrajectoryFilter(run_id=self._run_id("demonstrate"), failed=False)
-        played = [trajectory async for trajectory, _ in self._parts.storage.find(where)]
-        rewards = await self._rewards(self._parts.reward, where, played)
-        judged = zip(played, rewards, strict=True)
+        episodes = [trajectory async for trajectory, _ in self._parts.storage.find(where)]
+        rewards = await self._rewards(self._parts.reward, where, episodes)
+        judged = zip(episodes, rewards, strict=True)
         good = [each for each, reward in judged if reward is not None and self._plan.succeeded(each, reward)]
         if not good:
             raise TrainingError(
-                f"none of the {len(played)} demonstrations succeeded; is the environment the right one?"
+                f"none of the {len(episodes)} demonstrations succeeded; is the environment the right one?"
             )
         good.sort(key=lambda trajectory: trajectory.id)
         make = self._parts.lessons
@@ -255,27 +255,27 @@ class TrainingLoop:
     async def _iterate(self, stage: str, buffer: RolloutBuffer, pool: DifficultyPool) -> StageRecord:
         """Take a batch of groups, train on it and publish; where nothing can be learnt, the weights stay."""
         started = time.time()
-        batch, played = await self._batch(stage, buffer)
+        batch, episodes = await self._batch(stage, buffer)
         chosen = time.time()
         where = TrajectoryFilter(ids=batch.trajectories)
-        rewards = await self._rewards(self._parts.reward, where, played)
-        for trajectory, reward in zip(played, rewards, strict=True):
+        rewards = await self._rewards(self._parts.reward, where, episodes)
+        for trajectory, reward in zip(episodes, rewards, strict=True):
             if reward is not None:
                 pool.note(trajectory.task.id, trajectory.id, self._plan.succeeded(trajectory, reward))
-        credit = await self._credit(where, played)
+        credit = await self._credit(where, episodes)
         metrics = {
-            **success_metrics(played, rewards, self._plan.succeeded),
+            **success_metrics(episodes, rewards, self._plan.succeeded),
             **credit.baseline.as_floats(),
-            **self._of_proposals(played),
+            **self._of_proposals(episodes),
             "rollout_seconds": chosen - started,
         }
         if not credit.samples:
-            adapter, metrics = None, metrics | self._staleness(batch, played)
+            adapter, metrics = None, metrics | self._staleness(batch, episodes)
         else:
             trainer = await self._reinforcement_trainer()
             learned = await self._learn(stage, trainer, credit.samples, sft=self._imitates)
             metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
-            metrics |= self._staleness(batch, played)
+            metrics |= self._staleness(batch, episodes)
             adapter = await self._publish(stage, trainer, learned.steps, metrics)
             await self._save_trainer(trainer, adapter)
             trainer.finish()
@@ -288,17 +288,17 @@ class TrainingLoop:
         if batch is not None and batch.stage == stage:
             return batch, await self._stored(batch)
         groups, dropped, stale = await self._fresh_groups(stage, buffer)
-        played = [trajectory for group in groups for trajectory in group.trajectories]
-        _require_some(played)
+        episodes = [trajectory for group in groups for trajectory in group.trajectories]
+        _require_some(episodes)
         batch = ChosenBatch(
             stage=stage,
             groups=tuple(group.number for group in groups),
-            trajectories=tuple(trajectory.id for trajectory in played),
+            trajectories=tuple(trajectory.id for trajectory in episodes),
             dropped=tuple(dropped),
             stale=stale,
         )
         self._save(self._state.with_batch(batch))
-        return batch, played
+        return batch, episodes
 
     async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
         """Enough groups without their stale episodes, the numbers of wholly stale groups, and the stale episodes."""
@@ -347,8 +347,8 @@ class TrainingLoop:
             )
         return [found[identity] for identity in batch.trajectories]
 
-    def _staleness(self, batch: ChosenBatch, played: Sequence[Trajectory]) -> dict[str, float]:
-        valid = [trajectory for trajectory in played if trajectory.failure is None]
+    def _staleness(self, batch: ChosenBatch, episodes: Sequence[Trajectory]) -> dict[str, float]:
+        valid = [trajectory for trajectory in episodes if trajectory.failure is None]
         lineage = PolicyLineage.of_run(self._plan.base_model, self._state)
         dropped = {"episodes_stale": float(batch.stale), "groups_dropped": float(len(batch.dropped))}
         return lineage.staleness(valid) | dropped
@@ -366,25 +366,25 @@ class TrainingLoop:
     def _note_outage(self, why: str) -> None:
         self._listener.advanced(self._stage_name, f"paused: {why}" if why else "going on", 0, 1)
 
-    async def _credit(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> Credit:
-        rewards = await self._rewards(self._parts.objective, where, played)
+    async def _credit(self, where: TrajectoryFilter, episodes: Sequence[Trajectory]) -> Credit:
+        rewards = await self._rewards(self._parts.objective, where, episodes)
         credited = imitated if self._imitates else credited_samples
         settings = self._plan.reinforcement
-        credit = credited(played, rewards, settings)
+        credit = credited(episodes, rewards, settings)
         if self._imitates or self._parts.make_teacher is None or not settings.taught or not credit.samples:
             return credit
         async with aclosing(self._parts.make_teacher(self._adapter(), await self._served_model())) as teacher:
             tokenizer = self._parts.tokenizer
-            samples, untaught = await with_teacher(credit.samples, played, rewards, settings, teacher, tokenizer)
+            samples, untaught = await with_teacher(credit.samples, episodes, rewards, settings, teacher, tokenizer)
         if untaught:
             self._listener.noted(f"{untaught:,} sampled tokens are left out: the teacher gave them no logprob")
         return replace(credit, samples=samples)
 
-    def _of_proposals(self, played: Sequence[Trajectory]) -> dict[str, float]:
+    def _of_proposals(self, episodes: Sequence[Trajectory]) -> dict[str, float]:
         """Where a search's proposals are trained, figures on them."""
         if self._imitates or self._plan.reinforcement.tree != "proposals":
             return {}
-        return proposal_figures(played)
+        return proposal_figures(episodes)
 
     @property
     def _imitates(self) -> bool:
@@ -412,16 +412,16 @@ class TrainingLoop:
         self._listener.advanced(stage, "episodes", 0, len(tasks))  # the first one may take a minute
         return await roll_out(plan, runner, self._parts.storage, count)
 
-    async def _judge(self, where: TrajectoryFilter, played: Sequence[Trajectory]) -> dict[str, float]:
-        rewards = await self._rewards(self._parts.reward, where, played)
-        return success_metrics(played, rewards, self._plan.succeeded)
+    async def _judge(self, where: TrajectoryFilter, episodes: Sequence[Trajectory]) -> dict[str, float]:
+        rewards = await self._rewards(self._parts.reward, where, episodes)
+        return success_metrics(episodes, rewards, self._plan.succeeded)
 
     async def _rewards(
-        self, reward: Reward, where: TrajectoryFilter, played: Sequence[Trajectory]
+        self, reward: Reward, where: TrajectoryFilter, episodes: Sequence[Trajectory]
     ) -> list[float | None]:
         """Rewards, computed once per reward version, whichever stage or process needs them."""
         await rescore(self._parts.storage, reward, where)
-        return await stored_rewards(self._parts.storage, reward, played)
+        return await stored_rewards(self._parts.storage, reward, episodes)
 
     async def _reinforcement_trainer(self) -> PolicyTrainer:
         if self._trainer is None:
@@ -535,11 +535,11 @@ class TrainingLoop:
         return self._parts.state_file.parent / "trainer" / adapter.name
 
 
-def _require_some(played: list[Trajectory]) -> None:
+def _require_some(episodes: list[Trajectory]) -> None:
     """Raise ``InfrastructureError`` where a whole batch failed because of the infrastructure; no group is consumed."""
-    lost = [each.failure for each in played if each.failure and each.failure.kind is FailureKind.INFRASTRUCTURE]
-    if played and len(lost) == len(played):
+    lost = [each.failure for each in episodes if each.failure and each.failure.kind is FailureKind.INFRASTRUCTURE]
+    if episodes and len(lost) == len(episodes):
         raise InfrastructureError(
-            f"all {len(played)} episodes of a batch failed because of the infrastructure, the last with: "
+            f"all {len(episodes)} episodes of a batch failed because of the infrastructure, the last with: "
             f"{lost[-1].message}. Nothing was trained on them: fix the cause, then start the same command again"
         )

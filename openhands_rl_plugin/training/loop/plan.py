@@ -147,19 +147,19 @@ class LoopState(Frozen):
 
 
 def success_metrics(
-    played: Sequence[Trajectory], rewards: Sequence[float | None], succeeded: Callable[[Trajectory, float], bool]
+    episodes: Sequence[Trajectory], rewards: Sequence[float | None], succeeded: Callable[[Trajectory, float], bool]
 ) -> dict[str, float]:
     """Counts and means over the episodes that have a reward; ``failed`` ones and ``unscored`` ones (no failure, and no
     reward) are counted separately, never as zeros; where there is no reward there is no mean."""
     valid = [reward for reward in rewards if reward is not None]
-    judged = zip(played, rewards, strict=True)
+    judged = zip(episodes, rewards, strict=True)
     successes = sum(succeeded(each, reward) for each, reward in judged if reward is not None)
-    failed = sum(trajectory.failure is not None for trajectory in played)
-    turns = [sum(1 for _ in trajectory.sampled()) for trajectory in played]
+    failed = sum(trajectory.failure is not None for trajectory in episodes)
+    turns = [sum(1 for _ in trajectory.sampled()) for trajectory in episodes]
     return {
-        "episodes": float(len(played)),
+        "episodes": float(len(episodes)),
         "failed": float(failed),
-        "unscored": float(len(played) - len(valid) - failed),
+        "unscored": float(len(episodes) - len(valid) - failed),
         "successes": float(successes),
         **({"success": successes / len(valid), "reward": sum(valid) / len(valid)} if valid else {}),
         "turns": sum(turns) / len(turns) if turns else 0.0,

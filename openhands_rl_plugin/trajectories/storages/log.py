@@ -77,7 +77,7 @@ _ATTEMPTS = 20
 class EpisodeHeader(NamedTuple):
     """One flat row. ``turns`` and ``episode_return`` are of what was acted on; the times are Unix times in seconds.
 
-    There is no return where the episode failed, where no step was rewarded, or where the environment pays nothing.
+    There is no return where the episode failed, where no step was rewarded, or where the environment gives no rewards.
     An unfinished episode has ``stop`` "unfinished", no usage, and as ``finished`` the time at which it last grew.
     """
 
@@ -128,7 +128,7 @@ class EpisodeHeader(NamedTuple):
         # Summed from the root on, as ``Trajectory.episode_return`` does, to get the same last bit.
         stepped = sorted({*path_to(nodes, head), *acted})
         rewards = [reward for each in stepped if (reward := nodes[each].reward) is not None]
-        # 0.0 only says that steps were executed, where the environment pays nothing.
+        # 0.0 only says that steps were executed, where the environment gives no rewards.
         total = float(sum(rewards)) if rewards else None
         known = total if total or pays_rewards(self.environment, evidence or {}) else None
         return self._replace(nodes=len(nodes), turns=len(acted), episode_return=known, finished=at)
