@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from openhands_rl_plugin.cli.options.fields import checked, option_of
+from openhands_rl_plugin.cli.options.foreground import silence_libraries
 from openhands_rl_plugin.cli.options.versions import LATEST, find_version
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -41,14 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapters", metavar="DIR", help="folder of the versions (default: [rl.serving] adapters_path)"
     )
     parser.add_argument("--adapter", metavar="NAME", help="name of the adapter (default: [rl.serving] adapter, policy)")
-    parser.add_argument(
-        "--base-url", action="append", metavar="URL", help="a server; repeat the option for each replica"
-    )
+    parser.add_argument("--base-url", action="append", metavar="URL", help="a server; repeat it for each replica")
     kinds = get_args(ServingSettings.model_fields["server"].annotation)
     parser.add_argument("--server", choices=kinds, help="kind of the servers (default: detected)")
-    parser.add_argument(
-        "--version", metavar="VERSION", help="publish, export: a number, a name or latest (the default)"
-    )
+    parser.add_argument("--version", metavar="VERSION", help="publish, export: a number or a name (default: latest)")
     parser.add_argument(
         "--to", metavar="VERSION", help="rollback: a number or a name (default: the one before the current)"
     )
@@ -123,6 +120,7 @@ def _export(store: AdapterStore, name: str, args: argparse.Namespace) -> None:
     if args.merged is None:
         raise ConfigError("export: --merged DIR names the new folder")
     adapter = find_version(store, name, args.version or LATEST, "--version")
+    silence_libraries()
     with from_extra("train"):
         from openhands_rl_plugin.models.adapters.merged import write_merged
     write_merged(adapter, args.merged, args.model)
