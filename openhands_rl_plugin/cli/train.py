@@ -272,7 +272,6 @@ EPILOG = """examples:
   openhands-rl train --dry-run --model ./qwen2.5-coder-32b --config policy-full-32b.toml
   openhands-rl train ./trajectories --verifier --model ./Qwen2.5-Coder-32B --adapters ./adapters --negatives 1 \\
       --max-length 10240 --gradient-checkpointing true
-  openhands-rl train ./trajectories --model ./model --adapters ./adapters --nproc-per-node 4 --sharding layers
   torchrun --standalone --nproc-per-node 8 -m openhands_rl_plugin.cli train ./trajectories --model ./model \\
       --adapters ./adapters --sharding layers --method full                             (and with --verifier)
 
@@ -421,10 +420,8 @@ class PolicyTraining(TrainingRun):
         print(memory_line(self._args.model, self._training, longest, free=free), flush=True)
         if self._whole and self._ranks is None and dataset.samples and not self._args.dry_run:
             check_fits(self._args.model, self._training, longest, free)
-        started, split = self._training.nproc_per_node, self._training.sharding
-        count = self._ranks.size if self._ranks is not None else started if split == "layers" else 1
-        if count > 1 and split != "none" and self._training.engine == LOCAL:
-            share = estimate_memory(self._args.model, self._training, longest, count).total
+        if self._ranks is not None and self._training.sharding != "none":
+            share = estimate_memory(self._args.model, self._training, longest, self._ranks.size).total
             print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
 
     def _train(self, dataset: TrainingDataset, base_model: str) -> Adapter | None:

@@ -229,9 +229,6 @@ class TrainingSettings(Settings):
     sharding: Literal["auto", "none", "layers"] = Field(
         default="auto", description="sharding of the base model over processes (FSDP2); auto: accelerate's"
     )
-    nproc_per_node: int = Field(
-        default=1, ge=1, le=64, description="processes that train together on this machine, each on a GPU of its own"
-    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the order of samples and of new weights")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto", description="floating-point type of the base model; auto: bfloat16 where the processor has it"
@@ -278,11 +275,6 @@ class TrainingSettings(Settings):
             raise ValueError(
                 f'kl = "{self.kl}" is the divergence from the base model, of which method = "full" keeps no copy: set '
                 'kl = "none", or train an adapter with method = "lora"'
-            )
-        if self.method == "full" and self.nproc_per_node > 1:
-            raise ValueError(
-                f"nproc_per_node = {self.nproc_per_node} trains adapters: leave 1, and start `openhands-rl train` with "
-                'torchrun for method = "full"'
             )
         if self.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(

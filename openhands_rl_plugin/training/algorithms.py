@@ -68,7 +68,7 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
 }
 
 
-WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding", "nproc_per_node"}
+WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding"}
 """Settings that the result of a training does not depend on."""
 
 

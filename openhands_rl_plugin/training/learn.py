@@ -19,12 +19,8 @@ from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
-    from openhands_rl_plugin.training.distributed.launched import LaunchedTrainer
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
     from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
-
-type PolicyTrainer = Trainer | LaunchedTrainer
-"""What `train` and a loop ask of a trainer; ``trainer.Trainer`` says what each method does."""
 
 PROBE_TOKENS = 128
 """Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""
@@ -43,7 +39,7 @@ def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int 
 
 def make_trainer(
     model: Path, training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None
-) -> PolicyTrainer:
+) -> Trainer:
     """A trainer by ``training``, which ``adapter`` starts, or the base model.
 
     ``model``: the folder of its weights, for an engine of this machine; ``base_model``: its name at the server of the
@@ -55,15 +51,12 @@ def make_trainer(
     training.check_engine()
     if training.engine != LOCAL:
         return registry.find("training_engines", training.engine).make_trainer(training, settings, base_model, adapter)
-    from openhands_rl_plugin.training.distributed.launched import LaunchedTrainer
     from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
 
-    if training.nproc_per_node > 1:
-        return LaunchedTrainer(model, training, adapter=adapter)
     return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)
 
 
-def report_notes(trainer: PolicyTrainer, report: Callable[[str], None]) -> tuple[str, ...]:
+def report_notes(trainer: Trainer, report: Callable[[str], None]) -> tuple[str, ...]:
     """Pass on, line by line, what a user should know before training begins: how the model is computed, what of it is
     trained, who can serve that. Rank 0 does so. Returns the lines."""
     lines = tuple(trainer.notes) if trainer.is_main_process else ()
@@ -73,7 +66,7 @@ def report_notes(trainer: PolicyTrainer, report: Callable[[str], None]) -> tuple
 
 
 def fit(
-    trainer: PolicyTrainer, dataset: TrainingDataset, on_progress: OnProgress | None = None, *, run: Path | None = None
+    trainer: Trainer, dataset: TrainingDataset, on_progress: OnProgress | None = None, *, run: Path | None = None
 ) -> TrainMetrics:
     """Train on the dataset by its algorithm.
 
@@ -99,7 +92,7 @@ def fit(
 
 
 def create_version(
-    trainer: PolicyTrainer,
+    trainer: Trainer,
     store: AdapterStore,
     name: str,
     *,
@@ -179,7 +172,7 @@ def version_written(run: Path, call: Call, store: AdapterStore, name: str, paren
 
 
 def learn(
-    trainer: PolicyTrainer,
+    trainer: Trainer,
     dataset: TrainingDataset,
     settings: TrainingSettings,
     store: AdapterStore,

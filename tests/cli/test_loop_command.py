@@ -127,15 +127,11 @@ def interrupt_after(stage: str, state_file: Path) -> threading.Thread:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("kind", "processes"), [("sync", 1), pytest.param("async", 1, marks=SLOW), pytest.param("sync", 2, marks=SLOW)]
-)
+@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=SLOW)])
 def test_an_interrupted_run_goes_on_where_it_was(
-    kind: str, processes: int, served: tuple[str, str], talker: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    kind: str, served: tuple[str, str], talker: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
-    text = config.read_text().replace("[rl.training]", f"[rl.training]\nnproc_per_node = {processes}")
-    config.write_text(text)
     command, state_file = words(config, "--kind", kind), tmp_path / "run" / "state.json"
     watching = interrupt_after("iteration-000", state_file)
     assert cli.main(command) == 130
@@ -143,7 +139,6 @@ def test_an_interrupted_run_goes_on_where_it_was(
     said = capfd.readouterr()
     assert "interrupted; finished stages are kept" in said.err
     assert said.out.index("the adapter touches ") < said.out.index("evaluate-base"), "what is trained is said first"
-    assert ("trained in 2 processes of this machine" in said.out) == (processes == 2)
     finished = LoopState.load(state_file).records
     assert [record.name for record in finished][:2] == STAGES[:2] and len(finished) < len(STAGES)
 

@@ -155,7 +155,7 @@ def check_alone() -> None:
     if count.isdecimal() and int(count) > 1:
         raise ConfigError(
             f"WORLD_SIZE is {count}, and a loop is one process: start it without torchrun and accelerate launch (or "
-            "unset WORLD_SIZE); [rl.training] nproc_per_node is the number of processes that it trains in"
+            "unset WORLD_SIZE)"
         )
 
 
@@ -180,8 +180,7 @@ def identity_of(
     kept = {"model", "adapter", "adapters_path"}
     serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
     loop = {"patience": True, "save_total_limit": True}
-    training = {"nproc_per_node": True}
-    rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": loop, "training": training})
+    rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": loop})
     weights = str(model.resolve()) if model is not None else None
     return {"tasks": tasks, "timeout": timeout, "model": weights, "rl": rl, **({"start": start} if start else {})}
 

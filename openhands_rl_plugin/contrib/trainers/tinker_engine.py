@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.contrib.trainers.tinker import TinkerSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.training.learn import PolicyTrainer
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 # The service answers with logprobs and nothing else, and chooses the layout of its batches itself.
 _LACKS = (
     *("method", "lora_variant", "adapt_experts", "router_aux_loss_coef", "kl", "entropy_coefficient"),
-    *("max_tokens_per_micro_batch", "sharding", "nproc_per_node", "gradient_checkpointing", "dtype"),
+    *("max_tokens_per_micro_batch", "sharding", "gradient_checkpointing", "dtype"),
 )
 _ATTENTION, _MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
 
@@ -28,9 +32,7 @@ def check_settings(training: TrainingSettings) -> None:
         raise ConfigError('engine = "tinker" adapts all of attention, all of the MLP, or both: set target_modules')
 
 
-def make_trainer(
-    training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None
-) -> PolicyTrainer:
+def make_trainer(training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None) -> Trainer:
     """A trainer on the server of ``[rl.tinker]``. Raises ``ConfigError`` and ``TrainingError``."""
     from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
 

@@ -1,1 +1,1 @@
-"""Training in several processes: collectives and shards (``ranks``), and a trainer that starts them (``launched``)."""
+"""Training in several processes: the ranks of a launcher, their collectives and shards."""

@@ -86,12 +86,11 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks(environ: Mapping[str, str] | None = None, *, meeting: str | None = None) -> Iterator[Ranks]:
+def join_ranks(environ: Mapping[str, str] | None = None) -> Iterator[Ranks]:
     """Join the process group that a launcher has started until the block ends; one process without a launcher.
 
-    ``meeting``: a ``file://`` URL where the processes of one machine find each other, in the place of the launcher's
-    address. On GPUs each process uses the device of its ``LOCAL_RANK``. Raises ``TrainingError`` when the process group
-    cannot be joined.
+    On GPUs each process uses the device of its ``LOCAL_RANK``. Raises ``TrainingError`` when the process group cannot
+    be joined.
     """
     known = os.environ if environ is None else environ
     if int(known.get("WORLD_SIZE", "1")) == 1:
@@ -102,12 +101,7 @@ def join_ranks(environ: Mapping[str, str] | None = None, *, meeting: str | None 
         device = torch.device("cuda", int(known.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     try:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if meeting is None:
-            dist.init_process_group(backend, timeout=_TIMEOUT)
-        else:
-            rank, size = int(known["RANK"]), int(known["WORLD_SIZE"])
-            dist.init_process_group(backend, init_method=meeting, timeout=_TIMEOUT, rank=rank, world_size=size)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise TrainingError(
             f"the other processes of this training cannot be joined: {describe(error)}; start all of them with "
@@ -158,7 +152,7 @@ def is_sharded(setting: Literal["auto", "none", "layers"], environ: Mapping[str,
         known = os.environ if environ is None else environ
         return setting == "layers" or (setting == "auto" and known.get("ACCELERATE_USE_FSDP", "") == "true")
     if setting == "layers":
-        raise TrainingError('sharding = "layers" needs several processes: set nproc_per_node, or start with torchrun')
+        raise TrainingError('sharding = "layers" needs several processes: start with torchrun or accelerate launch')
     return False
 
 

@@ -38,7 +38,7 @@ from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.credit import Credit, credited_samples, proposal_figures
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
 from openhands_rl_plugin.training.data.imitation import imitated
-from openhands_rl_plugin.training.learn import PolicyTrainer, create_version, report_notes
+from openhands_rl_plugin.training.learn import create_version, report_notes
 from openhands_rl_plugin.training.loop.plan import (
     ChosenBatch,
     LoopPlan,
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
     from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
+    from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 
 log = redacting_logger(__name__)
@@ -109,7 +110,7 @@ class LoopParts:
     adapters: AdapterStore
     publisher: AdapterPublisher
     tokenizer: ChatTokenizer
-    make_trainer: Callable[[TrainingSettings, Adapter | None], PolicyTrainer]
+    make_trainer: Callable[[TrainingSettings, Adapter | None], Trainer]
     state_file: Path
     lessons: Lessons | None = None
     evaluator: EpisodeRunner | None = None
@@ -137,7 +138,7 @@ class TrainingLoop:
         self._listener = listener or LoopListener()
         self._on_saved = on_saved
         self._state = LoopState.load(parts.state_file)
-        self._trainer: PolicyTrainer | None = None
+        self._trainer: Trainer | None = None
         self._served: dict[str, str] = {}  # version -> its model name on the server
         self._server = OutageTolerantServer(parts.publisher, self._settings.patience, self._note_outage)
         self._runner = OutageTolerantRunner(parts.runner, self._server)
@@ -423,7 +424,7 @@ class TrainingLoop:
         await rescore(self._parts.storage, reward, where)
         return await stored_rewards(self._parts.storage, reward, episodes)
 
-    async def _reinforcement_trainer(self) -> PolicyTrainer:
+    async def _reinforcement_trainer(self) -> Trainer:
         if self._trainer is None:
             forget_unused()  # frees the warm start's model before the next one is loaded
             adapter = self._adapter()
@@ -433,7 +434,7 @@ class TrainingLoop:
             self._trainer = trainer
         return self._trainer
 
-    async def _publish(self, stage: str, trainer: PolicyTrainer, steps: int, metrics: dict[str, float]) -> Adapter:
+    async def _publish(self, stage: str, trainer: Trainer, steps: int, metrics: dict[str, float]) -> Adapter:
         """Publish the weights after ``steps`` optimiser steps as a new version with ``metrics``."""
         adapter, probe = await asyncio.to_thread(
             create_version,
@@ -468,7 +469,7 @@ class TrainingLoop:
         name = self._state.adapter
         return self._parts.adapters.get(name) if name is not None else None
 
-    async def _learn(self, stage: str, trainer: PolicyTrainer, samples: Sequence[Sample], *, sft: bool) -> TrainMetrics:
+    async def _learn(self, stage: str, trainer: Trainer, samples: Sequence[Sample], *, sft: bool) -> TrainMetrics:
         """Train in a thread: torch releases the GIL while it computes.
 
         Cancellation waits for the optimiser step in progress only.
@@ -521,7 +522,7 @@ class TrainingLoop:
     def _run_directory(self, stage: str) -> Path:
         return self._parts.state_file.parent / "training" / stage
 
-    async def _save_trainer(self, trainer: PolicyTrainer, adapter: Adapter) -> None:
+    async def _save_trainer(self, trainer: Trainer, adapter: Adapter) -> None:
         """Save the optimiser's state for the stage after this one. Of all weights it is so large that only this one and
         that of the last finished stage are kept."""
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))

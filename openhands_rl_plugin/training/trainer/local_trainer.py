@@ -34,11 +34,6 @@ class LoraTrainer(Trainer):
             raise ConfigError(
                 f'[rl.training] engine = "{settings.engine}": only `train` and `loop` train by it; set "{LOCAL}"'
             )
-        if settings.nproc_per_node > 1:
-            raise ConfigError(
-                f"[rl.training] nproc_per_node = {settings.nproc_per_node}: only `train` of a policy and `loop` start "
-                "processes; set 1"
-            )
         _check_weights(adapter)
         check_start(adapter, settings)
         policy = TrainablePolicy(model_path, settings)

@@ -30,11 +30,3 @@ def test_a_run_of_a_version_without_a_setting_had_its_default(tmp_path: Path) ->
     claim(tmp_path, identity())
     with pytest.raises(ConfigError, match=r"rl\.training\.gradient_checkpointing: false, now true"):
         claim(tmp_path, identity(gradient_checkpointing=True))
-
-
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    for training in (TrainingSettings(nproc_per_node=4), TrainingSettings()):
-        settings = RLSettings(training=training)
-        claim(tmp_path, identity_of(settings, tasks={}, timeout=1.0, model=None))
-        kept = json.loads((tmp_path / OPTIONS).read_text())["rl"]["training"]
-        assert "nproc_per_node" not in kept
