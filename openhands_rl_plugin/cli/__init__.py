@@ -13,9 +13,8 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NoReturn
 
-from openhands_rl_plugin.cli.options.ending import ENDING, PATIENCE
-from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.numbers import finite, whole
+from openhands_rl_plugin.cli.options import finite, whole
+from openhands_rl_plugin.cli.terminal import ENDING, PATIENCE, sayable
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, UsageError, describe
 

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from openhands_rl_plugin.cli.options.fields import checked, option_of
-from openhands_rl_plugin.cli.options.foreground import silence_libraries
-from openhands_rl_plugin.cli.options.versions import LATEST, find_version
+from openhands_rl_plugin.cli.jobs import LATEST, find_version
+from openhands_rl_plugin.cli.options import checked, option_of
+from openhands_rl_plugin.cli.terminal import silence_libraries
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, from_extra

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import (
+from openhands_rl_plugin.cli.options import add_fields, read_fields
+from openhands_rl_plugin.cli.terminal import (
     add_access_log,
     log_accesses_if_asked,
     sayable,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
+from openhands_rl_plugin.cli.options import add_fields, read_fields
+from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import Message
 

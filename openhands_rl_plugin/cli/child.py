@@ -1,6 +1,6 @@
 """``python -m openhands_rl_plugin.cli.child COMMAND ...``: a command that ends when its standard input ends.
 
-``cli.options.running.running_command`` starts commands so; the stream also ends when the parent is killed.
+``cli.jobs.running_command`` starts commands so; the stream also ends when the parent is killed.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.text import Text
 
-from openhands_rl_plugin.cli.options.stored import add_filters, add_store, filter_of
-from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, open_store
 from openhands_rl_plugin.config.build import check_environment_server, open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, installed_hosts, version_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings

@@ -11,12 +11,22 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.fields import checked, given_fields
-from openhands_rl_plugin.cli.options.foreground import sayable, typed
-from openhands_rl_plugin.cli.options.numbers import above_zero, finite, natural, not_negative, positive
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
-from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks, open_backend
+from openhands_rl_plugin.cli.options import (
+    STORE_HELP,
+    above_zero,
+    add_bounds,
+    add_repositories,
+    add_tasks,
+    checked,
+    finite,
+    given_fields,
+    natural,
+    not_negative,
+    open_backend,
+    open_store,
+    positive,
+)
+from openhands_rl_plugin.cli.terminal import ENDING, sayable, typed
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:

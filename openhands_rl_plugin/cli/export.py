@@ -6,10 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.numbers import positive
-from openhands_rl_plugin.cli.options.stored import add_filters, filter_of
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
+from openhands_rl_plugin.cli.options import STORE_HELP, add_filters, filter_of, open_store, positive
+from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.trajectories.exchange.formats import Format, exportable, table

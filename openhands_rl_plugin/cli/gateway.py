@@ -9,9 +9,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, sayable
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, storage_at
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, read_fields, storage_at
+from openhands_rl_plugin.cli.terminal import add_access_log, log_accesses_if_asked, sayable
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.numbers import positive
-from openhands_rl_plugin.cli.options.suites import add_repositories, open_backend
+from openhands_rl_plugin.cli.options import add_repositories, open_backend, positive
+from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator, Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.numbers import finite, positive
-from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of
-from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_store, author, filter_of, finite, open_store, positive
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import (
     ALIKE,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from openhands_rl_plugin.cli.options.numbers import natural, positive
-from openhands_rl_plugin.cli.options.stored import add_filters, add_reward, add_store, filter_of
-from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_reward, add_store, filter_of, natural, open_store, positive
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.records import TrajectoryOrder
 

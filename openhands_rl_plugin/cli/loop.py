@@ -10,15 +10,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.fields import add_fields, checked, given_fields, settings_from
-from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
-from openhands_rl_plugin.cli.options.jobs import add_native, graded_job, loop_job, with_backend
-from openhands_rl_plugin.cli.options.serving import served_policy
-from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories, add_tasks
-from openhands_rl_plugin.cli.options.versions import BASE, starting_point
-from openhands_rl_plugin.cli.options.weights import given_weights
+from openhands_rl_plugin.cli.jobs import (
+    BASE,
+    add_native,
+    add_studio,
+    given_weights,
+    graded_job,
+    loop_job,
+    served_policy,
+    starting_point,
+    studio_beside,
+    with_backend,
+)
+from openhands_rl_plugin.cli.options import (
+    add_bounds,
+    add_fields,
+    add_repositories,
+    add_tasks,
+    checked,
+    given_fields,
+    settings_from,
+)
+from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -170,7 +183,7 @@ def _served(
     args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
 ) -> Iterator[tuple[RLSettings, Path]]:
     """The settings with all addresses, and the weights of the base model. Servers that are not named are started."""
-    from openhands_rl_plugin.cli.options.running import free_port, running_command
+    from openhands_rl_plugin.cli.jobs import free_port, running_command
     from openhands_rl_plugin.evals.runs.own_suites import own_suite
 
     with ExitStack() as opened:

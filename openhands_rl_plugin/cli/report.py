@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.numbers import finite
-from openhands_rl_plugin.cli.options.stores import STORE_HELP
+from openhands_rl_plugin.cli.options import STORE_HELP, finite
+from openhands_rl_plugin.cli.terminal import ENDING
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.evals.report.figures import Comparison
@@ -96,7 +95,7 @@ def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None
 
 
 async def _verified(args: argparse.Namespace, runs: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
-    from openhands_rl_plugin.cli.options.stores import open_store
+    from openhands_rl_plugin.cli.options import open_store
     from openhands_rl_plugin.evals.report.run_records import with_verifier
 
     async with open_store(args.store) as storage:

@@ -9,9 +9,8 @@ import sys
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, open_store, read_fields
+from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import EpisodeError, RLError
 

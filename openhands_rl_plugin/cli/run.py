@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.numbers import positive
+from openhands_rl_plugin.cli.options import add_fields, positive, read_fields
+from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.work import OwnWork, WorkOptions, work_of
 from openhands_rl_plugin.core.errors import ConfigError

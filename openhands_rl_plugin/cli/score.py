@@ -6,10 +6,8 @@ import argparse
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.numbers import finite
-from openhands_rl_plugin.cli.options.stored import add_filters, add_store, author, filter_of, json_object
-from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_store, author, filter_of, finite, json_object, open_store
+from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import Reward

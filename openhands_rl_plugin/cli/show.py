@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options.stored import add_skip_damaged, add_store
-from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.cli.options import add_skip_damaged, add_store, open_store
 
 EPILOG = """examples:
   openhands-rl show ~/.openhands/rl_trajectories 3f2a

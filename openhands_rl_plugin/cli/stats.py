@@ -6,9 +6,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from openhands_rl_plugin.cli.options.numbers import finite
-from openhands_rl_plugin.cli.options.stored import add_filters, add_reward, add_store, filter_of
-from openhands_rl_plugin.cli.options.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_reward, add_store, filter_of, finite, open_store
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 
 EPILOG = """examples:

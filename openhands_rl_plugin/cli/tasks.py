@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.numbers import above_zero, positive
+from openhands_rl_plugin.cli.options import above_zero, positive
+from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,13 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.fields import add_fields, given_fields, option_of, settings_from
-from openhands_rl_plugin.cli.options.foreground import sayable
-from openhands_rl_plugin.cli.options.stored import add_filters, filter_of, json_object
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, open_store
-from openhands_rl_plugin.cli.options.versions import LATEST, publish, publish_servers, starting_point
-from openhands_rl_plugin.cli.options.weights import given_weights
+from openhands_rl_plugin.cli.jobs import LATEST, given_weights, publish, publish_servers, starting_point
+from openhands_rl_plugin.cli.options import (
+    STORE_HELP,
+    add_fields,
+    add_filters,
+    filter_of,
+    given_fields,
+    json_object,
+    open_store,
+    option_of,
+    settings_from,
+)
+from openhands_rl_plugin.cli.terminal import ENDING, sayable
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings

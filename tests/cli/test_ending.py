@@ -20,7 +20,7 @@ from openhands_rl_plugin import cli
 
 BUSY = """
 import asyncio, hashlib, sys, time
-from openhands_rl_plugin.cli.options.ending import ENDING
+from openhands_rl_plugin.cli.terminal import ENDING
 
 def compute():
     print("up", flush=True)
@@ -120,7 +120,7 @@ def test_a_gateway_whose_upstream_hangs_ends_at_the_second_signal(tmp_path: Path
 CHILD = """
 import sys, time
 from pathlib import Path
-from openhands_rl_plugin.cli.options.running import running_command
+from openhands_rl_plugin.cli.jobs import running_command
 with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])) as url:
     print(url, flush=True)
     sys.stdin.read()
@@ -129,7 +129,7 @@ with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), P
 
 def test_ctrl_c_in_the_terminal_is_for_the_parent_only(tmp_path: Path) -> None:
     """The whole foreground group hears it; the servers of a loop answer until the loop itself ends them."""
-    from openhands_rl_plugin.cli.options.running import free_port
+    from openhands_rl_plugin.cli.jobs import free_port
 
     environment = mark()
     words = ["-c", CHILD, str(free_port()), str(tmp_path / "log")]

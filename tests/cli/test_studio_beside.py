@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from openhands_rl_plugin.cli.options.beside import studio_beside
+from openhands_rl_plugin.cli.jobs import studio_beside
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
@@ -92,7 +92,7 @@ def test_what_a_studio_lacks_is_one_line_and_the_run_goes_on(
 RUN = """
 import argparse, sys, threading
 from pathlib import Path
-from openhands_rl_plugin.cli.options.beside import studio_beside
+from openhands_rl_plugin.cli.jobs import studio_beside
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 run = Path(sys.argv[1])
 with studio_beside(argparse.Namespace(no_studio=False), run, lambda: FileTrajectoryStorage(run), run):

@@ -30,8 +30,8 @@ from evaluation.performance.ends.family import adopt_orphans, descendants, end, 
 from evaluation.performance.ends.jobs import Evaluating, Looping
 from evaluation.performance.ends.processes import IMPORTED, Fork, Process
 from evaluation.performance.hosts.instant_model import instant_model
-from openhands_rl_plugin.cli.options.foreground import silence_libraries
-from openhands_rl_plugin.cli.options.running import free_port, running_command
+from openhands_rl_plugin.cli.jobs import free_port, running_command
+from openhands_rl_plugin.cli.terminal import silence_libraries
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)

@@ -31,7 +31,7 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from openhands_rl_plugin.cli.options.running import free_port, running_command
+from openhands_rl_plugin.cli.jobs import free_port, running_command
 from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
 from openhands_rl_plugin.contrib.webshop import WebShop
 from openhands_rl_plugin.contrib.webshop.engine import oracle_actions

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
-from openhands_rl_plugin.cli.options.fields import checked
-from openhands_rl_plugin.cli.options.foreground import silence_libraries, typed
-from openhands_rl_plugin.cli.options.numbers import natural, positive
+from openhands_rl_plugin.cli.jobs import add_studio, studio_beside
+from openhands_rl_plugin.cli.options import checked, natural, positive
+from openhands_rl_plugin.cli.terminal import silence_libraries, typed
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.tasks.packages import package_name
 from openhands_rl_plugin.models.generator.threads import prepare_threads

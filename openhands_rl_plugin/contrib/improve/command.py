@@ -11,14 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.beside import add_studio, studio_beside
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.fields import checked
-from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
-from openhands_rl_plugin.cli.options.jobs import loop_job
-from openhands_rl_plugin.cli.options.numbers import above_zero, natural, positive
-from openhands_rl_plugin.cli.options.serving import served_policy
-from openhands_rl_plugin.cli.options.weights import given_weights
+from openhands_rl_plugin.cli.jobs import add_studio, given_weights, loop_job, served_policy, studio_beside
+from openhands_rl_plugin.cli.options import above_zero, checked, natural, positive
+from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from openhands_rl_plugin.apps.loop.checks import OPTIONS, noted_options
 from openhands_rl_plugin.apps.loop.reporting import evaluations
 from openhands_rl_plugin.apps.loop.run import LoopResult
-from openhands_rl_plugin.cli.options.ending import ENDING
+from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.records import HELD_OUT

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import (
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, is_folder, read_fields
+from openhands_rl_plugin.cli.terminal import (
     add_access_log,
     log_accesses_if_asked,
     sayable,
     wait_until_stopped,
 )
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, is_folder
 from openhands_rl_plugin.contrib.rollouts.requests import ServiceOptions
 
 EPILOG = """examples:

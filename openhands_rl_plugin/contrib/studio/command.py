@@ -8,16 +8,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.fields import add_fields, read_fields
-from openhands_rl_plugin.cli.options.foreground import (
+from openhands_rl_plugin.cli.options import (
+    STORE_HELP,
+    add_fields,
+    add_filters,
+    author,
+    filter_of,
+    is_folder,
+    open_store,
+    read_fields,
+    storage_at,
+)
+from openhands_rl_plugin.cli.terminal import (
+    ENDING,
     add_access_log,
     log_accesses_if_asked,
     sayable,
     wait_until_stopped,
 )
-from openhands_rl_plugin.cli.options.stored import add_filters, author, filter_of
-from openhands_rl_plugin.cli.options.stores import STORE_HELP, is_folder, open_store, storage_at
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.records import TrajectoryFilter

@@ -8,11 +8,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options.ending import ENDING
-from openhands_rl_plugin.cli.options.foreground import sayable, silence_libraries
-from openhands_rl_plugin.cli.options.jobs import add_native, graded_job, loop_job, with_backend
-from openhands_rl_plugin.cli.options.suites import add_bounds, add_repositories
-from openhands_rl_plugin.cli.options.weights import at_server
+from openhands_rl_plugin.cli.jobs import add_native, at_server, graded_job, loop_job, with_backend
+from openhands_rl_plugin.cli.options import add_bounds, add_repositories
+from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.cli.options.versions import BASE, find_version
+from openhands_rl_plugin.cli.jobs import BASE, find_version
 from openhands_rl_plugin.config.rl import AlgorithmName
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.files import PRIVATE, locked_folder, write_file

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options.foreground import add_access_log, log_accesses_if_asked, wait_until_stopped
-from openhands_rl_plugin.cli.options.numbers import port, positive
+from openhands_rl_plugin.cli.options import port, positive
+from openhands_rl_plugin.cli.terminal import add_access_log, log_accesses_if_asked, wait_until_stopped
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers import API_KEY, required_key
 

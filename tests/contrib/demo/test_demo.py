@@ -15,7 +15,7 @@ import pytest
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.cli.options.running import free_port
+from openhands_rl_plugin.cli.jobs import free_port
 from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
 from openhands_rl_plugin.contrib.demo.story import repair_tasks, shop_tasks
 from openhands_rl_plugin.training.loop.plan import LoopState
@@ -24,7 +24,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from openhands_rl_plugin.cli.options.running import running_command
+from openhands_rl_plugin.cli.jobs import running_command
 with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])):
     print("up", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,287 @@
+"""What commands that train and roll out share: weights, versions, a model server as a child, a studio beside a run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+
+from openhands_rl_plugin.apps.loop.reporting import report_writer
+from openhands_rl_plugin.cli.options import author, checked, open_backend
+from openhands_rl_plugin.cli.terminal import sayable, typed
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, RLError
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from openhands_rl_plugin.apps.loop.run import LoopJob
+    from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+    from openhands_rl_plugin.core.types import Adapter
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+
+def at_server(settings: RLSettings, given: Path | None) -> tuple[RLSettings, Path]:
+    """The settings with the name of the server's base model, and its weights: ``given``, or as the server says.
+
+    Raises ``ConfigError``, and ``InfrastructureError`` when the server does not answer.
+    """
+    from openhands_rl_plugin.models.engines.server_models import served_base
+
+    serving = settings.serving
+    base = served_base(serving.base_url, serving.model, serving.api_key(), serving.request_timeout)
+    model = given_weights(given) if given is not None else base.weights
+    if model is None:
+        raise ConfigError(
+            f"the weights of {base.name!r} are not on this machine (its server names no local directory as root): give "
+            "the model's directory with --model"
+        )
+    return settings.model_copy(update={"serving": serving.model_copy(update={"model": base.name})}), model
+
+
+def given_weights(model: Path | None) -> Path:
+    """The model's directory. Raises ``ConfigError`` where none is given, or that is none."""
+    from openhands_rl_plugin.apps.demo_model import named_model
+    from openhands_rl_plugin.models.engines.server_models import local_weights
+
+    if model is None:
+        raise ConfigError("no model is given: give its folder with --model, or its server as base_url in [rl.serving]")
+    if (weights := local_weights(named_model(model))) is None:
+        raise ConfigError(f"--model {model}: this is not the folder of a model (it has no config.json)")
+    return weights
+
+
+LATEST, BASE = "latest", "base"
+
+
+def find_version(adapters: AdapterStore, name: str, wanted: str, option: str) -> Adapter:
+    """The version that ``option`` names: a number, a name or ``latest``. Raises ``ConfigError``."""
+    versions = adapters.versions(name)
+    found = versions[-1:] if wanted == LATEST else [one for one in versions if wanted in (str(one.version), one.name)]
+    if not found:
+        known = ", ".join(str(each.version) for each in versions) or "none"
+        raise ConfigError(f"{option} {wanted}: {name} has no such version in {adapters.root}; available: {known}")
+    return found[0]
+
+
+def starting_point(adapters: AdapterStore, name: str, start: str) -> Adapter | None:
+    """The version ``--from`` names, which training continues; ``None`` for the base model. Raises ``ConfigError``."""
+    if start == BASE or (start == LATEST and not adapters.versions(name)):
+        return None
+    return find_version(adapters, name, start, "--from")
+
+
+def publish_servers(serving: ServingSettings, urls: Sequence[str]) -> ServingSettings:
+    """``serving`` with these servers instead of its own; an empty URL stands for its own. Raises ``ConfigError``."""
+    given = [url for url in urls if url]
+    if not given:
+        if not serving.publish_urls:
+            raise ConfigError("--publish: there is no server to publish to: give its URL, or base_url in [rl.serving]")
+        return serving
+    names = {"base_urls": f"--publish {' '.join(given)}"}
+    return checked(ServingSettings, {**serving.model_dump(), "base_urls": given}, names)
+
+
+async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Adapter) -> None:
+    """Bring a version into use on every server, or on none, and print that. Raises ``PublishError``."""
+    from openhands_rl_plugin.models.adapters.publisher import publisher_for
+
+    async with publisher_for(serving, adapters) as publisher:
+        report = await publisher.publish(adapter)
+    print(f"{adapter.name} is in use at {', '.join(serving.publish_urls)} after {report.seconds:.1f} s")
+
+
+@contextlib.contextmanager
+def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: float = 1800.0) -> Iterator[str]:
+    """Run ``openhands-rl ARGUMENTS --port PORT`` until the block ends; yields its URL once ``/health`` answers.
+
+    Raises ``InfrastructureError`` with the last line of the log when it ends before, or does not answer within
+    ``timeout`` seconds: a large model, or a machine with other work, may take minutes.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-P", "-m", "openhands_rl_plugin.cli.child", *arguments, "--port", str(port)]
+    with open(log, "ab") as output:
+        # Fewer arenas: what one thread of the server frees, the others can use.
+        environment = {"MALLOC_ARENA_MAX": "2", **os.environ}
+        # A group of its own: Ctrl-C in the terminal is for the parent, whose last requests are still answered.
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, process_group=0
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _await_health(child, url, log, time.monotonic() + timeout)
+        yield url
+    finally:
+        child.terminate()
+        try:
+            child.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        if child.stdin is not None:
+            child.stdin.close()
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _await_health(child: subprocess.Popen[bytes], url: str, log: Path, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            raise InfrastructureError(f"{url} did not come up: {_last_line(log)} (log: {log})")
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return
+        time.sleep(0.1)
+    raise InfrastructureError(f"{url} does not answer yet, and is given up: {_last_line(log)} (log: {log})")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no output"
+
+
+_CACHE_BYTES = 256 * 1024**2
+_MOST_AT_ONCE = 256
+_LONGEST_QUEUE = 512
+
+
+@contextmanager
+def served_policy(settings: RLSettings, model: Path | None, directory: Path) -> Iterator[tuple[RLSettings, Path]]:
+    """The settings with the server's address and base model, and the folder of its weights.
+
+    ``model``: the weights' folder, which a server may also name itself. Without a server in ``[rl.serving]`` the
+    embedded one runs until the block ends, with its log in ``directory``. Raises ``ConfigError`` without weights on
+    this machine, ``InfrastructureError`` where the server does not answer.
+    """
+    if settings.serving.base_url:
+        yield at_server(settings, model)
+        return
+    weights = given_weights(model)
+    name = settings.serving.model or weights.name
+    log = directory / "logs" / "serve.log"
+    with running_command(_serve(settings, weights, name), free_port(), log) as url:
+        own = {"base_url": f"{url}/v1", "base_urls": (), "model": name, "api_key_env": "", "server": "embedded"}
+        yield settings.model_copy(update={"serving": settings.serving.model_copy(update=own)}), weights
+
+
+def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
+    """The command of the embedded server, sized for the run."""
+    sizes = {
+        "max-batch": min(settings.max_workers, _MOST_AT_ONCE),
+        "max-queue": max(settings.max_workers, _LONGEST_QUEUE),
+        "max-adapters": settings.loop.kept_versions + 1,
+        "cache-bytes": _CACHE_BYTES,
+        # "auto": a processor without bfloat16 does not emulate it token by token.
+        "dtype": "float32" if settings.training.dtype == "float32" else "auto",
+        "api-key-env": "",
+        "adapters": settings.serving.adapters_directory.resolve(),
+        "preload": "false",
+    }
+    words = ["serve", "--model", str(model), "--served-model-name", name]
+    return [*words, *(f"--{option}={size}" for option, size in sizes.items())]
+
+
+def loop_job(
+    args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path, kind: str = "loop"
+) -> LoopJob:
+    """The job with the options that all such commands have: ``--timeout`` and ``--processes``; ``kind``: of its id."""
+    from openhands_rl_plugin.apps.loop.checks import run_id_of
+    from openhands_rl_plugin.apps.loop.run import LoopJob
+    from openhands_rl_plugin.evals.runs.evaluate import process_count
+
+    return LoopJob(
+        settings=settings,
+        tasks=tasks,
+        model=model,
+        directory=directory,
+        run_id=run_id_of(directory, kind),
+        limits=settings.limits().model_copy(update={"timeout": args.timeout}),
+        processes=process_count(settings.max_workers) if args.processes is None else args.processes,
+        command=typed(args),
+    )
+
+
+def add_native(group: argparse._ActionsContainer) -> None:
+    """Where tool calls are."""
+    native = "tool calls by the server's API (default); --no-...: calls in the text"
+    group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
+
+
+def graded_job(args: argparse.Namespace, job: LoopJob) -> LoopJob:
+    """The job with the options of ``add_bounds`` and ``add_native``."""
+    return replace(
+        job,
+        graders=args.graders or os.cpu_count() or 1,
+        test_timeout=args.test_timeout,
+        command_timeout=args.command_timeout,
+        native_tool_calling=args.native_tool_calling,
+    )
+
+
+@asynccontextmanager
+async def with_backend(args: argparse.Namespace, job: LoopJob) -> AsyncIterator[LoopJob]:
+    """The job with the back end of its repository tasks, if it has any, until the block ends."""
+    if not job.tasks.suite.software:
+        yield job
+        return
+    instances = [entry.instance for entry in job.tasks.entries if entry.instance is not None]
+    async with open_backend(args, instances) as backend:
+        yield replace(job, backend=backend)
+
+
+def add_studio(parser: argparse.ArgumentParser) -> None:
+    """``--no-studio``."""
+    about = "serve no studio on loopback while it runs (its link is printed first)"
+    parser.add_argument("--no-studio", action="store_true", help=about)
+
+
+@contextmanager
+def studio_beside(
+    args: argparse.Namespace,
+    directory: Path,
+    storage: Callable[[], TrajectoryStorage],
+    adapters: Path,
+    tokenizer: Path | None = None,
+) -> Iterator[None]:
+    """Print a link to a studio of the run in ``directory``, and serve it from a thread until the block ends.
+
+    Nothing is opened by itself. Where no studio can be served, one line says why, and the run goes on. ``tokenizer``:
+    the folder of the base model.
+    """
+    with ExitStack() as opened:
+        if not args.no_studio:
+            print(_begun(opened, directory, storage, adapters, tokenizer), flush=True)
+        yield
+
+
+def _begun(
+    opened: ExitStack, directory: Path, storage: Callable[[], TrajectoryStorage], adapters: Path, tokenizer: Path | None
+) -> str:
+    known = tokenizer is not None and (tokenizer / "tokenizer.json").is_file()
+    name = sayable(directory.name) or "run"
+    try:
+        if (writer := report_writer()) is None:
+            return "no studio is installed here; the run goes on without it"
+        link = opened.enter_context(
+            writer.studio_of_run(name, directory, storage, adapters, str(tokenizer) if known else "", author())
+        )
+    except (RLError, InfrastructureError, ImportError, OSError) as error:
+        return sayable(f"no studio: {error}; the run goes on without it")
+    return f"watch it in the studio: {link} (works once, ends with the run)"

@@ -1,1 +1,0 @@
-"""Options and printing that several commands share."""
