@@ -1,4 +1,19 @@
-"""The command line, ``openhands-rl``. One module a command; only the one that is run is imported."""
+"""The command line, ``openhands-rl``. One module a command; only the one that is run is imported.
+
+examples:
+  openhands-rl demo --tiny
+  openhands-rl serve --model ./SmolLM2-135M-Instruct --port 8100
+  openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-model SmolLM2-135M-Instruct \\
+      --base-url http://127.0.0.1:8100/v1 --limit 50
+  openhands-rl list ~/.openhands/rl_trajectories --sort reward --desc
+  openhands-rl train ~/.openhands/rl_trajectories --model ./model --adapters ./adapters --algorithm grpo --dry-run
+  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
+
+`openhands-rl COMMAND --help` explains the options of a command and has more examples.
+
+Ctrl-C and `kill` end a command within seconds and say how to go on (exit code 130 or 143; of a server 0); a second
+signal ends it at once.
+"""
 
 from __future__ import annotations
 
@@ -46,28 +61,13 @@ COMMANDS: Mapping[str, str] = {
 """Command -> what it does. Other packages add theirs by the entry points ``openhands_rl_plugin.commands``, which name
 modules whose docstrings say what they do after a colon.
 
-A command's module has ``add_arguments(parser)`` and ``run(args)``, which gives the
-exit code and may be a coroutine. It may have ``EPILOG`` (examples), ``RESUME`` (how to go on after a signal),
+A command's module has ``add_arguments(parser)`` and ``run(args)``, which gives the exit code and may be a coroutine.
+``--help`` shows its docstring but for the first line. It may have ``RESUME`` (how to go on after a signal),
 ``PATIENCE`` (seconds to clean up in then) and ``OWN_INTERRUPT`` (Ctrl-C does not end it).
 """
 
 _MODULES = {"import": "cli.import_", "list": "cli.list_"}
 FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
-
-_EPILOG = """examples:
-  openhands-rl demo --tiny
-  openhands-rl serve --model ./SmolLM2-135M-Instruct --port 8100
-  openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-model SmolLM2-135M-Instruct \\
-      --base-url http://127.0.0.1:8100/v1 --limit 50
-  openhands-rl list ~/.openhands/rl_trajectories --sort reward --desc
-  openhands-rl train ~/.openhands/rl_trajectories --model ./model --adapters ./adapters --algorithm grpo --dry-run
-  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
-
-`openhands-rl COMMAND --help` explains the options of a command and has more examples.
-
-Ctrl-C and `kill` end a command within seconds and say how to go on (exit code 130 or 143; of a server 0); a second
-signal ends it at once.
-"""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -191,15 +191,25 @@ def _run(command: ModuleType, args: argparse.Namespace) -> int:
 
 def _parser(name: str | None, command: ModuleType | None) -> argparse.ArgumentParser:
     """All commands; only the one that is run, ``name``, has its arguments."""
-    parser = _Parser(prog="openhands-rl", description="Reinforcement learning for OpenHands agents.", epilog=_EPILOG)
+    parser = _Parser(
+        prog="openhands-rl",
+        description="Reinforcement learning for OpenHands agents.",
+        epilog=_after_first_line(__doc__),
+    )
     parser.add_argument("--version", action="version", version=version("openhands_rl_plugin"))
     listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = commands() if name is None or name not in COMMANDS else COMMANDS
     for each, text in known.items():
-        subparser = listed.add_parser(each, help=text, description=text, epilog=getattr(command, "EPILOG", None))
+        subparser = listed.add_parser(
+            each, help=text, description=text, epilog=_after_first_line(command.__doc__ if command else None)
+        )
         if each == name and command is not None:
             command.add_arguments(subparser)
     return parser
+
+
+def _after_first_line(docstring: str | None) -> str:
+    return (docstring or "").partition("\n\n")[2]
 
 
 def _ended() -> int:

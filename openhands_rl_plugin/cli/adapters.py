@@ -1,4 +1,19 @@
-"""``openhands-rl adapters list|publish|rollback|export``: the versions of an adapter."""
+"""``openhands-rl adapters list|publish|rollback|export``: the versions of an adapter.
+
+examples:
+  openhands-rl adapters list --adapters ./adapters
+  openhands-rl adapters list --config config.toml --base-url http://127.0.0.1:8100/v1
+  openhands-rl adapters publish --config config.toml
+  openhands-rl adapters publish --adapters ./adapters --version 7 \\
+      --base-url http://10.0.0.5:8000/v1 --base-url http://10.0.0.6:8000/v1 --server vllm
+  openhands-rl adapters rollback --config config.toml
+  openhands-rl adapters rollback --config config.toml --to 3
+  openhands-rl adapters export --adapters ./adapters --merged ./merged
+
+A version comes into use when every server reproduces the trainer's logprobs of its probe (a fixed text); otherwise all
+servers keep the old one. vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. SGLang needs --enable-lora
+--max-lora-rank RANK --lora-target-modules all; its name of an adapter is BASE:VERSION.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +32,6 @@ from openhands_rl_plugin.models.adapters.publisher import publisher_for
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter
     from openhands_rl_plugin.models.adapters.store import AdapterStore
-
-EPILOG = """examples:
-  openhands-rl adapters list --adapters ./adapters
-  openhands-rl adapters list --config config.toml --base-url http://127.0.0.1:8100/v1
-  openhands-rl adapters publish --config config.toml
-  openhands-rl adapters publish --adapters ./adapters --version 7 \\
-      --base-url http://10.0.0.5:8000/v1 --base-url http://10.0.0.6:8000/v1 --server vllm
-  openhands-rl adapters rollback --config config.toml
-  openhands-rl adapters rollback --config config.toml --to 3
-  openhands-rl adapters export --adapters ./adapters --merged ./merged
-
-A version comes into use when every server reproduces the trainer's logprobs of its probe (a fixed text); otherwise all
-servers keep the old one. vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. SGLang needs --enable-lora
---max-lora-rank RANK --lora-target-modules all; its name of an adapter is BASE:VERSION.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

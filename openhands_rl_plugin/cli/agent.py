@@ -1,4 +1,12 @@
-"""``openhands-rl agent``: a policy and its tools behind an OpenAI-compatible endpoint."""
+"""``openhands-rl agent``: a policy and its tools behind an OpenAI-compatible endpoint.
+
+examples:
+  openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final my_tools:Search
+  openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model tiny --record ./trajectories --port 8300
+  OPENHANDS_RL_API_KEY=... openhands-rl agent --base-url http://10.0.0.5:8000/v1 --model m --host 0.0.0.0
+
+  curl http://127.0.0.1:8300/v1/chat/completions --json '{"messages": [{"role": "user", "content": "hi"}]}'
+"""
 
 from __future__ import annotations
 
@@ -12,13 +20,6 @@ from openhands_rl_plugin.cli.terminal import (
     wait_until_stopped,
 )
 
-EPILOG = """examples:
-  openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model policy-v000007 --tools think final my_tools:Search
-  openhands-rl agent --base-url http://127.0.0.1:8100/v1 --model tiny --record ./trajectories --port 8300
-  OPENHANDS_RL_API_KEY=... openhands-rl agent --base-url http://10.0.0.5:8000/v1 --model m --host 0.0.0.0
-
-  curl http://127.0.0.1:8300/v1/chat/completions --json '{"messages": [{"role": "user", "content": "hi"}]}'
-"""
 PATIENCE = 8.0
 """Seconds: requests under way have five of them."""
 

@@ -1,4 +1,12 @@
-"""``openhands-rl chat``: talk to a policy in the terminal, with the tools it was trained with."""
+"""``openhands-rl chat``: talk to a policy in the terminal, with the tools it was trained with.
+
+examples:
+  openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model policy-v000007
+  openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model tiny --tools final my_tools:Search --record ./talks
+  echo "What is 2 + 2?" | openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model tiny
+
+/reset starts a new conversation, /quit ends the command, Ctrl-C stops an answer.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +26,6 @@ from openhands_rl_plugin.core.types import Message
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.chat_endpoint import AgentEvent, AgentResult, AgentRuntime, PolicyConfig
 
-EPILOG = """examples:
-  openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model policy-v000007
-  openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model tiny --tools final my_tools:Search --record ./talks
-  echo "What is 2 + 2?" | openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model tiny
-
-/reset starts a new conversation, /quit ends the command, Ctrl-C stops an answer.
-"""
 OWN_INTERRUPT = True
 
 _PROMPT = "> "

@@ -1,4 +1,12 @@
-"""``openhands-rl compare RUN_A RUN_B``: whether the second evaluation is better than the first."""
+"""``openhands-rl compare RUN_A RUN_B``: whether the second evaluation is better than the first.
+
+examples:
+  openhands-rl compare evaluation_outputs/swe-local-heldout/CodeActAgent evaluation_outputs/swe-local-heldout/RLAgent
+  openhands-rl compare before/output.jsonl after/output.jsonl --out comparison
+
+With one run on either side the p-value is from McNemar's exact test, with several from a sign permutation test over the
+tasks' differences. The interval of the difference is a bootstrap over tasks.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +14,6 @@ import argparse
 from pathlib import Path
 
 from openhands_rl_plugin.cli.report import add_report_options, output_report, read_judged_runs
-
-EPILOG = """examples:
-  openhands-rl compare evaluation_outputs/swe-local-heldout/CodeActAgent evaluation_outputs/swe-local-heldout/RLAgent
-  openhands-rl compare before/output.jsonl after/output.jsonl --out comparison
-
-With one run on either side the p-value is from McNemar's exact test, with several from a sign permutation test over the
-tasks' differences. The interval of the difference is a bootstrap over tasks.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,9 @@
-"""``openhands-rl config init`` writes a file to start from; ``config check`` shows the effective settings."""
+"""``openhands-rl config init`` writes a file to start from; ``config check`` shows the effective settings.
+
+examples:
+  openhands-rl config init --model model --base-url http://127.0.0.1:8100/v1 --workspace ./my-repository
+  openhands-rl config check config.toml
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,6 @@ from openhands_rl_plugin.config.build import check_plugins
 from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config, toml_of
 from openhands_rl_plugin.core.errors import ConfigError
 
-EPILOG = """examples:
-  openhands-rl config init --model model --base-url http://127.0.0.1:8100/v1 --workspace ./my-repository
-  openhands-rl config check config.toml
-"""
 CHECK, INIT = "check", "init"
 
 

@@ -1,4 +1,11 @@
-"""``openhands-rl doctor``: check the installation, the settings, stores and services; find the causes of drift."""
+"""``openhands-rl doctor``: check the installation, the settings, stores and services; find the causes of drift.
+
+examples:
+  openhands-rl doctor
+  openhands-rl doctor --config config.toml --probe
+  openhands-rl doctor drift ~/.openhands/rl_trajectories
+  openhands-rl doctor drift ~/.openhands/rl_trajectories --run demo --tokenizer ./Qwen3-0.6B
+"""
 
 from __future__ import annotations
 
@@ -375,14 +382,6 @@ def print_drift(out: Console, report: Mapping[str, Any]) -> None:
         out.print(Text(f"  set: {each['setting']}"), soft_wrap=True)
         for example in each["examples"]:
             out.print(Text(visible(f"  see: {example}"), "dim"), soft_wrap=True)
-
-
-EPILOG = """examples:
-  openhands-rl doctor
-  openhands-rl doctor --config config.toml --probe
-  openhands-rl doctor drift ~/.openhands/rl_trajectories
-  openhands-rl doctor drift ~/.openhands/rl_trajectories --run demo --tokenizer ./Qwen3-0.6B
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,28 @@
-"""``openhands-rl evaluate SUITE``: roll out an agent over a suite, grade the episodes, write OpenHands' files."""
+"""``openhands-rl evaluate SUITE``: roll out an agent over a suite, grade the episodes, write OpenHands' files.
+
+suites:
+  swe-local             repository tasks that run on a laptop without Docker
+  repair-1, -2, -3      one function with a bug, for small models; told are its line, its name, or only the failing test
+  swe-bench-lite, swe-bench-verified, swe-gym, swe-gym-lite
+                        from the hub (needs the datasets package), or their rows with --dataset-file
+  FILE                  rows in SWE-bench's columns: .jsonl, .json or .parquet
+  webshop               the embedded shop, started for the run
+  environment           the environment and server that [rl] of --config names: "agentgym/textcraft", "openenv/...",
+                        "nemo-gym/..."; from task 0 on (--tasks), or rows (.jsonl) with --dataset-file
+
+examples:
+  openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4
+  openhands-rl evaluate swe-bench-verified --model openai/qwen --base-url http://127.0.0.1:8100/v1 --runs 4 --workers 16
+  openhands-rl evaluate rows.jsonl --llm eval --config config.toml --agent RLAgent --strategy BestOfN \\
+      --strategy-option n=4 --include 'pytest-dev__*' --limit 20 --dry-run
+  openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-model SmolLM2-135M-Instruct \\
+      --base-url http://127.0.0.1:8100/v1 --limit 50
+
+A run is OUT/<dataset>-<split>/<agent>/<model>_maxiter_<n>_N_<note>-run_<i>/ with output.jsonl, metadata.json,
+llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperature 0 and the others at 0.5 unless
+--temperatures or the model's own temperature says otherwise; a search samples at its strategy's temperature. A run with
+another strategy, model, seed or limit is not continued: give each experiment its own --note.
+"""
 
 from __future__ import annotations
 
@@ -40,29 +64,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.evals.swe.types import InstanceBackend
 
 RESUME = "finished episodes are kept, and the same command continues"
-EPILOG = """suites:
-  swe-local             repository tasks that run on a laptop without Docker
-  repair-1, -2, -3      one function with a bug, for small models; told are its line, its name, or only the failing test
-  swe-bench-lite, swe-bench-verified, swe-gym, swe-gym-lite
-                        from the hub (needs the datasets package), or their rows with --dataset-file
-  FILE                  rows in SWE-bench's columns: .jsonl, .json or .parquet
-  webshop               the embedded shop, started for the run
-  environment           the environment and server that [rl] of --config names: "agentgym/textcraft", "openenv/...",
-                        "nemo-gym/..."; from task 0 on (--tasks), or rows (.jsonl) with --dataset-file
-
-examples:
-  openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4
-  openhands-rl evaluate swe-bench-verified --model openai/qwen --base-url http://127.0.0.1:8100/v1 --runs 4 --workers 16
-  openhands-rl evaluate rows.jsonl --llm eval --config config.toml --agent RLAgent --strategy BestOfN \\
-      --strategy-option n=4 --include 'pytest-dev__*' --limit 20 --dry-run
-  openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-model SmolLM2-135M-Instruct \\
-      --base-url http://127.0.0.1:8100/v1 --limit 50
-
-A run is OUT/<dataset>-<split>/<agent>/<model>_maxiter_<n>_N_<note>-run_<i>/ with output.jsonl, metadata.json,
-llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperature 0 and the others at 0.5 unless
---temperatures or the model's own temperature says otherwise; a search samples at its strategy's temperature. A run with
-another strategy, model, seed or limit is not continued: give each experiment its own --note.
-"""
 _SWE_GYM_TEMPERATURES = (0.0, 0.5)
 _ANSWER = "tokens of one completion (default: as in [llm]; of an environment, [rl] max_response_length)"
 

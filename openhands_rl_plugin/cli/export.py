@@ -1,4 +1,20 @@
-"""``openhands-rl export``: stored trajectories in a format that other tools read."""
+"""``openhands-rl export``: stored trajectories in a format that other tools read.
+
+formats:
+{formats}
+
+examples:
+  openhands-rl export ./trajectories --format sft-text --out sft.jsonl --resolved
+  openhands-rl export ./trajectories --format sft-native --out sft.parquet --min-reward 0.5 --run night-3
+  openhands-rl export ./trajectories --format predictions --out preds.jsonl
+  openhands-rl export ./trajectories --format trajectories --out all.jsonl.gz
+
+Calls have their arguments as objects, as chat templates want them: those of Qwen2.5 and Llama 3.1 print texts once more
+as JSON. With --model every row is rendered once with the model's template. Parquet is read by datasets (TRL) with
+messages, tools and arguments as they are in JSON.
+
+Secrets of known shapes are never written. The file appears when it is complete, readable by its owner only.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +31,10 @@ from openhands_rl_plugin.trajectories.exchange.formats import Format, exportable
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.data.demonstrations import TemplateCheck
 
-EPILOG = f"""formats:
-{table()}
-
-examples:
-  openhands-rl export ./trajectories --format sft-text --out sft.jsonl --resolved
-  openhands-rl export ./trajectories --format sft-native --out sft.parquet --min-reward 0.5 --run night-3
-  openhands-rl export ./trajectories --format predictions --out preds.jsonl
-  openhands-rl export ./trajectories --format trajectories --out all.jsonl.gz
-
-Calls have their arguments as objects, as chat templates want them: those of Qwen2.5 and Llama 3.1 print texts once more
-as JSON. With --model every row is rendered once with the model's template. Parquet is read by datasets (TRL) with
-messages, tools and arguments as they are in JSON.
-
-Secrets of known shapes are never written. The file appears when it is complete, readable by its owner only.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, the format, the target and the filters."""
+    parser.epilog = (parser.epilog or "").replace("{formats}", table())
     parser.add_argument("store", metavar="STORE", help=STORE_HELP)
     parser.add_argument("--format", required=True, metavar="FORMAT", help="one of the formats below")
     kinds = ".jsonl, .json (one array), either with .gz, or .parquet"

@@ -1,4 +1,17 @@
-"""``openhands-rl gateway``: record what an agent and an OpenAI-compatible model server exchange."""
+"""``openhands-rl gateway``: record what an agent and an OpenAI-compatible model server exchange.
+
+examples:
+  openhands-rl gateway --upstream http://127.0.0.1:8100/v1 --store ./trajectories
+  openhands-rl gateway --config config.toml --adapter policy
+  OPENHANDS_RL_API_KEY=... openhands-rl gateway --upstream http://10.0.0.5:8000/v1 --host 0.0.0.0
+
+The agent's base_url is http://127.0.0.1:8200/v1, or .../session/NAME/v1 to name its session; Claude Code's
+ANTHROPIC_BASE_URL is http://127.0.0.1:8200, or .../session/NAME. Recorded are /v1/chat/completions (with token ids and
+logprobs, if the server reports them), /v1/messages and /v1/responses. To open a session that a strategy decides, and to
+end one:
+  curl http://127.0.0.1:8200/session --json '{"session": "NAME", "strategy": {"name": "BestOfN"}, "limits": {}}'
+  curl http://127.0.0.1:8200/session/NAME/end --json '{"success": true}'
+"""
 
 from __future__ import annotations
 
@@ -16,19 +29,6 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.session.client_sessions import GatewayConfig
-
-EPILOG = """examples:
-  openhands-rl gateway --upstream http://127.0.0.1:8100/v1 --store ./trajectories
-  openhands-rl gateway --config config.toml --adapter policy
-  OPENHANDS_RL_API_KEY=... openhands-rl gateway --upstream http://10.0.0.5:8000/v1 --host 0.0.0.0
-
-The agent's base_url is http://127.0.0.1:8200/v1, or .../session/NAME/v1 to name its session; Claude Code's
-ANTHROPIC_BASE_URL is http://127.0.0.1:8200, or .../session/NAME. Recorded are /v1/chat/completions (with token ids and
-logprobs, if the server reports them), /v1/messages and /v1/responses. To open a session that a strategy decides, and to
-end one:
-  curl http://127.0.0.1:8200/session --json '{"session": "NAME", "strategy": {"name": "BestOfN"}, "limits": {}}'
-  curl http://127.0.0.1:8200/session/NAME/end --json '{"success": true}'
-"""
 
 _STORE = "./trajectories"
 PATIENCE = 25.0

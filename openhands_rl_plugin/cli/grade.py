@@ -1,4 +1,14 @@
-"""``openhands-rl grade``: verdicts on predictions, with or without a container engine."""
+"""``openhands-rl grade``: verdicts on predictions, with or without a container engine.
+
+examples:
+  openhands-rl grade preds.jsonl --instances rows.jsonl --mirror ./mirrors --out ./graded
+  openhands-rl grade gold --instances rows.parquet --workers 2 --out ./graded
+  openhands-rl grade preds.json --instances rows.jsonl --backend docker --out ./graded
+
+The local back end needs bubblewrap, git and uv, and the Pythons that the instances name (uv python install 3.9). Rows
+of SWE-bench and SWE-Gym need: pip install 'openhands_rl_plugin[swe]'. Set-up uses the network, tests do not.
+The report of model org/name is DIR/org__name.RUN_ID.json; why a patch is unresolved stands in its verdict.json.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +25,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
     from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
 
-EPILOG = """examples:
-  openhands-rl grade preds.jsonl --instances rows.jsonl --mirror ./mirrors --out ./graded
-  openhands-rl grade gold --instances rows.parquet --workers 2 --out ./graded
-  openhands-rl grade preds.json --instances rows.jsonl --backend docker --out ./graded
-
-The local back end needs bubblewrap, git and uv, and the Pythons that the instances name (uv python install 3.9). Rows
-of SWE-bench and SWE-Gym need: pip install 'openhands_rl_plugin[swe]'. Set-up uses the network, tests do not.
-The report of model org/name is DIR/org__name.RUN_ID.json; why a patch is unresolved stands in its verdict.json.
-"""
 RESUME = "the same command continues where it stopped"
 _SHOWN = 20
 

@@ -1,4 +1,18 @@
-"""``openhands-rl import``: trajectories of other tools into a store."""
+"""``openhands-rl import``: trajectories of other tools into a store.
+
+formats:
+{formats}
+
+examples:
+  openhands-rl import output.jsonl --into ./trajectories
+  openhands-rl import jobs/ --into ./trajectories             (Harbor's trials, or any folder: file by file)
+  openhands-rl import llm_completions/ --format llm-completions --into ./trajectories
+  openhands-rl import train.raw.parquet --format sft-native --into ./trajectories --skip-bad
+  openhands-rl import all.jsonl.gz --format store --into mongodb://127.0.0.1/rl       (moves a store of your own)
+
+The same record is stored once, however often it is imported. Only the formats "trajectories", "store" and "atif" carry
+tokens; of the others `train` makes them with the chat template of its --model, to imitate or to prefer.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +26,13 @@ from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.formats import source_of, table
 
-EPILOG = f"""formats:
-{table()}
-
-examples:
-  openhands-rl import output.jsonl --into ./trajectories
-  openhands-rl import jobs/ --into ./trajectories             (Harbor's trials, or any folder: file by file)
-  openhands-rl import llm_completions/ --format llm-completions --into ./trajectories
-  openhands-rl import train.raw.parquet --format sft-native --into ./trajectories --skip-bad
-  openhands-rl import all.jsonl.gz --format store --into mongodb://127.0.0.1/rl       (moves a store of your own)
-
-The same record is stored once, however often it is imported. Only the formats "trajectories", "store" and "atif" carry
-tokens; of the others `train` makes them with the chat template of its --model, to imitate or to prefer.
-"""
 RESUME = "the same command continues where it stopped"
 _SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The source, its format and the store."""
+    parser.epilog = (parser.epilog or "").replace("{formats}", table())
     parser.add_argument("file", type=Path, metavar="FILE", help="a file of the format, or a folder of such files")
     parser.add_argument("--format", metavar="FORMAT", help="one of the formats below (default: recognised)")
     parser.add_argument("--into", required=True, metavar="STORE", help=f"{STORE_HELP}; created if it does not exist")

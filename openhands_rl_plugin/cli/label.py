@@ -1,4 +1,26 @@
-"""``openhands-rl label``: judge stored episodes one after another in the terminal."""
+"""``openhands-rl label``: judge stored episodes one after another in the terminal.
+
+examples:
+  openhands-rl label ~/.openhands/rl_trajectories
+  openhands-rl label ~/.openhands/rl_trajectories --run night-3 --actions 10
+  openhands-rl label ~/.openhands/rl_trajectories --again --max-reward 0.5
+  openhands-rl label ~/.openhands/rl_trajectories --pairs
+  openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --better-than 77b0 --note "a smaller change"
+  openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --comment "look at turn 7"
+  openhands-rl label ~/.openhands/rl_trajectories --undo
+
+Shows what was asked, the last actions, and the change (or the last answer). Answer y (1), n (0), a number, s (skip),
+u (undo what you said last), m TEXT (a comment) or q (quit); what stands behind a verdict is kept as a note: `n broke
+the tests`. Episodes that failed, that were judged or labelled before or that were skipped are not shown; --again shows
+them too.
+
+A label is never a reward. `openhands-rl score STORE --reward human` makes scores of the verdicts when you ask for it,
+`train --reward human` learns from them. To score one at once by its id:
+openhands-rl score STORE --id ID --value 1.
+
+--pairs asks which of two attempts at one task is better: 1, 2, = (equally good), s, u or q. `train --algorithm dpo` and
+`export --format preferences` use the answers, and the first rather than the rewards of the same two.
+"""
 
 from __future__ import annotations
 
@@ -107,27 +129,6 @@ def _is_number(word: str) -> bool:
     return True
 
 
-EPILOG = """examples:
-  openhands-rl label ~/.openhands/rl_trajectories
-  openhands-rl label ~/.openhands/rl_trajectories --run night-3 --actions 10
-  openhands-rl label ~/.openhands/rl_trajectories --again --max-reward 0.5
-  openhands-rl label ~/.openhands/rl_trajectories --pairs
-  openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --better-than 77b0 --note "a smaller change"
-  openhands-rl label ~/.openhands/rl_trajectories --id 3f2a --comment "look at turn 7"
-  openhands-rl label ~/.openhands/rl_trajectories --undo
-
-Shows what was asked, the last actions, and the change (or the last answer). Answer y (1), n (0), a number, s (skip),
-u (undo what you said last), m TEXT (a comment) or q (quit); what stands behind a verdict is kept as a note: `n broke
-the tests`. Episodes that failed, that were judged or labelled before or that were skipped are not shown; --again shows
-them too.
-
-A label is never a reward. `openhands-rl score STORE --reward human` makes scores of the verdicts when you ask for it,
-`train --reward human` learns from them. To score one at once by its id:
-openhands-rl score STORE --id ID --value 1.
-
---pairs asks which of two attempts at one task is better: 1, 2, = (equally good), s, u or q. `train --algorithm dpo` and
-`export --format preferences` use the answers, and the first rather than the rewards of the same two.
-"""
 _VERDICTS = {"y": 1.0, "n": 0.0}
 _ASK = "solved? [y]es, [n]o, a number, [s]kip, [u]ndo, co[m]ment, [q]uit: "
 

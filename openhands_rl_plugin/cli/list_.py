@@ -1,4 +1,12 @@
-"""``openhands-rl list STORE``: the stored episodes."""
+"""``openhands-rl list STORE``: the stored episodes.
+
+examples:
+  openhands-rl list ~/.openhands/rl_trajectories
+  openhands-rl list ~/.openhands/rl_trajectories --run demo --sort reward --desc --limit 10
+  openhands-rl list ~/.openhands/rl_trajectories --contains webshop --max-reward 0.5 --sort tokens --desc
+  openhands-rl list ~/.openhands/rl_trajectories --reward human --sort reward
+  openhands-rl list ~/.openhands/rl_trajectories --failure infrastructure --since 2025-01-31
+"""
 
 from __future__ import annotations
 
@@ -9,13 +17,6 @@ from openhands_rl_plugin.cli.options import add_filters, add_reward, add_store, 
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.records import TrajectoryOrder
 
-EPILOG = """examples:
-  openhands-rl list ~/.openhands/rl_trajectories
-  openhands-rl list ~/.openhands/rl_trajectories --run demo --sort reward --desc --limit 10
-  openhands-rl list ~/.openhands/rl_trajectories --contains webshop --max-reward 0.5 --sort tokens --desc
-  openhands-rl list ~/.openhands/rl_trajectories --reward human --sort reward
-  openhands-rl list ~/.openhands/rl_trajectories --failure infrastructure --since 2025-01-31
-"""
 DEFAULT_LIMIT = 50
 
 

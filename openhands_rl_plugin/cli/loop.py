@@ -1,4 +1,28 @@
-"""``openhands-rl loop SUITE``: roll out, train and publish in turn, over any environment or suite of tasks."""
+"""``openhands-rl loop SUITE``: roll out, train and publish in turn, over any environment or suite of tasks.
+
+suites: those of `openhands-rl evaluate`
+  webshop               the embedded shop, started for the run
+  environment           the environment and server that [rl] of --config names; from task 0 on (--tasks), or rows
+                        (.jsonl) with --dataset-file
+  repair-1, -2, -3      one function with a bug, for small models; the others are
+  swe-local, swe-gym, FILE, ...
+                        repository tasks: the reward of an episode is the verdict of its tests
+
+examples:
+  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
+  openhands-rl loop environment --config config.toml --tasks 500 --held-out 100 --run-dir runs/babyai --dry-run
+  openhands-rl loop environment --config config.toml --dataset-file train.jsonl --held-out-file test.jsonl \\
+      --kind async --iterations 20
+  openhands-rl loop repair-1 --config config.toml --model ./SmolLM2-135M-Instruct --no-native-tool-calling \\
+      --demonstrations 300 --held-out 100
+  openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --samples-per-task 8 --timeout 900
+  openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --from latest    # after `openhands-rl train`
+
+The stages: an evaluation on held-out tasks, then (with --demonstrations) fine-tuning on scripted episodes and another
+evaluation, the iterations, and a final evaluation. [rl.training] configures the training, [rl.reward] the reward. If
+[rl.serving] names no server, the embedded one serves --model during the run. Episodes are stored in [rl.storage],
+adapters in [rl.serving] adapters_path, and the state of the run in --run-dir.
+"""
 
 from __future__ import annotations
 
@@ -45,29 +69,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter, JsonObject
 
 RESUME = "finished stages are kept, and the same command continues"
-EPILOG = """suites: those of `openhands-rl evaluate`
-  webshop               the embedded shop, started for the run
-  environment           the environment and server that [rl] of --config names; from task 0 on (--tasks), or rows
-                        (.jsonl) with --dataset-file
-  repair-1, -2, -3      one function with a bug, for small models; the others are
-  swe-local, swe-gym, FILE, ...
-                        repository tasks: the reward of an episode is the verdict of its tests
-
-examples:
-  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
-  openhands-rl loop environment --config config.toml --tasks 500 --held-out 100 --run-dir runs/babyai --dry-run
-  openhands-rl loop environment --config config.toml --dataset-file train.jsonl --held-out-file test.jsonl \\
-      --kind async --iterations 20
-  openhands-rl loop repair-1 --config config.toml --model ./SmolLM2-135M-Instruct --no-native-tool-calling \\
-      --demonstrations 300 --held-out 100
-  openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --samples-per-task 8 --timeout 900
-  openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --from latest    # after `openhands-rl train`
-
-The stages: an evaluation on held-out tasks, then (with --demonstrations) fine-tuning on scripted episodes and another
-evaluation, the iterations, and a final evaluation. [rl.training] configures the training, [rl.reward] the reward. If
-[rl.serving] names no server, the embedded one serves --model during the run. Episodes are stored in [rl.storage],
-adapters in [rl.serving] adapters_path, and the state of the run in --run-dir.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,13 @@
-"""``openhands-rl report RUN...``: the results of evaluations."""
+"""``openhands-rl report RUN...``: the results of evaluations.
+
+examples:
+  openhands-rl report evaluation_outputs/swe-local-heldout
+  openhands-rl report evaluation_outputs/*/CodeActAgent --out report
+  openhands-rl report RUN_A RUN_B --store evaluation_outputs/trajectories --verifier verifier-2 --out report
+
+RUN is a folder of runs, or an output.jsonl of this harness or of OpenHands' own. Runs whose folders differ only in
+-run_<i> form one group. Intervals are bootstraps over tasks; pass@k and best@k are exact expectations over subsets.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +22,6 @@ from openhands_rl_plugin.cli.terminal import ENDING
 if TYPE_CHECKING:
     from openhands_rl_plugin.evals.report.figures import Comparison
     from openhands_rl_plugin.evals.report.run_records import RunRecord
-
-EPILOG = """examples:
-  openhands-rl report evaluation_outputs/swe-local-heldout
-  openhands-rl report evaluation_outputs/*/CodeActAgent --out report
-  openhands-rl report RUN_A RUN_B --store evaluation_outputs/trajectories --verifier verifier-2 --out report
-
-RUN is a folder of runs, or an output.jsonl of this harness or of OpenHands' own. Runs whose folders differ only in
--run_<i> form one group. Intervals are bootstraps over tasks; pass@k and best@k are exact expectations over subsets.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

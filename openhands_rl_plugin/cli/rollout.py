@@ -1,4 +1,22 @@
-"""``openhands-rl rollout``: one episode against an endpoint, as one JSON object, for the trainer of others."""
+"""``openhands-rl rollout``: one episode against an endpoint, as one JSON object, for the trainer of others.
+
+examples:
+  openhands-rl rollout --task webshop-3 --base-url http://127.0.0.1:8100/v1 --model policy --json
+  openhands-rl rollout --task swe-tasks.jsonl --id pytest-dev__pytest-7373 --base-url URL --model trl-policy-v3 \\
+      --host v1 --max-turns 30 --json >episode.json
+  openhands-rl rollout --task 17 --config config.toml          # task 17 of [rl] env_name, at [rl.serving]
+  echo '{"id": "a", "environment": "textarena/Wordle-v0", "data": {"idx": 4}}' \\
+      | openhands-rl rollout --task - --config config.toml --strategy BestOfN --json
+
+A FILE has rows in SWE-bench's columns, tasks (id, environment, instruction, data), or rows of the environment that [rl]
+names: .jsonl, .json or .parquet. An ID is one of swe-local or repair-1, -2, -3 (another suite: --suite), webshop-N, or
+a number. -: one row as JSON on standard input.
+
+With --json one object goes to standard output, everything else to standard error: reward, segments (input_ids, mask,
+logprobs), messages; or failure with its kind: infrastructure (worth a retry), environment, model, grader, configuration
+(the command has to be changed). Exit code 0: a valid episode, whatever its reward; 3: none, and no reward. The episode
+is stored; with --run-id, --group-id and --sample it is played once, however often the command is run.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +40,6 @@ if TYPE_CHECKING:
 INVALID = 3
 """The exit code without a valid episode."""
 
-EPILOG = """examples:
-  openhands-rl rollout --task webshop-3 --base-url http://127.0.0.1:8100/v1 --model policy --json
-  openhands-rl rollout --task swe-tasks.jsonl --id pytest-dev__pytest-7373 --base-url URL --model trl-policy-v3 \\
-      --host v1 --max-turns 30 --json >episode.json
-  openhands-rl rollout --task 17 --config config.toml          # task 17 of [rl] env_name, at [rl.serving]
-  echo '{"id": "a", "environment": "textarena/Wordle-v0", "data": {"idx": 4}}' \\
-      | openhands-rl rollout --task - --config config.toml --strategy BestOfN --json
-
-A FILE has rows in SWE-bench's columns, tasks (id, environment, instruction, data), or rows of the environment that [rl]
-names: .jsonl, .json or .parquet. An ID is one of swe-local or repair-1, -2, -3 (another suite: --suite), webshop-N, or
-a number. -: one row as JSON on standard input.
-
-With --json one object goes to standard output, everything else to standard error: reward, segments (input_ids, mask,
-logprobs), messages; or failure with its kind: infrastructure (worth a retry), environment, model, grader, configuration
-(the command has to be changed). Exit code 0: a valid episode, whatever its reward; 3: none, and no reward. The episode
-is stored; with --run-id, --group-id and --sample it is played once, however often the command is run.
-"""
 RESUME = "nothing is reported for this episode; run the command again"
 
 

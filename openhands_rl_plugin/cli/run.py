@@ -1,4 +1,22 @@
-"""``openhands-rl run``: let the agent work on a task in a folder, or run another agent's command, and record it."""
+"""``openhands-rl run``: let the agent work on a task in a folder, or run another agent's command, and record it.
+
+examples:
+  openhands-rl run -t "Make the failing test pass" --model policy --base-url http://127.0.0.1:8100/v1
+  openhands-rl run -t "Make the failing test pass" --workspace ./my-repository --config config.toml
+  openhands-rl run -t "Make the failing test pass" --attempts 4 --config config.toml --store ./trajectories
+  openhands-rl run -f task.md --strategy BestOfN --max-turns 30 --store ./trajectories
+  echo "Say what this code does" | openhands-rl run -f -
+  openhands-rl run --base-url http://127.0.0.1:8100/v1 --store ./trajectories -- python my_agent.py
+  openhands-rl run --strategy BestOfN --base-url http://127.0.0.1:8100/v1 -- mini -t "Make the failing test pass" -y
+
+The agent is that of OpenHands V0 where it is installed, else of V1 (its SDK); [rl] host decides where both are. Of the
+file only [llm] and [rl] count. Commands stay in the folder ([rl.workspace]). Ctrl-C stops it; what was sampled stays.
+
+A command after -- is any other agent. Its completions are recorded on their way to the model server: OPENAI_BASE_URL,
+OPENAI_API_BASE, LLM_BASE_URL and ANTHROPIC_BASE_URL name an address of this process. It runs with your rights, and its
+exit code is returned. With --strategy or --max-turns each of its chat completions is decided by that strategy, which
+compares what the model proposes: nothing is forked.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +42,6 @@ from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node
 from openhands_rl_plugin.models.engines.openai_wire import parse_object
 
-EPILOG = """examples:
-  openhands-rl run -t "Make the failing test pass" --model policy --base-url http://127.0.0.1:8100/v1
-  openhands-rl run -t "Make the failing test pass" --workspace ./my-repository --config config.toml
-  openhands-rl run -t "Make the failing test pass" --attempts 4 --config config.toml --store ./trajectories
-  openhands-rl run -f task.md --strategy BestOfN --max-turns 30 --store ./trajectories
-  echo "Say what this code does" | openhands-rl run -f -
-  openhands-rl run --base-url http://127.0.0.1:8100/v1 --store ./trajectories -- python my_agent.py
-  openhands-rl run --strategy BestOfN --base-url http://127.0.0.1:8100/v1 -- mini -t "Make the failing test pass" -y
-
-The agent is that of OpenHands V0 where it is installed, else of V1 (its SDK); [rl] host decides where both are. Of the
-file only [llm] and [rl] count. Commands stay in the folder ([rl.workspace]). Ctrl-C stops it; what was sampled stays.
-
-A command after -- is any other agent. Its completions are recorded on their way to the model server: OPENAI_BASE_URL,
-OPENAI_API_BASE, LLM_BASE_URL and ANTHROPIC_BASE_URL name an address of this process. It runs with your rights, and its
-exit code is returned. With --strategy or --max-turns each of its chat completions is decided by that strategy, which
-compares what the model proposes: nothing is forked.
-"""
 PATIENCE, _COMMAND_SECONDS = 35.0, 10.0
 """Seconds after a signal: in all, and for the command to end."""
 _KEYS = ("OPENAI_API_KEY", "LLM_API_KEY", "ANTHROPIC_API_KEY")

@@ -1,4 +1,24 @@
-"""``openhands-rl score``: score stored episodes with a reward, a verifier, what people labelled, or by hand."""
+"""``openhands-rl score``: score stored episodes with a reward, a verifier, what people labelled, or by hand.
+
+examples:
+  openhands-rl score ./trajectories --id 3f2a --value 1 --note "all tests pass"
+  openhands-rl score ./trajectories --id 3f2a --id 77b0 --value 0
+  openhands-rl score ./trajectories --reward human
+  openhands-rl score ./trajectories --reward success
+  openhands-rl score ./trajectories --reward success --options '{"threshold": 0.5}' --run night-3
+  openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001
+  openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001 --base-url http://127.0.0.1:8100/v1
+
+Scores are appended. Episodes that already have a score of the same version are skipped. Listings, and the rewards
+return, success and recorded, go by the newest judgement of the outcome; what a verifier says, and what people labelled
+(human), never takes its place.
+
+--value is a score that you ask for: it counts at once. Labels (openhands-rl label STORE, the studio) count only where
+--reward human is asked for: what more than half of an episode's labellers said, none after a tie. The same command
+again scores what was labelled since, and withdraws what was taken back.
+
+Attempts at one task are scored together, so that a verifier computes their common prefix once.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +38,6 @@ if TYPE_CHECKING:
 
 
 RESUME = "finished scores are kept; the same command scores the rest"
-EPILOG = """examples:
-  openhands-rl score ./trajectories --id 3f2a --value 1 --note "all tests pass"
-  openhands-rl score ./trajectories --id 3f2a --id 77b0 --value 0
-  openhands-rl score ./trajectories --reward human
-  openhands-rl score ./trajectories --reward success
-  openhands-rl score ./trajectories --reward success --options '{"threshold": 0.5}' --run night-3
-  openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001
-  openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001 --base-url http://127.0.0.1:8100/v1
-
-Scores are appended. Episodes that already have a score of the same version are skipped. Listings, and the rewards
-return, success and recorded, go by the newest judgement of the outcome; what a verifier says, and what people labelled
-(human), never takes its place.
-
---value is a score that you ask for: it counts at once. Labels (openhands-rl label STORE, the studio) count only where
---reward human is asked for: what more than half of an episode's labellers said, none after a tie. The same command
-again scores what was labelled since, and withdraws what was taken back.
-
-Attempts at one task are scored together, so that a verifier computes their common prefix once.
-"""
 _SHOWN = 5
 _WITHDRAW = "none"
 

@@ -1,4 +1,10 @@
-"""``openhands-rl serve``: serve a model and its LoRA adapters."""
+"""``openhands-rl serve``: serve a model and its LoRA adapters.
+
+examples:
+  openhands-rl serve --model smollm2-135m --adapters ~/.openhands/rl_adapters
+                                         fetched at its first use; with the adapters that are in use
+  OPENHANDS_RL_API_KEY=... openhands-rl serve --model ./model --host 0.0.0.0
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,6 @@ from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.weights import check_model
 
-EPILOG = """examples:
-  openhands-rl serve --model smollm2-135m --adapters ~/.openhands/rl_adapters
-                                         fetched at its first use; with the adapters that are in use
-  OPENHANDS_RL_API_KEY=... openhands-rl serve --model ./model --host 0.0.0.0
-"""
 PATIENCE = 8.0
 """Seconds: requests under way have five of them."""
 

@@ -1,16 +1,16 @@
-"""``openhands-rl show STORE ID``: one stored episode."""
+"""``openhands-rl show STORE ID``: one stored episode.
+
+examples:
+  openhands-rl show ~/.openhands/rl_trajectories 3f2a
+  openhands-rl show ~/.openhands/rl_trajectories 3f2a --tree
+  openhands-rl show ~/.openhands/rl_trajectories 3f2a --json | jq .totals
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from openhands_rl_plugin.cli.options import add_skip_damaged, add_store, open_store
-
-EPILOG = """examples:
-  openhands-rl show ~/.openhands/rl_trajectories 3f2a
-  openhands-rl show ~/.openhands/rl_trajectories 3f2a --tree
-  openhands-rl show ~/.openhands/rl_trajectories 3f2a --json | jq .totals
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,11 @@
-"""``openhands-rl stats STORE``: statistics of stored episodes."""
+"""``openhands-rl stats STORE``: statistics of stored episodes.
+
+examples:
+  openhands-rl stats ~/.openhands/rl_trajectories
+  openhands-rl stats ~/.openhands/rl_trajectories --by version --success-at 0.5
+  openhands-rl stats ~/.openhands/rl_trajectories --reward human --by version
+  openhands-rl stats ~/.openhands/rl_trajectories --run demo --by task --json
+"""
 
 from __future__ import annotations
 
@@ -8,13 +15,6 @@ from pathlib import Path
 
 from openhands_rl_plugin.cli.options import add_filters, add_reward, add_store, filter_of, finite, open_store
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
-
-EPILOG = """examples:
-  openhands-rl stats ~/.openhands/rl_trajectories
-  openhands-rl stats ~/.openhands/rl_trajectories --by version --success-at 0.5
-  openhands-rl stats ~/.openhands/rl_trajectories --reward human --by version
-  openhands-rl stats ~/.openhands/rl_trajectories --run demo --by task --json
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

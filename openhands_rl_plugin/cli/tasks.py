@@ -1,4 +1,17 @@
-"""``openhands-rl tasks``: make repository tasks, check their quality, list them."""
+"""``openhands-rl tasks``: make repository tasks, check their quality, list them.
+
+examples:
+  openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
+  openhands-rl tasks make tinydb==4.8.0..4.9.0 --out tasks.jsonl      (also the changes between the two)
+  openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (also fixes in its history)
+  openhands-rl tasks make swe-local --out swe_local.jsonl             (the packages of swe-local again)
+  openhands-rl tasks check tasks.jsonl --repeats 3
+  openhands-rl tasks check tasks.jsonl --results report.json --pass-rate 0.05 0.95
+  openhands-rl tasks list swe-local --split heldout
+
+A plan (.toml) has these options for many packages: see swe_local.toml in the package's tasks/data. Everything runs in
+bubblewrap without network; packages are downloaded by your own pip or uv from its index.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +27,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.evals.tasks.packages import TaskPlan
     from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
 
-EPILOG = """examples:
-  openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
-  openhands-rl tasks make tinydb==4.8.0..4.9.0 --out tasks.jsonl      (also the changes between the two)
-  openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (also fixes in its history)
-  openhands-rl tasks make swe-local --out swe_local.jsonl             (the packages of swe-local again)
-  openhands-rl tasks check tasks.jsonl --repeats 3
-  openhands-rl tasks check tasks.jsonl --results report.json --pass-rate 0.05 0.95
-  openhands-rl tasks list swe-local --split heldout
-
-A plan (.toml) has these options for many packages: see swe_local.toml in the package's tasks/data. Everything runs in
-bubblewrap without network; packages are downloaded by your own pip or uv from its index.
-"""
 RESUME = "the same command continues where it stopped"
 
 

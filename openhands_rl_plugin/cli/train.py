@@ -1,4 +1,25 @@
-"""``openhands-rl train``: train an adapter, or a verifier, on stored episodes."""
+"""``openhands-rl train``: train an adapter, or a verifier, on stored episodes.
+
+examples:
+  openhands-rl train ./trajectories --model ./SmolLM2-135M-Instruct --adapters ./adapters --dry-run
+  openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm rejection-sampling --keep-best 2
+  openhands-rl train ./trajectories --model ./model --adapters ./adapters --adapter webshop --algorithm dapo \\
+      --run night-3 --learning-rate 1e-4 --publish http://127.0.0.1:8100/v1
+  openhands-rl train ./trajectories --model ./model --config config.toml --from base --publish
+  openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm grpo --reward verifier \\
+      --reward-options '{"adapter": "./adapters/verifier-v000001"}'
+  openhands-rl train --dry-run --model ./qwen2.5-coder-32b --config policy-full-32b.toml
+  openhands-rl train ./trajectories --verifier --model ./Qwen2.5-Coder-32B --adapters ./adapters --negatives 1 \\
+      --max-length 10240 --gradient-checkpointing true
+  torchrun --standalone --nproc-per-node 8 -m openhands_rl_plugin.cli train ./trajectories --model ./model \\
+      --adapters ./adapters --sharding layers --method full                             (and with --verifier)
+
+Episodes of the base model and of the adapter's own versions are used (to imitate or prefer, also imported ones, which
+are given token ids by the model's tokenizer and chat template), except those of evaluation splits (heldout,
+held-out, validation), such as a loop's held-out tasks, unless --split names one. Training continues the newest version
+unless --from names another. A verifier is trained on episodes of all policies and evaluated on tasks that no version of
+it was trained on. ADAPTERS/NAME.training/ has metrics.jsonl, a line per step, and the last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -267,26 +288,6 @@ def memory_words(memory: MemoryEstimate) -> str:
 
 
 RESUME = "the same command continues from the last checkpoint"
-EPILOG = """examples:
-  openhands-rl train ./trajectories --model ./SmolLM2-135M-Instruct --adapters ./adapters --dry-run
-  openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm rejection-sampling --keep-best 2
-  openhands-rl train ./trajectories --model ./model --adapters ./adapters --adapter webshop --algorithm dapo \\
-      --run night-3 --learning-rate 1e-4 --publish http://127.0.0.1:8100/v1
-  openhands-rl train ./trajectories --model ./model --config config.toml --from base --publish
-  openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm grpo --reward verifier \\
-      --reward-options '{"adapter": "./adapters/verifier-v000001"}'
-  openhands-rl train --dry-run --model ./qwen2.5-coder-32b --config policy-full-32b.toml
-  openhands-rl train ./trajectories --verifier --model ./Qwen2.5-Coder-32B --adapters ./adapters --negatives 1 \\
-      --max-length 10240 --gradient-checkpointing true
-  torchrun --standalone --nproc-per-node 8 -m openhands_rl_plugin.cli train ./trajectories --model ./model \\
-      --adapters ./adapters --sharding layers --method full                             (and with --verifier)
-
-Episodes of the base model and of the adapter's own versions are used (to imitate or prefer, also imported ones, which
-are given token ids by the model's tokenizer and chat template), except those of evaluation splits (heldout,
-held-out, validation), such as a loop's held-out tasks, unless --split names one. Training continues the newest version
-unless --from names another. A verifier is trained on episodes of all policies and evaluated on tasks that no version of
-it was trained on. ADAPTERS/NAME.training/ has metrics.jsonl, a line per step, and the last checkpoint.
-"""
 VERIFIER = "verifier"
 
 

@@ -1,4 +1,22 @@
-"""``openhands-rl demo``: train a small model to shop inside OpenHands: roll out, train, reload, evaluate."""
+"""``openhands-rl demo``: train a small model to shop inside OpenHands: roll out, train, reload, evaluate.
+
+examples:
+  openhands-rl demo                      the whole demo, 16 to 35 minutes on two cores: eight iterations
+                                         of 8 tasks by 6 episodes
+  openhands-rl demo --tiny               the same path in two to four minutes, too small to learn
+  openhands-rl demo --task repair        functions with a bug instead of the shop, in the workspace of OpenHands (V0
+                                         where it is installed, else V1); one to two hours on two cores
+  openhands-rl demo --task repair --level 3 --run-dir runs/repair-3
+  openhands-rl demo --task repair --repo ./mine
+                                         trained on are functions of your own repository, too, and held out
+                                         are others of it
+  openhands-rl demo --seed 1 --run-dir runs/seed-1
+  openhands-rl demo --loop async         rollouts and training side by side
+  openhands-rl demo --fresh              start over instead of resuming
+
+The first line has a link to the studio, where you see episodes, stages and curves while they come; --no-studio leaves
+it out. You can interrupt the demo at any time: the same command continues where it stopped.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +37,6 @@ from openhands_rl_plugin.models.generator.weights import check_model_folder
 if TYPE_CHECKING:
     from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
 
-EPILOG = """examples:
-  openhands-rl demo                      the whole demo, 16 to 35 minutes on two cores: eight iterations
-                                         of 8 tasks by 6 episodes
-  openhands-rl demo --tiny               the same path in two to four minutes, too small to learn
-  openhands-rl demo --task repair        functions with a bug instead of the shop, in the workspace of OpenHands (V0
-                                         where it is installed, else V1); one to two hours on two cores
-  openhands-rl demo --task repair --level 3 --run-dir runs/repair-3
-  openhands-rl demo --task repair --repo ./mine
-                                         trained on are functions of your own repository, too, and held out
-                                         are others of it
-  openhands-rl demo --seed 1 --run-dir runs/seed-1
-  openhands-rl demo --loop async         rollouts and training side by side
-  openhands-rl demo --fresh              start over instead of resuming
-
-The first line has a link to the studio, where you see episodes, stages and curves while they come; --no-studio leaves
-it out. You can interrupt the demo at any time: the same command continues where it stopped.
-"""
 _TASKS = "shop: buy what is asked for; repair: find and fix the bug of a function (default: shop)"
 _LEVEL = "repair: what is given of the bug (1: its line, 2: its function, 3: only the failing test; default: 1)"
 _REPO = "repair: a git repository whose functions are trained on, too, and held out (needs uv)"

@@ -1,4 +1,17 @@
-"""``openhands-rl improve``: make a gym of your own git repository, train the model in it, report its gain."""
+"""``openhands-rl improve``: make a gym of your own git repository, train the model in it, report its gain.
+
+examples:
+  openhands-rl improve --repo . --dry-run                 tasks and price, and nothing is trained
+  openhands-rl improve --repo . --model ./Qwen3-4B        the embedded server serves the model for the run
+  openhands-rl improve --repo . --config config.toml      the server of [rl.serving], and your own settings
+  openhands-rl improve --repo . --model ./SmolLM2-135M-Instruct --tasks 8 --held-out 4 --iterations 1
+  openhands-rl improve --repo . --with hypothesis --tests tests/unit --test-timeout 120
+
+The stages: tasks are made (bugs that the tests notice; past commits whose tests fail without their code), checked, and
+split: held-out tasks change files that no training task changes, and past commits that are held out are newer than
+those of training. Then the price is printed, and the loop of `openhands-rl loop` runs, with an evaluation on the
+held-out tasks before and after. Tests and agents run in bubblewrap without a network.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +45,6 @@ _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
 _GRADING = 300.0
 """Seconds that a patch's tests have at least: it may make them slower."""
 RESUME = "the same command continues where it stopped"
-EPILOG = """examples:
-  openhands-rl improve --repo . --dry-run                 tasks and price, and nothing is trained
-  openhands-rl improve --repo . --model ./Qwen3-4B        the embedded server serves the model for the run
-  openhands-rl improve --repo . --config config.toml      the server of [rl.serving], and your own settings
-  openhands-rl improve --repo . --model ./SmolLM2-135M-Instruct --tasks 8 --held-out 4 --iterations 1
-  openhands-rl improve --repo . --with hypothesis --tests tests/unit --test-timeout 120
-
-The stages: tasks are made (bugs that the tests notice; past commits whose tests fail without their code), checked, and
-split: held-out tasks change files that no training task changes, and past commits that are held out are newer than
-those of training. Then the price is printed, and the loop of `openhands-rl loop` runs, with an evaluation on the
-held-out tasks before and after. Tests and agents run in bubblewrap without a network.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,16 @@
-"""``openhands-rl rollouts``: serve rollouts over HTTP: tasks in, rewards and token ids out."""
+"""``openhands-rl rollouts``: serve rollouts over HTTP: tasks in, rewards and token ids out.
+
+examples:
+  openhands-rl rollouts serve --base-url http://127.0.0.1:8100/v1 --model policy --store ./rollouts
+  RAY_ADDRESS=10.0.0.2:6379 openhands-rl rollouts serve --config config.toml --workers 32 --store env:MONGODB_URI
+
+  curl http://127.0.0.1:8500/rollout/task/submit --json \\
+      '{"task_id": "a", "num_samples": 4, "agent": {"model_name": "policy"}, "metadata": {"task": "webshop-3"}}'
+  curl http://127.0.0.1:8500/rollout/task/a              # its status, with the results that are there
+
+Routes and fields are Polar's, so that its bridges to Slime and Miles can be pointed here. Episodes run in Ray actors,
+of the cluster of RAY_ADDRESS or of this machine, and lie in --store; tasks and results are kept in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +25,6 @@ from openhands_rl_plugin.cli.terminal import (
 )
 from openhands_rl_plugin.contrib.rollouts.requests import ServiceOptions
 
-EPILOG = """examples:
-  openhands-rl rollouts serve --base-url http://127.0.0.1:8100/v1 --model policy --store ./rollouts
-  RAY_ADDRESS=10.0.0.2:6379 openhands-rl rollouts serve --config config.toml --workers 32 --store env:MONGODB_URI
-
-  curl http://127.0.0.1:8500/rollout/task/submit --json \\
-      '{"task_id": "a", "num_samples": 4, "agent": {"model_name": "policy"}, "metadata": {"task": "webshop-3"}}'
-  curl http://127.0.0.1:8500/rollout/task/a              # its status, with the results that are there
-
-Routes and fields are Polar's, so that its bridges to Slime and Miles can be pointed here. Episodes run in Ray actors,
-of the cluster of RAY_ADDRESS or of this machine, and lie in --store; tasks and results are kept in memory.
-"""
 RESUME = "episodes that ended are in --store; submit the other tasks again"
 PATIENCE = 30.0
 """Seconds: episodes that are under way are ended."""

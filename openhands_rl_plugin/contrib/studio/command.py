@@ -1,4 +1,15 @@
-"""``openhands-rl studio``: see stored episodes, runs, evaluations and adapters in the browser, and label them."""
+"""``openhands-rl studio``: see stored episodes, runs, evaluations and adapters in the browser, and label them.
+
+examples:
+  openhands-rl studio ~/.openhands/rl_trajectories
+  openhands-rl studio ./demo-run
+  openhands-rl studio export ./trajectories --run demo --max-reward 0.5 --out failed.html
+  openhands-rl studio ./trajectories mongodb://127.0.0.1/night --tokenizer ./Qwen3-0.6B
+  OPENHANDS_RL_API_KEY=... openhands-rl studio ./trajectories --host 0.0.0.0 --allow-host studio.example.org
+
+The printed link opens one browser; another one needs another link, which is printed then, or the key. Everything is
+only read, except that labels are added.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +45,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.contrib.studio.sources import StudioSources
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
 
-EPILOG = """examples:
-  openhands-rl studio ~/.openhands/rl_trajectories
-  openhands-rl studio ./demo-run
-  openhands-rl studio export ./trajectories --run demo --max-reward 0.5 --out failed.html
-  openhands-rl studio ./trajectories mongodb://127.0.0.1/night --tokenizer ./Qwen3-0.6B
-  OPENHANDS_RL_API_KEY=... openhands-rl studio ./trajectories --host 0.0.0.0 --allow-host studio.example.org
-
-The printed link opens one browser; another one needs another link, which is printed then, or the key. Everything is
-only read, except that labels are added.
-"""
 EXPORT = "export"
 PATIENCE = 8.0
 """Seconds: requests under way have five of them."""

@@ -1,4 +1,18 @@
-"""``openhands-rl watch``: learn in use: judge new episodes, train candidates, deploy them through gates, roll back."""
+"""``openhands-rl watch``: learn in use: judge new episodes, train candidates, deploy them through gates, roll back.
+
+actions:
+  run        (default) judge what comes into [rl.storage], train candidates, let them in through the gates
+  status     what is in use, what it waits for, and the last lines of the journal
+  rollback   use the version before, or --to another one, or --to base; its episodes are not learnt from any more
+
+examples:
+  openhands-rl watch --config config.toml --once          # from cron: all that can be done now, then exit
+  openhands-rl watch rollback --config config.toml --to policy-v000003
+
+[rl.watch] says when there is enough to learn from and what a candidate has to pass, [rl.reward] who judges (labels of
+people come first), [rl.training] how is trained, [rl.serving] which servers get the versions. The journal lies in
+ADAPTERS/NAME.watch; `--once` exits with 1 when a step could not be done.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +38,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 RESUME = "the journal has every step, and the same command goes on"
-EPILOG = """actions:
-  run        (default) judge what comes into [rl.storage], train candidates, let them in through the gates
-  status     what is in use, what it waits for, and the last lines of the journal
-  rollback   use the version before, or --to another one, or --to base; its episodes are not learnt from any more
-
-examples:
-  openhands-rl watch --config config.toml --once          # from cron: all that can be done now, then exit
-  openhands-rl watch rollback --config config.toml --to policy-v000003
-
-[rl.watch] says when there is enough to learn from and what a candidate has to pass, [rl.reward] who judges (labels of
-people come first), [rl.training] how is trained, [rl.serving] which servers get the versions. The journal lies in
-ADAPTERS/NAME.watch; `--once` exits with 1 when a step could not be done.
-"""
 _RUN = "run"
 
 

@@ -1,4 +1,10 @@
-"""``openhands-rl env``: serve an environment over HTTP (/reset and /step)."""
+"""``openhands-rl env``: serve an environment over HTTP (/reset and /step).
+
+examples:
+  openhands-rl env webshop
+  openhands-rl env webshop --port 0 --products 200 --seed 7
+  OPENHANDS_RL_API_KEY=... openhands-rl env webshop --host 0.0.0.0
+"""
 
 from __future__ import annotations
 
@@ -9,11 +15,6 @@ from openhands_rl_plugin.cli.terminal import add_access_log, log_accesses_if_ask
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers import API_KEY, required_key
 
-EPILOG = """examples:
-  openhands-rl env webshop
-  openhands-rl env webshop --port 0 --products 200 --seed 7
-  OPENHANDS_RL_API_KEY=... openhands-rl env webshop --host 0.0.0.0
-"""
 SEPARATORS = {"sep": " [SEP] ", "newline": "\n"}
 PATIENCE = 8.0
 """Seconds: requests under way have five of them."""
