@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.environments.workspace.files import MAX_FILE_BYTES, MAX_LISTED, FileKind
 from openhands_rl_plugin.environments.workspace.shell import CommandResult
-from openhands_rl_plugin.environments.workspace.supervisor import LONG_STATE, SCRIPT
+from openhands_rl_plugin.environments.workspace.supervisor import SCRIPT
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 
 LONGEST_LINE = 64 * 1024**2
@@ -34,12 +34,11 @@ _RUN = rf"""
 d=${{BASH_SOURCE%/*}} limit=$1 start=$2
 cwd=$start
 [[ -s $d/cwd ]] && {{ IFS= read -r -d '' cwd < "$d/cwd" || :; }}
-before=$(wc -c < "$d/output") seen=$(cat "$d/seen") long= why=none began=$SECONDS
-[[ -r $d/state ]] && (( $(wc -c < "$d/state") > {LONG_STATE} )) && long=long
+before=$(wc -c < "$d/output") seen=$(cat "$d/seen") why=none began=$SECONDS
 rm -f "$d/new" "$d/new.cwd"
 set -m
 timeout -s KILL "${{limit:-999999}}" bash -c "$(<"$d/script")" \
-bash "$d/state" "$d/command" "$cwd" "$start" "$d/new" "$long" </dev/null >>"$d/output" 2>&1 &
+bash "$d/state" "$d/command" "$cwd" "$start" "$d/new" </dev/null >>"$d/output" 2>&1 &
 group=$!
 echo "$group" | tee "$d/running" >> "$d/groups"
 wait "$group" 2>/dev/null

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.workspace.seccomp import filtering
 
 # Creating a namespace takes milliseconds; the limit is generous for machines under load.
 _PROBE_TIMEOUT = 20.0
@@ -29,6 +28,8 @@ _ROOT_SIZE = 64 * 1024**2
 # Root owns the kernel's settings without any capability (``core_pattern`` names a program that the host runs), a user
 # those of the sandbox's namespaces, and bubblewrap closes ``/proc/sys`` only where it looks writable.
 _KERNEL_SETTINGS = [part for name in ("/proc/sys", "/proc/pressure") for part in ("--ro-bind-try", name, name)]
+# No new user namespace, in which a command would have all capabilities: most of the kernel's errors need them.
+_ISOLATED = ("--unshare-all", "--unshare-user", "--disable-userns")
 _MOUNTABLE = re.compile(r"[\w/.+@~-]+")
 _MOUNT_AND_EXECUTE = (
     'while [ "$1" != -- ]; do mount -t overlay overlay -o "$1" "$2" || exit 125; shift 2; done; shift; exec "$@"'
@@ -52,7 +53,7 @@ def _search(options: tuple[str, ...]) -> tuple[str, str]:
     problems = []
     for program in _programs():
         mounts = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
-        command = filtering([program, "--unshare-all", *options, *mounts, "true"])
+        command = [program, *_ISOLATED, *options, *mounts, "true"]
         try:
             subprocess.run(
                 command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT
@@ -81,24 +82,23 @@ def isolate(
     network: bool = False,
     options: Sequence[str] = (),
     shared_memory: int = _SHARED_MEMORY,
-    setuid: bool = True,
     variables: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The beginning of a command line: own namespaces, no capabilities, system calls filtered, ``mounts`` for ``/``, a
-    new ``/proc``, and a read-only ``/dev`` with ``shared_memory`` bytes in ``/dev/shm``. More options may follow, then
-    the command. ``setuid``: as in ``seccomp.filtering``. ``variables``: the only ones, else those of the process.
+    """The beginning of a command line: own namespaces, no capabilities, ``mounts`` for ``/``, a new ``/proc``, and a
+    read-only ``/dev`` with ``shared_memory`` bytes in ``/dev/shm``. More options may follow, then the command.
+    ``variables``: the only ones, else those of the process.
 
     Raises ``ConfigError`` like ``find_bubblewrap``.
     """
     command = [
-        *(find_bubblewrap(), "--unshare-all", *(("--share-net",) if network else ())),
+        *(find_bubblewrap(), *_ISOLATED, *(("--share-net",) if network else ())),
         *("--new-session", "--cap-drop", "ALL", *options),
         *(*mounts, "--dev", "/dev", "--size", str(shared_memory), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--proc", "/proc", *_KERNEL_SETTINGS),
     ]
     command += [word for pair in (variables or {}).items() for word in ("--setenv", *pair)]
     # Commands may read the variables of the sandbox's first process, too.
-    return [*(() if variables is None else ("env", "-i")), *filtering(command, setuid=setuid)]
+    return [*(() if variables is None else ("env", "-i")), *command]
 
 
 def empty_root(size: int = _ROOT_SIZE) -> list[str]:

@@ -1,22 +1,19 @@
 """Control groups for sessions: bounds on processes and memory that the kernel keeps, for root too.
 
 A group is made beside or below this process's own, where this user may: as root on a host, or where systemd delegated
-the place to the user. Both versions of the interface are used. Groups are used again, because the kernel keeps a
-removed one for as long as there are cached pages of it.
+the place to the user. Both versions of the interface are used.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
 import signal
 import subprocess
-import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,38 +28,14 @@ class ControlGroup:
 
     folders: tuple[Path, ...]
 
-    def add(self, pid: int) -> None:
-        """Put a process into the group, without those that it has started already. Raises ``OSError``."""
-        for folder in self.folders:
-            (folder / "cgroup.procs").write_text(str(pid))
-
-    def add_starting(self, pid: int) -> None:
-        """``add`` and ``add_family`` for a program that starts meanwhile, or has ended. Raises ``OSError``.
-
-        The first process in a while takes the kernel ten milliseconds, those right after it none: ``add_family`` has
-        little left to do when the program has started.
-        """
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            self.add(pid)
-            self.add_family(pid)
-
     def add_family(self, pid: int) -> None:
-        """Put what ``pid`` has started into the group, which starts nothing meanwhile. Raises ``OSError``."""
-        inside = self._processes()
-        pending = _children(pid)
-        while pending:
-            pending += _children(child := pending.pop())
-            if child not in inside:
-                self.add(child)
-
-    def end(self) -> None:
-        """Kill what is left in it."""
-        deadline = time.monotonic() + _PATIENCE
-        while (pids := self._processes()) and time.monotonic() < deadline:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.002)
+        """Put a process, and what it has started, into the group. Raises ``OSError``."""
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+            if pid not in self._processes():
+                for folder in self.folders:
+                    (folder / "cgroup.procs").write_text(str(pid))
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                self.add_family(int(child))
 
     def bound(self, processes: int, memory: int) -> None:
         """Set how many processes and threads, and how many bytes, its processes may have together."""
@@ -71,6 +44,16 @@ class ControlGroup:
                 if (folder / name).exists():
                     (folder / name).write_text(str(most))
 
+    def remove(self) -> None:
+        """Kill what is left in it, and remove it."""
+        deadline = time.monotonic() + _PATIENCE
+        while (pids := self._processes()) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.002)
+        _remove(self.folders)
+
     def _processes(self) -> list[int]:
         try:
             return [int(pid) for pid in (self.folders[0] / "cgroup.procs").read_text().split()]
@@ -78,56 +61,12 @@ class ControlGroup:
             return []
 
 
-class _Groups:
-    """The groups of this process that no session uses now."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._free: list[ControlGroup] = []
-        self._made: list[ControlGroup] = []
-        self._lock = threading.Lock()
-
-    def take(self, processes: int, memory: int) -> ControlGroup | None:
-        if not (places := _places()):
-            return None
-        with self._lock:
-            group = self._free.pop() if self._free and self._pid == os.getpid() else None
-        try:
-            if group is None:
-                group = _made(places)
-                self._made.append(group)
-            group.bound(processes, memory)
-        except OSError:
-            return None
-        return group
-
-    def give_back(self, group: ControlGroup) -> None:
-        group.end()
-        with self._lock:
-            self._free.append(group)
-
-    def remove(self) -> None:
-        """At the end of the process that made them; a copy of it by fork leaves them."""
-        with self._lock:
-            if self._pid == os.getpid():
-                for group in self._made:
-                    _remove(group)
-
-
-_groups = _Groups()
-
-
 def take(processes: int, memory: int) -> ControlGroup | None:
     """A group with these bounds for one session, or ``None`` where none can be made. Thread-safe."""
-    global _groups
-    if _groups._pid != os.getpid():
-        _groups = _Groups()
-    return _groups.take(processes, memory)
-
-
-def give_back(group: ControlGroup) -> None:
-    """Kill what is left in the group, for the next session. Thread-safe."""
-    _groups.give_back(group)
+    try:
+        return _made(places, processes, memory) if (places := _places()) else None
+    except OSError:
+        return None
 
 
 @functools.cache
@@ -136,21 +75,15 @@ def _places() -> tuple[Path, ...]:
     for places in (_unified(), _by_controller()):
         if not places:
             continue
-        try:
-            _remove_old(places)
-            group = _made(places)
-        except OSError:
-            continue
-        try:
-            group.bound(64, 2**30)
-            with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-                group.add(process.pid)
-        except OSError:
-            continue
-        finally:
-            _remove(group)
-        atexit.register(lambda: _groups.remove())
-        return places
+        _remove_old(places)
+        with contextlib.suppress(OSError):
+            group = _made(places, 64, 2**30)
+            try:
+                with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+                    group.add_family(process.pid)
+                return places
+            finally:
+                _remove(group.folders)
     return ()
 
 
@@ -195,34 +128,29 @@ def _own_groups() -> dict[str, str]:
     return {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def _mounts() -> Iterator[tuple[str, str, list[str]]]:
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, place, kind, options = line.split()[:4]
         yield kind, place, options.split(",")
 
 
-def _made(places: tuple[Path, ...]) -> ControlGroup:
+def _made(places: tuple[Path, ...], processes: int, memory: int) -> ControlGroup:
     name = f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
     group = ControlGroup(tuple(place / name for place in places))
     for folder in group.folders:
         folder.mkdir()
+    group.bound(processes, memory)
     return group
 
 
-def _remove(group: ControlGroup) -> None:
-    for folder in group.folders:
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
 
 
 def _remove_old(places: tuple[Path, ...]) -> None:
     """The groups of processes that were killed."""
-    for place in places:
-        for folder in place.glob(f"{_PREFIX}*"):
-            if not Path("/proc", folder.name.removeprefix(_PREFIX).partition("-")[0]).exists():
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+    for folder in (folder for place in places for folder in place.glob(f"{_PREFIX}*")):
+        if not Path("/proc", folder.name.removeprefix(_PREFIX).partition("-")[0]).exists():
+            _remove([folder])

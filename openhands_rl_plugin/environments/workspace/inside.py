@@ -1,4 +1,5 @@
-"""The programs that run in a sandbox before any command: texts of this folder, for the Python that runs this one."""
+"""The program that runs in a sandbox before any command: the text of ``supervisor.py``, for the Python that runs this
+one."""
 
 from __future__ import annotations
 
@@ -11,33 +12,19 @@ from importlib.resources import files
 
 from openhands_rl_plugin.core.types import Frozen
 
-_BOUNDS = "openhands_rl_plugin.environments.workspace.bounds"
-# Compiling takes as long as Python takes to start, so it is done once, and what was compiled is read from stdin.
-# Another Python (one that was installed over this one, say) cannot execute that, and gets the text.
-_READ = """import marshal, os, sys, types
-def read():
-    left, data = int.from_bytes(os.read(0, 4), "big"), b""
-    while left:
-        part = os.read(0, left)
-        if not part:
-            sys.exit(1)
-        left, data = left - len(part), data + part
-    return data
-code, texts = read(), read().split(b"\\0")
-if sys.hexversion == {version}:
-    bounds, supervisor = marshal.loads(code)
-else:
-    bounds, supervisor = (compile(text, "<inside>", "exec") for text in texts)
-del code, texts
-module = sys.modules[{name!r}] = types.ModuleType({name!r})
-exec(bounds, module.__dict__)
-exec(supervisor)
+_READ = """import marshal, os, sys
+if sys.hexversion != {version}:
+    sys.exit("the Python in the sandbox is another version than the one outside")
+code = b""
+while len(code) < {size}:
+    code += os.read(0, {size} - len(code)) or sys.exit(1)
+exec(marshal.loads(code))
 """
 
 
 class Bound(Frozen):
-    """What ``bounds`` counts: processes with their threads, bytes of memory, and bytes added to ``folder`` and those
-    ``also`` named; 0: any.
+    """What the supervisor counts: processes with their threads, bytes of memory, and bytes added to ``folder`` and
+    those ``also`` named; 0: any.
 
     ``grouped``: a control group bounds processes and memory. ``isolated``: the sandbox has processes of its own.
     ``gives_way``: commands become less urgent after a moment, so that short ones of other sessions come first.
@@ -54,27 +41,20 @@ class Bound(Frozen):
 
 
 def bounded(bound: Bound, python: str, command: Sequence[str]) -> list[str]:
-    """``command`` below a process that counts, for a sandbox without a supervisor. ``python``: its path inside."""
+    """``command`` below a process that counts, for a sandbox without a shell. ``python``: its path inside."""
     given = json.dumps(bound.model_dump(mode="json"))
-    return [python, "-I", "-S", "-c", text_inside("bounds"), given, *command]
-
-
-def supervisor_program() -> str:
-    """The text that reads ``supervisor_code`` from stdin and executes it."""
-    return _READ.format(name=_BOUNDS, version=sys.hexversion)
+    return [python, "-I", "-S", "-c", text_inside("supervisor"), given, *command]
 
 
 @functools.cache
-def supervisor_code() -> bytes:
-    """The bounds, and the supervisor that imports them: compiled for this Python only, and as texts. Before each of
-    the two stands its length."""
-    texts = {name: text_inside(name) for name in ("bounds", "supervisor")}
-    code = marshal.dumps(tuple(compile(text, f"<{name}>", "exec", optimize=2) for name, text in texts.items()))
-    text = "\0".join(texts.values()).encode()
-    return b"".join(len(each).to_bytes(4) + each for each in (code, text))
+def supervisor_program() -> tuple[str, bytes]:
+    """The text of a program, and what it reads from stdin and executes: the supervisor, compiled, because that takes as
+    long as Python takes to start."""
+    code = marshal.dumps(compile(text_inside("supervisor"), "<supervisor>", "exec", optimize=2))
+    return _READ.format(size=len(code), version=sys.hexversion), code
 
 
 @functools.cache
 def text_inside(name: str) -> str:
-    """The text of one of these programs."""
+    """The text of a program of this folder."""
     return files(__package__).joinpath(f"{name}.py").read_text(encoding="utf-8")

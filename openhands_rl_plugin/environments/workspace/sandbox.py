@@ -158,7 +158,7 @@ class BubblewrapSandbox:
         options = ("--as-pid-1", *user)
         return [
             *self._around,
-            *isolate(mounts, network=self._network, options=options, shared_memory=self._temporary, setuid=False),
+            *isolate(mounts, network=self._network, options=options, shared_memory=self._temporary),
             *("--size", str(self._temporary), "--tmpfs", "/tmp"),
             *interpreter_mounts(packages=self._task_workspace is None),
             *self._paths.mounts(),

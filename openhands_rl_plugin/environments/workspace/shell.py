@@ -13,16 +13,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
-
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.environments.workspace import cgroups
-from openhands_rl_plugin.environments.workspace.bounds import family, kill_all
 from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
-from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_code, supervisor_program
+from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_program
 from openhands_rl_plugin.environments.workspace.sandbox import (
     BubblewrapSandbox,
     Sandbox,
@@ -30,6 +27,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SubprocessSandbox,
     search_path,
 )
+from openhands_rl_plugin.environments.workspace.supervisor import family, kill_all
 from openhands_rl_plugin.environments.workspace.visible import bash
 
 _START_PATIENCE = 20.0
@@ -39,31 +37,27 @@ _HOLDS = 100
 _HOST_VARIABLES = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
 
 
-class CommandResult(BaseModel):
+class CommandResult(NamedTuple):
     """The result of a command. ``exit_code`` is ``None`` when it was killed at its time limit.
 
     ``earlier`` is the output of earlier commands' background processes since the last result; ``python`` where the
     shell finds the program of that name, empty where it does not.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True)
-
     output: str
-    earlier: str = ""
     exit_code: int | None
-    timed_out: bool = False
     cwd: str
+    earlier: str = ""
+    timed_out: bool = False
     python: str = ""
 
 
-class ShellSnapshot(BaseModel):
+class ShellSnapshot(NamedTuple):
     """The state of a shell: its working directory, as ``os.fsdecode`` has it, and the names of the processes that
     commands left running.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    cwd: Annotated[str, AfterValidator(lambda characters: os.fsdecode(characters.encode("latin-1")))]
+    cwd: str
     processes: list[str]
 
 
@@ -113,15 +107,14 @@ class Shell:
                 "keep": keep,
             }
             patience = None if timeout is None else timeout + _ANSWER_PATIENCE
-            result = self._ask(process, request, patience, CommandResult)
-            inside = self._sandbox.to_inside
-            shown = {name: inside(getattr(result, name)) for name in ("output", "earlier", "cwd", "python")}
-            return result.model_copy(update=shown)
+            answer = self._ask(process, request, patience)
+            shown = {name: self._sandbox.to_inside(answer[name]) for name in ("output", "earlier", "cwd", "python")}
+            return CommandResult(exit_code=answer["exit_code"], timed_out=answer["timed_out"], **shown)
 
     def snapshot(self) -> ShellSnapshot:
         """The state of the shell. Raises ``InfrastructureError``."""
         with self._one_at_a_time:
-            return self._ask(self._running(), {"snapshot": True}, _ANSWER_PATIENCE, ShellSnapshot)
+            return ShellSnapshot(**self._ask(self._running(), {"snapshot": True}, _ANSWER_PATIENCE))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -163,15 +156,12 @@ class Shell:
             self._end(process)
             self._process = None
 
-    def _ask[T: BaseModel](
-        self, process: subprocess.Popen[bytes], request: object, patience: float | None, answer: type[T]
-    ) -> T:
-        if self._closed.is_set():
-            raise SandboxEndedError("the sandbox is closed")
-        line = self._exchange(process, request, patience)
+    def _ask(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> dict[str, Any]:
+        self._send(process, _line(request))
+        line = self._read_line(process, None if patience is None else time.monotonic() + patience)
         try:
-            return answer.model_validate_json(line)
-        except ValidationError as invalid:
+            return json.loads(line)
+        except ValueError as invalid:
             self._end(process)
             raise SandboxEndedError("the sandbox answered something else than a result") from invalid
 
@@ -183,11 +173,12 @@ class Shell:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        program, group = supervisor_program(), None
+        program, code = supervisor_program()
+        # Its real place: a virtual environment may be reached by a link that is hidden.
+        command = self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", program])
+        group = self._group = cgroups.take(self._limits.processes, self._limits.memory)
+        process: subprocess.Popen[bytes] | None = None
         try:
-            # Its real place: a virtual environment may be reached by a link that is hidden.
-            command = self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", program])
-            group = self._group = cgroups.take(self._limits.processes, self._limits.memory)
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -197,23 +188,15 @@ class Shell:
                 start_new_session=True,
                 bufsize=0,
             )
-        except OSError as error:
-            self._leave()
-            raise InfrastructureError(f"no sandbox could be started: {error}") from error
-        except ConfigError:
-            self._leave()
-            raise
-        try:
-            self._send(process, supervisor_code() + _line(self._setup()))
+            self._send(process, code + _line(self._setup()))
             if group is not None:
-                group.add_starting(process.pid)
+                # The first process in a while takes the kernel ten milliseconds, during which the program starts.
+                group.add_family(process.pid)
             self._read_line(process, time.monotonic() + _START_PATIENCE)
             if group is not None:
                 group.add_family(process.pid)
-        except OSError as error:
+        except (OSError, SandboxEndedError) as error:
             self._end(process)
-            raise InfrastructureError(f"no sandbox could be started: its bounds: {error}") from error
-        except SandboxEndedError as error:
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
         return process
 
@@ -243,10 +226,6 @@ class Shell:
         inherited = {name: os.environ[name] for name in _HOST_VARIABLES if name in os.environ}
         quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
         return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **self._variables}
-
-    def _exchange(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> bytes:
-        self._send(process, _line(request))
-        return self._read_line(process, None if patience is None else time.monotonic() + patience)
 
     def _send(self, process: subprocess.Popen[bytes], data: bytes) -> None:
         assert process.stdin is not None
@@ -282,31 +261,29 @@ class Shell:
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
         self._end(process)
-        said = self._said.strip().splitlines()
-        return said[-1] if said else "the sandbox ended"
+        printed = self._printed.strip().splitlines()
+        return printed[-1] if printed else "the sandbox ended"
 
-    _said = ""
+    _printed = ""
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        # Closing stdin makes the supervisor end all its processes; in bubblewrap its own end does that too.
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        process.stdin.close()
-        try:
-            process.wait(_CLOSE_PATIENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if not process.stderr.closed:
-            os.set_blocking(process.stderr.fileno(), False)
-            self._said = (process.stderr.read() or b"").decode("utf-8", "replace")
-            process.stderr.close()
-            process.stdout.close()
-        self._leave()
-
-    def _leave(self) -> None:
+    def _end(self, process: subprocess.Popen[bytes] | None) -> None:
+        if process is not None:
+            # Closing stdin makes the supervisor end all its processes; in bubblewrap its own end does that too.
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            process.stdin.close()
+            try:
+                process.wait(_CLOSE_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if not process.stderr.closed:
+                os.set_blocking(process.stderr.fileno(), False)
+                self._printed = (process.stderr.read() or b"").decode("utf-8", "replace")
+                process.stderr.close()
+                process.stdout.close()
         group, self._group = self._group, None
         if group is not None:
-            cgroups.give_back(group)
+            group.remove()
 
 
 def _line(request: object) -> bytes:

@@ -1,18 +1,18 @@
 """The first process of a session's sandbox: starts a new bash for each command; all processes end with it.
 
-The sandbox executes what this file was compiled to (``inside.supervisor_code``), so it may use the standard library and
-``bounds``, which precedes it, only.
-It speaks JSON lines: the first line on stdin is the set-up, every other one a request; every request gets one answer.
+The sandbox executes what this file was compiled to, so it uses the standard library only. With a command as arguments
+it runs that alone, within bounds: ``python -I -S -c <text> BOUNDS COMMAND...``. ``BOUNDS`` is JSON:
+``{"processes", "memory", "disk", "folder", "also": [folder], "grouped", "isolated", "gives_way"}``; 0 is no bound.
 
-* Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "bounds"}``
-  (as in ``bounds``);
+Else it speaks JSON lines. The first line on stdin is the set-up, every other one a request with one answer.
+
+* Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "bounds"}``;
   commands begin in ``start``, and in ``cwd`` when their directory is gone.
 * Request: ``{"command", "timeout", "cwd", "keep"}``; ``timeout`` in seconds or null; ``cwd`` and ``keep`` are for a
   command that runs in another directory and does not change the shell's state.
 * Answer: ``{"output", "earlier", "exit_code", "timed_out", "cwd", "python"}``; ``earlier`` is what background processes
   of earlier commands wrote since the last answer, ``python`` the shell's program of that name.
-* Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}``: what commands left running, and a
-  directory whose characters are the bytes of its name.
+* Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}``: what commands left running.
 
 A command's own output is complete when its shell has ended, because all of it is in the pipe by then; background
 processes never delay an answer. The end of stdin ends the supervisor and all processes that it started.
@@ -21,24 +21,16 @@ processes never delay an answer. The end of stdin ends the supervisor and all pr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import resource
 import selectors
 import signal
+import stat
 import sys
 import time
-
-from openhands_rl_plugin.environments.workspace.bounds import (
-    KILL_PATIENCE,
-    POLL,
-    POLL_AFTER_KILL,
-    Bounds,
-    close_to_others,
-    exit_code,
-    family,
-    kill_all,
-)
+from collections.abc import Iterable
 
 # State is saved by an EXIT trap and read by the next shell, so that a shell which is killed, replaced by `exec` or
 # ended by `exit` leaves the state of the command before. The command comes from a file: an argument is limited to
@@ -48,15 +40,6 @@ SCRIPT = r"""
 { echo 500 > /proc/self/oom_score_adj; } 2>/dev/null
 shopt -s expand_aliases
 [[ -r $1 ]] && . "$1" 2>/dev/null
-[[ -n $6 ]] && { __rl_drop() {
-local LC_ALL=C __rl_name __rl_value __rl_total=0
-for __rl_name in $(compgen -e); do
-__rl_value=$__rl_name=${!__rl_name}
-if (( ${#__rl_value} > 131070 || __rl_total + ${#__rl_value} > 1500000 )); then
-export -n "$__rl_name"; unset -v "$__rl_name"
-echo "bash: the exported variable $__rl_name was dropped: with ${#__rl_value} bytes no program could be started" >&2
-else (( __rl_total += ${#__rl_value} )); fi
-done; }; __rl_drop; unset -f __rl_drop; }
 cd -- "$3" 2>/dev/null || { cd -- "$4" && echo "bash: $3 is gone; the working directory is $4 now" >&2; }
 __rl_state=$5
 [[ -n $5 ]] && trap '{ declare -p; declare -f; alias -p; umask -p; echo "#complete"; } >| "$__rl_state" 2>/dev/null
@@ -66,8 +49,272 @@ $(<"$2")"
 """
 
 CHUNK = 65536
-# Programs take 128 KiB of one variable and 2 MiB of all; a shorter state holds no such variable.
-LONG_STATE = 120_000
+POLL = 0.1
+BLOCK = 512
+PAGE = os.sysconf("SC_PAGE_SIZE")
+SET_DUMPABLE = 4
+POLL_AFTER_KILL = 0.01
+KILL_PATIENCE = 5.0
+# A walk through the workspace is repeated after this many times its own duration, and after so many seconds.
+WALK_REST, WALK_AFTER = 20.0, 2.0
+# The same where the file system lost all that the session may still add.
+WALK_REST_WHEN_FULL = 2.0
+MEBIBYTE = 1024**2
+# What file systems set aside for a file, however small (ext4's bytes-per-inode); memory of a file in memory.
+LEAST_FILE, FILE_IN_MEMORY = 16384, 1024
+IN_MEMORY = ("/tmp", "/dev/shm")
+# Commands that run for longer than so many seconds, and what they leave, make way for those of others.
+YOUTH, LESS_URGENT = 0.2, 10
+# After a bound was crossed the next command waits for so many seconds.
+PAUSE = 2.0
+
+
+def close_to_others() -> None:
+    """Nobody of the same user looks into this process, its pipes or its memory."""
+    ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
+
+
+Table = dict[int, tuple[int, int, int, int, int]]
+
+
+def processes() -> Table:
+    """``pid -> (parent, session, threads, resident bytes, group)`` of every process that can be seen."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            parent, group, session = map(int, fields[1:4])
+            found[int(name)] = parent, session, int(fields[17]), int(fields[21]) * PAGE, group
+    return found
+
+
+def family(root: int, table: Table | None = None) -> set[int]:
+    """All descendants of ``root``, and all processes of a session that ``root`` leads."""
+    table = processes() if table is None else table
+    members = {pid for pid, (_, session, *_) in table.items() if session == root}
+    growing = True
+    while growing:
+        more = {pid for pid, (parent, *_) in table.items() if parent == root or parent in members} - members
+        members |= more
+        growing = bool(more)
+    return members - {root, os.getpid()}
+
+
+def kill_all(pids: Iterable[int], how: int = signal.SIGKILL) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, how)
+
+
+def proportional_memory(pids: Iterable[int]) -> int:
+    """Bytes in memory; a page that several processes share counts once."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            total += 1024 * next((int(line.split()[1]) for line in file if line.startswith(b"Pss:")), 0)
+    return total
+
+
+class Growth:
+    """How much a session has added. Once it was too much, commands may only make it less."""
+
+    def __init__(self, most: int) -> None:
+        self.most = self.allowed = most
+        self.over = False
+
+    def size(self) -> int:
+        raise NotImplementedError
+
+    def crossed(self) -> bool:
+        added = self.size()
+        self.over = added > self.allowed
+        if not self.over:
+            self.allowed = max(self.most, min(self.allowed, added))
+        return self.over
+
+    def settle(self) -> None:
+        """A command begins after all others were ended: what is there is allowed."""
+        if self.over:
+            self.allowed, self.over = max(self.most, self.size()), False
+
+
+class FilesInMemory(Growth):
+    """The kernel's memory for files in ``/tmp`` and ``/dev/shm``, whatever their size."""
+
+    def size(self) -> int:
+        with open("/proc/self/mounts") as mounts:
+            kinds = {fields[1]: fields[2] for fields in map(str.split, mounts)}
+        found = [os.statvfs(place) for place in IN_MEMORY if kinds.get(place) == "tmpfs"]
+        return FILE_IN_MEMORY * sum(each.f_files - each.f_ffree for each in found)
+
+
+class Disk(Growth):
+    """What was added to folders. They are walked when the file system lost as much as is left, or time passed."""
+
+    def __init__(self, folders: list[str], most: int) -> None:
+        super().__init__(most)
+        self.folders = folders
+        self.free = self.free_bytes()
+        self.base: int | None = None
+        self.added = 0
+        self.next, self.due = 0.0, time.monotonic() + WALK_AFTER
+
+    def crossed(self) -> bool:
+        now = time.monotonic()
+        if now < (self.next if self.lost() > self.allowed - self.added else self.due):
+            return False
+        over = super().crossed()
+        took = time.monotonic() - now
+        self.next = now + took * WALK_REST_WHEN_FULL
+        self.due = now + max(WALK_AFTER, took * WALK_REST)
+        return over
+
+    def size(self) -> int:
+        free, found = self.free_bytes(), sum(map(walk, self.folders))
+        if self.base is None:
+            # What was lost before and during the first walk was added.
+            self.base = max(0, found - max(0, self.lost()))
+        self.free, self.added = free, found - self.base
+        return self.added
+
+    def lost(self) -> int:
+        return max(before - now for before, now in zip(self.free, self.free_bytes(), strict=True))
+
+    def free_bytes(self) -> tuple[int, int]:
+        """What is left of the file systems: by blocks, and by files."""
+        # Commands may remove the folders.
+        places = {os.stat(place).st_dev: place for place in self.folders if os.path.isdir(place)}
+        found = [os.statvfs(place) for place in places.values() or ("/",)]
+        return sum(each.f_bfree * each.f_frsize for each in found), LEAST_FILE * sum(each.f_ffree for each in found)
+
+
+def walk(folder: str) -> int:
+    """Bytes of the blocks below ``folder``, at least those that a file system sets aside for each file; files with
+    several names count once."""
+    total, pending, seen = 0, [folder], set()
+    while pending:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(pending.pop()):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(found.st_mode):
+                        pending.append(entry.path)
+                    if found.st_nlink == 1 or found.st_ino not in seen:
+                        seen.add(found.st_ino)
+                        total += max(found.st_blocks * BLOCK, LEAST_FILE)
+    return total
+
+
+class Bounds:
+    """Checks a session ten times a second, and ends what goes too far."""
+
+    def __init__(self, bounds: dict) -> None:
+        self.most_processes = 0 if bounds["grouped"] else bounds["processes"]
+        self.most_memory = 0 if bounds["grouped"] else bounds["memory"]
+        self.isolated = bounds["isolated"]
+        self.grown: dict[str, Growth] = {}
+        if bounds["disk"]:
+            self.grown["the session added more than {} MiB to its workspace"] = Disk(
+                [bounds["folder"], *bounds["also"]], bounds["disk"]
+            )
+        if self.isolated and self.most_memory:
+            reason = "the files in /tmp and /dev/shm take more than {} MiB of memory"
+            self.grown[reason] = FilesInMemory(self.most_memory)
+        self.gives_way = bounds["gives_way"]
+        self.next = self.old = self.may_start = 0.0
+
+    def begin(self) -> None:
+        """A command begins now."""
+        self.old = time.monotonic() + YOUTH
+        for each in self.grown.values():
+            each.settle()
+
+    def crossed(self) -> str:
+        """What is beyond its bound, in words, or nothing."""
+        now = time.monotonic()
+        if now < self.next:
+            return ""
+        self.next = now + POLL
+        reason = self.beyond()
+        if reason:
+            self.may_start = now + PAUSE
+        elif self.gives_way and now > self.old:
+            self.old = now + YOUTH
+            self.make_way()
+        return reason
+
+    def beyond(self) -> str:
+        if self.most_processes and (reason := self.too_many()):
+            return reason
+        over = (text.format(each.most // MEBIBYTE) for text, each in self.grown.items() if each.crossed())
+        return next(over, "")
+
+    def mine(self, table: Table) -> set[int]:
+        return {*table} - {1, os.getpid()} if self.isolated else family(os.getpid(), table) & {*table}
+
+    def make_way(self) -> None:
+        """Make all processes less urgent, their threads too; what they start later has the same urgency."""
+        table = processes()
+        mine = self.mine(table)
+        for group in {table[pid][4] for pid in mine} - {os.getpgid(0)}:
+            with contextlib.suppress(OSError):  # ended, or less urgent already
+                os.setpriority(os.PRIO_PGRP, group, LESS_URGENT)
+        for pid in {table[pid][1]: pid for pid in mine}.values():
+            # Where the kernel shares processors among sessions first. It takes ten such changes in a second.
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:
+                file.write(str(LESS_URGENT))
+
+    def too_many(self) -> str:
+        too_many = f"the session has more than {self.most_processes} processes and threads"
+        # Reading what each process is takes as long as many new ones take to start.
+        if self.isolated and sum(name.isdigit() for name in os.listdir("/proc")) > self.most_processes + 2:
+            return too_many
+        table = processes()
+        mine = self.mine(table)
+        if sum(table[pid][2] for pid in mine) > self.most_processes:
+            return too_many
+        # Pages that processes share are counted once for each of them, which is less work.
+        most = sum(table[pid][3] for pid in mine)
+        if most > self.most_memory and proportional_memory(mine) > self.most_memory:
+            return f"the session's processes use more than {self.most_memory // MEBIBYTE} MiB of memory"
+        return ""
+
+    def end_all(self) -> None:
+        """End all processes but this one. In a sandbox the kernel does so at once, faster than any can fork."""
+        if self.isolated:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        else:
+            kill_all(family(os.getpid()))
+
+
+def run_bounded(bounds: dict, command: list[str]) -> int:
+    """Run one command; its exit status as a shell gives it, or 137 with a line on stderr when a bound was crossed."""
+    close_to_others()
+    checks = Bounds(bounds)
+    child = os.posix_spawnp(command[0], command, os.environ)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: os.kill(child, received))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while True:
+        if reason := checks.crossed():
+            print(f"ended: {reason}", file=sys.stderr, flush=True)
+            checks.end_all()
+            return 128 + signal.SIGKILL
+        signal.sigtimedwait([signal.SIGCHLD], POLL)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == child:
+                    return exit_code(ended[1])
+
+
+def exit_code(status: int) -> int:
+    """The exit code as a shell reports it: 128 + the signal's number for a killed process."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 class Output:
@@ -100,11 +347,12 @@ class Supervisor:
     """One command at a time; background processes live on until the end of stdin."""
 
     def __init__(self, setup: dict, requests: int) -> None:
-        self.requests = requests
         self.setup = setup
+        self.asked = False
         self.state = setup["state"]
         self.cwd, self.python = setup["start"], ""
         self.selector = selectors.DefaultSelector()
+        self.selector.register(requests, selectors.EVENT_READ, self.ask)
         self.background = Output(setup["output_bytes"])
         self.pipe = -1
         self.output = Output(0)
@@ -139,46 +387,39 @@ class Supervisor:
             if pid == self.shell:
                 self.status = status
 
+    def ask(self, _: int) -> None:
+        self.asked = True
+
+    def wait_for_request(self) -> None:
+        """Between requests: reap, and keep background writers from blocking."""
+        while not self.asked:
+            self.serve(POLL if has_children() else None)
+            self.keep_bounds(self.background)
+        self.asked = False
+
     def answer(self, request: dict) -> dict:
         """Execute one request and return the answer."""
-        return self.snapshot() if "snapshot" in request else self.run(request)
-
-    def snapshot(self) -> dict:
-        """The state that a copy of this shell needs."""
+        if "snapshot" not in request:
+            return self.execute(**request)
         self.reap_dead()
-        cwd = os.fsencode(self.cwd).decode("latin-1")
-        return {"cwd": cwd, "processes": [name_of(pid) for pid in sorted(family(os.getpid()))]}
+        return {"cwd": self.cwd, "processes": [name_of(pid) for pid in sorted(family(os.getpid()))]}
 
-    def run(self, request: dict) -> dict:
-        """Run one command."""
-        self.selector.register(self.requests, selectors.EVENT_READ, self.host_gone)
-        try:
-            return self.execute(request)
-        finally:
-            self.selector.unregister(self.requests)
-
-    def host_gone(self, _: int) -> None:
-        # The host sends nothing while it waits for an answer, so this is the end of stdin or a broken host.
-        raise SystemExit(1)
-
-    def execute(self, request: dict) -> dict:
-        keep = request["keep"]
-        self.start(request["command"], request["cwd"] or self.cwd, keep)
-        timeout = request["timeout"]
+    def execute(self, command: str, timeout: float | None, cwd: str | None, keep: bool) -> dict:
+        self.start(command, cwd or self.cwd, keep)
         deadline = None if timeout is None else time.monotonic() + timeout
         timed_out = False
-        while self.status is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                timed_out = True
-                self.kill_command()
-                break
-            if reason := self.bounds.crossed():
-                self.bounds.end_all()
-                self.output.tail += f"[All processes were ended: {reason}.]\n".encode()
-            self.serve(POLL if left is None else min(left, POLL))
+        while self.status is None and not timed_out:
+            left = POLL if deadline is None else min(deadline - time.monotonic(), POLL)
+            self.keep_bounds(self.output)
+            self.serve(max(left, 0))
+            if self.asked:
+                # The host sends nothing while it waits for an answer: it has ended.
+                raise SystemExit(1)
+            timed_out = self.status is None and deadline is not None and time.monotonic() > deadline
+        if timed_out:
+            self.kill_command()
         self.finish()
-        if keep and self.status is not None and not timed_out:
+        if keep and not timed_out:
             self.keep_state()
         earlier, self.background = self.background.text(), Output(self.setup["output_bytes"])
         return {
@@ -190,6 +431,11 @@ class Supervisor:
             "python": os.fsencode(self.python).decode("utf-8", "replace"),
         }
 
+    def keep_bounds(self, sink: Output) -> None:
+        if reason := self.bounds.crossed():
+            self.bounds.end_all()
+            sink.add(f"[All processes were ended: {reason}.]\n".encode())
+
     def start(self, command: str, cwd: str, keep: bool) -> None:
         while (pause := self.bounds.may_start - time.monotonic()) > 0:
             self.serve(pause)
@@ -200,13 +446,11 @@ class Supervisor:
         self.pipe, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.pipe, False)
         self.output, self.status = Output(self.setup["output_bytes"]), None
-        known = os.path.getsize(self.state) if os.path.exists(self.state) else 0
-        long = "long" if known > LONG_STATE else ""
         save_to = self.state + ".new" if keep else ""
         self.shell = self.spawn(
             self.setup["bash"],
-            ["bash", "-c", SCRIPT, "bash", self.state, script, cwd, self.setup["cwd"], save_to, long],
-            {} if known else self.setup["env"],
+            ["bash", "-c", SCRIPT, "bash", self.state, script, cwd, self.setup["cwd"], save_to],
+            {} if os.path.exists(self.state) else self.setup["env"],
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, write_end, 1),
@@ -220,20 +464,19 @@ class Supervisor:
 
     def spawn(self, *arguments, **options) -> int:
         """A process. Where background processes leave no room for one, all of them are ended."""
-        try:
-            return os.posix_spawn(*arguments, **options)
-        except BlockingIOError:
-            self.background.add(b"[All processes were ended: there was no room for another one.]\n")
-        deadline = time.monotonic() + KILL_PATIENCE
+        deadline, tries = time.monotonic() + KILL_PATIENCE, 0
         while True:
-            self.bounds.end_all()
-            self.reap_dead()
             try:
                 return os.posix_spawn(*arguments, **options)
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(POLL_AFTER_KILL)
+            if not tries:
+                self.background.add(b"[All processes were ended: there was no room for another one.]\n")
+            tries += 1
+            self.bounds.end_all()
+            time.sleep(POLL_AFTER_KILL)
+            self.reap_dead()
 
     def serve(self, timeout: float | None) -> None:
         for key, _ in self.selector.select(timeout):
@@ -263,16 +506,13 @@ class Supervisor:
 
     def kill_command(self) -> None:
         deadline = time.monotonic() + KILL_PATIENCE
-        while self.status is None and time.monotonic() < deadline:
-            # The shell first: it would report the death of the others.
-            kill_all([self.shell, *family(self.shell)])
-            self.serve(POLL_AFTER_KILL)
-        while left := family(self.shell):
+        while self.status is None or family(self.shell):
             if time.monotonic() > deadline:
                 # They start faster than they are found.
                 self.bounds.end_all()
                 break
-            kill_all(left)
+            # The shell first: it would report the death of the others.
+            kill_all([*([self.shell] if self.status is None else []), *family(self.shell)])
             self.serve(POLL_AFTER_KILL)
             self.reap_dead()
 
@@ -289,23 +529,6 @@ class Supervisor:
         if complete and cwd:
             os.replace(new, self.state)
             self.cwd, self.python = cwd, python.rstrip("\n")
-
-    def wait_for_request(self) -> None:
-        """Between requests: reap, and keep background writers from blocking."""
-        self.selector.register(self.requests, selectors.EVENT_READ, None)
-        try:
-            while True:
-                ready = self.selector.select(POLL if has_children() else None)
-                if reason := self.bounds.crossed():
-                    self.bounds.end_all()
-                    self.background.add(f"[All processes were ended: {reason}.]\n".encode())
-                for key, _ in ready:
-                    if key.data is not None:
-                        key.data(key.fd)
-                if any(key.fd == self.requests for key, _ in ready):
-                    return
-        finally:
-            self.selector.unregister(self.requests)
 
 
 def open_new(path: str, _: int) -> int:
@@ -340,8 +563,6 @@ def name_of(pid: int) -> str:
 
 def adopt_orphans() -> None:
     """Without a pid namespace: processes whose parent ends become ours, so that ``end_everything`` finds them."""
-    import ctypes
-
     pr_set_child_subreaper = 36
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
@@ -350,17 +571,15 @@ def end_everything() -> None:
     deadline = time.monotonic() + KILL_PATIENCE
     while (mine := family(os.getpid())) and time.monotonic() < deadline:
         kill_all(mine)
-        try:
+        with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:
-            return
         time.sleep(POLL_AFTER_KILL)
 
 
 def main() -> None:
     requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    answers = os.fdopen(os.dup(1), "wb")
     close_to_others()
     setup = json.loads(requests.readline())
     if not setup["bounds"]["isolated"]:
@@ -369,21 +588,22 @@ def main() -> None:
     os.makedirs(setup["env"]["HOME"], exist_ok=True)
     supervisor = Supervisor(setup, requests.fileno())
     answers.write(b'{"ready": true}\n')
+    answers.flush()
     try:
         while True:
             supervisor.wait_for_request()
             line = requests.readline()
             if not line:
                 break
-            answer = json.dumps(supervisor.answer(json.loads(line))).encode()
-            view = memoryview(answer + b"\n")
-            while view:
-                view = view[answers.write(view) :]
+            answers.write(json.dumps(supervisor.answer(json.loads(line))).encode() + b"\n")
+            answers.flush()
     finally:
         end_everything()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 2:
+    sys.exit(run_bounded(json.loads(sys.argv[1]), sys.argv[2:]))
+elif __name__ == "__main__":
     # Without a host, a supervisor cannot report an error to anyone.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:

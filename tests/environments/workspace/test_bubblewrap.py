@@ -55,3 +55,10 @@ def test_a_sandbox_shows_what_is_mounted() -> None:
     done = subprocess.run([*isolate(mounts), "--", "/bin/ls", "/"], capture_output=True, check=True)
     names = done.stdout.decode().split()
     assert "usr" in names and "proc" in names and not {"root", "home", "srv", "mnt", "opt", "sys"} & set(names)
+
+
+@needs_bubblewrap
+def test_no_command_gets_a_new_user_namespace() -> None:
+    command = [*isolate([*empty_root(), *system_mounts()]), "--", "unshare", "--user", "true"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode and b"unshare failed" in done.stderr

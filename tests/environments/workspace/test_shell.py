@@ -6,11 +6,9 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -235,27 +233,6 @@ def test_a_sandbox_that_was_ended_from_inside_is_replaced(tmp_path: Path):
 def test_a_workspace_name_that_needs_quotes_is_refused_without_bubblewrap(tmp_path: Path):
     with pytest.raises(ConfigError, match="without blanks"):
         SubprocessSandbox(tmp_path / "two words", tmp_path)
-
-
-def other_python() -> str:
-    """Another version of Python than this one, if there is one."""
-    for name in ("/usr/bin/python3", "python3.13", "python3.11", "python3.14"):
-        if program := shutil.which(name):
-            found = subprocess.run([program, "-c", "import sys; print(sys.hexversion)"], capture_output=True, text=True)
-            if found.returncode == 0 and 0x030B0000 <= int(found.stdout) != sys.hexversion:
-                return program
-    pytest.skip("there is one version of Python here")
-
-
-def test_another_python_inside_than_outside_is_given_the_text(tmp_path: Path):
-    class Other(SubprocessSandbox):
-        def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
-            return [other_python(), *command[1:]]
-
-    (tmp_path / "workspace").mkdir()
-    shell = Shell(Other(tmp_path / "workspace", tmp_path))
-    assert shell.run("echo hello", timeout=20).output == "hello\n"
-    shell.close()
 
 
 def test_a_sandbox_that_cannot_start_is_an_infrastructure_failure(tmp_path: Path):

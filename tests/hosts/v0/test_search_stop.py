@@ -49,7 +49,7 @@ def server() -> Iterator[ScriptedModel]:
 def left_behind() -> set[Path]:
     """All but what a process keeps for all of its sandboxes."""
     found = Path(tempfile.gettempdir()).glob("openhands-rl-of-*/*")
-    return {folder for folder in found if not folder.name.startswith(("openhands-rl-etc-", "openhands-rl-seccomp-"))}
+    return {folder for folder in found if not folder.name.startswith("openhands-rl-etc-")}
 
 
 @pytest.fixture(autouse=True)
