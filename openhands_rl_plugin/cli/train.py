@@ -88,8 +88,6 @@ def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
     found = tokenised(episodes.trajectories, tokenizer)
     if found.made:
         print(f"{found.made} episodes came without token ids: tokenised here, with the chat template of {model}")
-    for what, number in found.unsaid.most_common():
-        print(f"  its template prints no {what}: left out of {number} answers")
     for why, times in found.failed.most_common(5):
         print(f"  {times} cannot be tokenised: {why}")
     return replace(episodes, trajectories=found.trajectories)

@@ -134,8 +134,8 @@ FAMILIES = (
     Family("Phi-3", "phi3", "packed", targets=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     Family("Qwen2-MoE", "qwen2_moe", "packed", {**_MOE, "shared_expert_intermediate_size": 16}, experts=True),
     Family("Qwen3-MoE", "qwen3_moe", "packed", _MOE, experts=True),
-    Family("Mixtral", "mixtral", "packed", {"num_local_experts": 4}, experts=True),
-    Family("MiniMax-M2", "minimax_m2", "packed", {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True),
+    Family("Mixtral", "mixtral", "packed", {"num_local_experts": 4}),
+    Family("MiniMax-M2", "minimax_m2", "packed", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("GLM-4-MoE", "glm4_moe", "packed", _GLM, experts=True),
     Family("DeepSeek-V3", "deepseek_v3", "packed", {**_GLM, **_LATENT, "head_dim": 4}, experts=True),
     Family(
@@ -179,6 +179,7 @@ FAMILIES = (
             "moe_intermediate_size": 16,
             "moe_shared_expert_intermediate_size": 16,
         },
+        (*_ATTENTION, "up_proj", "down_proj"),
     ),
     Family("Falcon-H1", "falcon_h1", "one sequence", {**_MAMBA, "lm_head_multiplier": 0.5}),
     Family(
@@ -270,7 +271,7 @@ neither used nor trained.
 The adapter's layers are the default `target_modules`, where no others are named. The shares are those of
 transformers' default configuration of the family, usually that of its best known model: what the adapter touches, and
 what is in the experts, which are left out by default. `adapt_experts = true` gives each expert its own low-rank term,
-in the format that vLLM loads (0.32: loading is tested for Qwen3-MoE, Mixtral and GLM-4-MoE, the other names are from
+in the format that vLLM loads (0.32: loading is tested for Qwen3-MoE and GLM-4-MoE, the other names are from
 its source; its kernels for them need a GPU); `openhands-rl serve` has no
 adapters of experts. Which experts a server chose is not recorded, because chat completions do not return it: the
 trainer routes anew, and a difference is not corrected. `router_aux_loss_coef` adds the load balancing loss where the

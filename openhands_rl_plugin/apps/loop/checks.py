@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy
-from openhands_rl_plugin.config.rl import IN_PROCESS, RLSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.runs.run_files import lock_folder
-from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 from openhands_rl_plugin.rollout.scoring import refuse_labels
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.loop.plan import FACTS
@@ -90,43 +89,12 @@ def _check_sampling(settings: RLSettings) -> None:
                 f"{where}{name} = {value:g}: answers would not be sampled from the policy's own distribution, and the "
                 f"gradient would be wrong; set {neutral:g}"
             )
-    if _gives_unscaled(settings):
-        refuse_unscaled(settings, EmbeddedServer.NAME)
     if training.tree == "path" and getattr(strategy, "selects", False):
         raise ConfigError(
             f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
             'episodes are no samples of the policy: set [rl.training] tree = "proposals", or act '
             "without a search (StandardReAct)"
         )
-
-
-def _gives_unscaled(settings: RLSettings) -> bool:
-    """Whether the rollouts' logprobs are known to be those of temperature 1; other servers are asked."""
-    serving = settings.serving
-    return settings.engine == IN_PROCESS or serving.server == "embedded" or not serving.publish_urls
-
-
-def refuse_unscaled(settings: RLSettings, server: str, remedy: str = "") -> None:
-    """Raise ``ConfigError`` where ``server`` reports logprobs of temperature 1 and others are needed."""
-    if (needed := needs_scaled(settings)) is not None:
-        what, instead = needed
-        raise ConfigError(
-            f"{what}: {server} reports logprobs of temperature 1, which were not sampled from; {remedy}set 1.0, or "
-            f"{instead}"
-        )
-
-
-def needs_scaled(settings: RLSettings) -> tuple[str, str] | None:
-    """Which settings need the logprobs of another temperature than 1, and what to set where a server has none."""
-    training = settings.training
-    heated = [each for each in _sampled_by(settings) if each[1] == "temperature" and each[2] != 1]
-    if not heated or (training.old_logprobs != "recorded" and training.correction == "none"):
-        return None
-    recorded = training.old_logprobs == "recorded"
-    key = 'old_logprobs = "recorded"' if recorded else f'correction = "{training.correction}"'
-    where, name, value = heated[0]
-    what = f"{where}{name} = {value:g} with [rl.training] {key}"
-    return what, 'old_logprobs = "auto"' if recorded else 'correction = "none"'
 
 
 def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, str, float]]:

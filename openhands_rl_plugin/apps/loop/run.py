@@ -7,14 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from openhands_rl_plugin.apps.loop.checks import (
-    CHECKOUTS,
-    EVALUATION,
-    check_trainable,
-    evaluated_by,
-    needs_scaled,
-    refuse_unscaled,
-)
+from openhands_rl_plugin.apps.loop.checks import CHECKOUTS, EVALUATION, check_trainable, evaluated_by
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, demonstrator_of, open_demonstrator
 from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
@@ -297,9 +290,6 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
 
 async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
     """All weights go into a server that takes them, fit into memory, and begin as the base model on the server."""
-    if needs_scaled(job.settings) is not None:
-        for url in await parts.publisher.unscaled(job.settings.serving.model, probe_ids(job.model)):
-            refuse_unscaled(job.settings, url, "start vLLM with --logprobs-mode processed_logprobs, or ")
     if job.settings.training.method != "full":
         return
     check_fits(job.model, job.settings.training, 0, free_memory())

@@ -243,15 +243,6 @@ class AdapterPublisher:
                     f"{' or '.join(able) or 'another base model'}, or leave the experts out (adapt_experts = false)"
                 )
 
-    async def unscaled(self, name: str, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """The servers that report logprobs of temperature 1 for what they sample at another one, by URL.
-
-        Asked with the model ``name`` after beginnings of ``token_ids``. Raises ``PublishError``.
-        """
-        servers = await self._open_servers()
-        found = await _on_all(servers, lambda server: server.unscaled(name, token_ids))
-        return tuple(server.url for server, unscaled in zip(servers, found, strict=True) if unscaled)
-
     async def served_model(self, adapter: Adapter) -> str:
         """The ``model`` of a completion request that is to be sampled with ``adapter``."""
         return await (await self._open_servers())[0].served_model(adapter.name)

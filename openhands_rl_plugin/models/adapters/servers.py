@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import PublishError
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.engines.client import (
     JSON,
@@ -84,8 +83,6 @@ class Connection:
 
 ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 
-_SAME = 0.05  # mean nats that rounding moves logprobs of equal requests by, at most
-
 
 class AdapterServer(ABC):
     """A server with adapters. Every method raises ``PublishError``."""
@@ -109,10 +106,6 @@ class AdapterServer(ABC):
     @abstractmethod
     async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
         """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
-
-    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
-        """Whether it is known to report logprobs of temperature 1 for what it samples at another one."""
-        return False
 
     async def served_model(self, name: str) -> str:
         """The ``model`` of a completion request that is to be sampled with the adapter."""
@@ -175,39 +168,12 @@ class VLLMServer(AdapterServer):
             raise PublishError(f"{name} at {self.url}: its prompt_logprobs are not those of the prompt")
         return [each for each in found if each is not None]
 
-    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
-        """By the likeliest tokens after a few beginnings: only ``--logprobs-mode processed_logprobs`` gives them others
-        at temperature 3."""
-        body: dict[str, object] = {
-            "model": name,
-            "prompt": [list(token_ids[:length]) for length in range(1, len(token_ids) + 1, len(token_ids) // 8 + 1)],
-            "max_tokens": 1,
-            "top_p": 1.0,
-            **NEUTRAL_PARAMETERS,
-            "ignore_eos": True,
-            "logprobs": 1,
-        }
-
-        def pick(answer: Any) -> list[float]:
-            return [max(choice["logprobs"]["top_logprobs"][0].values()) for choice in answer["choices"]]
-
-        what = f"the logprobs of {self.url} cannot be checked"
-        cold, hot = [
-            await self._http.ask("v1/completions", {**body, "temperature": temperature}, pick, what)
-            for temperature in (1.0, 3.0)
-        ]
-        return sum(abs(one - other) for one, other in zip(cold, hot, strict=True)) < _SAME * len(cold)
-
 
 class EmbeddedServer(VLLMServer):
     """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, which it does not report."""
 
     NAME: ClassVar[str] = "`openhands-rl serve`"
     _HINT: ClassVar[str] = ""
-
-    async def unscaled(self, name: str, token_ids: Sequence[int]) -> bool:
-        """Always."""
-        return True
 
     async def weights(self) -> tuple[str, str]:
         """The name and the path of the weights that are served without an adapter."""

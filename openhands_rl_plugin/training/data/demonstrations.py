@@ -7,10 +7,9 @@ before (a template that takes reasoning out of earlier turns) starts a new seque
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary, describe
@@ -49,14 +48,7 @@ WireMessages = Sequence[dict[str, Any]]
 Render = Callable[[WireMessages, Sequence[JsonObject], bool], str]
 """Messages, tools, and whether the generation prompt follows -> text. Raises ``TrainingError`` when refused."""
 
-_CALL, _NAME, _VALUE, _RESULT, _TEXT, _REASON = (
-    "probe_call",
-    "probe_name",
-    "probe_value",
-    "probe result",
-    "probe text",
-    "probe reason",
-)
+_CALL, _NAME, _VALUE, _RESULT = "probe_call", "probe_name", "probe_value", "probe result"
 _TOOL: JsonObject = {
     "type": "function",
     "function": {
@@ -75,16 +67,12 @@ class TemplateTraits(NamedTuple):
     """What a template can say.
 
     ``native``: results, tools, and calls with their arguments as one JSON object. ``parallel``: several calls in a
-    turn. ``content``: text beside a call. ``system``: a message of that role. ``repeats``: two messages of one role in
-    a row. ``reasoning``: ``reasoning_content``.
+    turn. ``repeats``: two messages of one role in a row.
     """
 
     native: bool
     parallel: bool
-    content: bool
-    system: bool
     repeats: bool
-    reasoning: bool
 
 
 class RenderedMessage(NamedTuple):
@@ -97,18 +85,12 @@ class RenderedMessage(NamedTuple):
 def traits_of(render: Render) -> TemplateTraits:
     """Found out by rendering short conversations."""
     asked = {"role": "user", "content": "Begin."}
-    system = {"role": "system", "content": "Rules."}
     calls = [_probe_call(_CALL), _probe_call("probe_other")]
     both = [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
-    one = [asked, {"role": "assistant", "content": _TEXT, "tool_calls": calls[:1]}]
-    thought = [asked, {"role": "assistant", "content": _TEXT, "reasoning_content": _REASON}]
     return TemplateTraits(
         native=prints_calls(render),
         parallel="probe_other" in (_tried(render, both, [_TOOL]) or ""),
-        content=_TEXT in (_tried(render, one, [_TOOL]) or ""),
-        system="Rules." in (_tried(render, [system, asked]) or ""),
         repeats=_tried(render, [asked, asked]) is not None,
-        reasoning=_REASON in (_tried(render, thought) or ""),
     )
 
 
@@ -135,8 +117,6 @@ def turns_for(
             turns = list(_as_text(spoken, trajectory.tools))
     except LeftOutError as error:
         raise TrainingError(str(error)) from error
-    if not traits.system:
-        turns = _without_system(turns)
     return (turns if traits.repeats else _alternating(turns)), (trajectory.tools if native else ())
 
 
@@ -152,22 +132,6 @@ def _as_text(spoken: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator
     yield from (RenderedMessage(dict(wire), False) for wire in written[:added])
     for wire, message in zip(written[added:], spoken, strict=True):
         yield RenderedMessage(dict(wire), _trained(message))
-
-
-def _without_system(turns: Sequence[RenderedMessage]) -> list[RenderedMessage]:
-    """System messages become the beginning of the user's next one."""
-    out: list[RenderedMessage] = []
-    waiting: list[str] = []
-    for turn in turns:
-        if turn.wire["role"] == "system":
-            waiting.append(turn.wire["content"] or "")
-        elif waiting and turn.wire["role"] == "user":
-            content = "\n\n".join([*waiting, turn.wire["content"] or ""])
-            out.append(turn._replace(wire={**turn.wire, "content": content}))
-            waiting = []
-        else:
-            out.append(turn)
-    return [RenderedMessage({"role": "user", "content": "\n\n".join(waiting)}, False), *out] if waiting else out
 
 
 def _alternating(turns: Sequence[RenderedMessage]) -> list[RenderedMessage]:
@@ -209,9 +173,6 @@ def _tried(render: Render, messages: WireMessages, tools: Sequence[JsonObject] =
         return None
 
 
-_CACHED_TEXTS = 4096
-
-
 class ChatTokenizer(TemplateTokenizer, Protocol):
     """The part of a Hugging Face tokenizer that is used here."""
 
@@ -244,13 +205,11 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
 
 
 class Tokenised(NamedTuple):
-    """Episodes with token ids of ours. ``failed``: why others have none -> how many; ``unsaid``: what the template
-    does not print -> in how many answers."""
+    """Episodes with token ids of ours. ``failed``: why others have none -> how many."""
 
     trajectories: tuple[Trajectory, ...]
     made: int
     failed: Counter[str]
-    unsaid: Counter[str]
 
 
 def is_demonstration(trajectory: Trajectory) -> bool:
@@ -293,7 +252,7 @@ def tokenised(trajectories: Sequence[Trajectory], tokenizer: ChatTokenizer) -> T
             except TrainingError as error:
                 failed[str(error)] += 1
         out.append(rendered)
-    return Tokenised(tuple(out), made, failed, maker.unsaid)
+    return Tokenised(tuple(out), made, failed)
 
 
 def demonstration_samples(trajectory: Trajectory, tokenizer: ChatTokenizer) -> list[Sample]:
@@ -305,18 +264,13 @@ def demonstration_samples(trajectory: Trajectory, tokenizer: ChatTokenizer) -> l
 
 
 class TokenMaker:
-    """Token ids by one tokenizer. ``unsaid`` counts what its template leaves out of answers."""
+    """Token ids by one tokenizer."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self.unsaid: Counter[str] = Counter()
         self._tokenizer = tokenizer
         special = {str(each) for each in tokenizer.added_tokens_decoder.values() if each.special}
         self._eos = str(tokenizer.special_tokens_map.get("eos_token") or "")
         self._special = tuple(sorted(special | ({self._eos} - {""})))
-        longest_first = sorted(self._special, key=lambda each: (-len(each), each))
-        self._pieces = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
-        self._checked = False
-        self._encode = lru_cache(_CACHED_TEXTS)(self._encode_text)
 
     @cached_property
     def traits(self) -> TemplateTraits:
@@ -355,7 +309,6 @@ class TokenMaker:
         for at, turn in enumerate(turns):
             tokens = None
             if turn.trained:
-                self._count_unsaid(turn)
                 prompt, answer = self._prompt_and_answer([each.wire for each in turns[: at + 1]], tools)
                 extends = bool(held) and prompt.startswith(held)
                 new = prompt[len(held) :] if extends else prompt
@@ -411,24 +364,8 @@ class TokenMaker:
         return found[::-1]
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """The token ids of a text. Special tokens are cut out first, as tokenizers do it: known text is looked up."""
-        if self._pieces is None:
-            return self._encode(text)
-        ids = tuple(identity for piece in self._pieces.split(text) if piece for identity in self._encode(piece))
-        if not self._checked:
-            self._checked = True
-            if ids != (whole := self._encode(text)):
-                self._pieces, ids = None, whole  # a tokenizer that looks beyond its special tokens
-        return ids
-
-    def _encode_text(self, text: str) -> tuple[int, ...]:
+        """The token ids of a text."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _count_unsaid(self, turn: RenderedMessage) -> None:
-        if turn.wire.get("reasoning_content") and not self.traits.reasoning:
-            self.unsaid["reasoning"] += 1
-        if turn.wire.get("tool_calls") and turn.wire.get("content") and not self.traits.content:
-            self.unsaid["text beside a call"] += 1
 
 
 class TemplateCheck:

@@ -14,57 +14,33 @@ from transformers import PreTrainedModel
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 
+SERVED_EXPERTS = frozenset(
+    (
+        *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "olmoe"),
+        *("qwen2_moe", "qwen3_moe", "qwen3_next"),
+    )
+)
+"""Families whose experts vLLM loads by ``EXPERT_LAYERS`` (its classes with ``is_3d_moe_weight = False`` and LoRA)."""
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """Names of an expert's layers in the model's files. ``block``: of the mixture there, where it differs from here."""
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    block: tuple[str, str] | None = None
-
-    @property
-    def layers(self) -> tuple[str, str, str]:
-        """The three names."""
-        return self.gate, self.up, self.down
-
-
-_W = ExpertNames("w1", "w3", "w2", block=(".mlp.experts.", ".block_sparse_moe.experts."))
-
-BY_NAME = {
-    **dict.fromkeys(
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "ernie4_5_moe",
-            "glm4_moe",
-            "olmoe",
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_next",
-        ),
-        ExpertNames(),
-    ),
-    **dict.fromkeys(("mixtral", "minimax_m2"), _W),
-}
-"""Families whose experts vLLM loads by these names (its classes with ``is_3d_moe_weight = False`` and LoRA)."""
+EXPERT_LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 class SeparateExperts(nn.Module):
     """The experts of one layer; ``self[i]`` has three linear layers that share the memory of the fused weights."""
 
-    def __init__(self, fused: nn.Module, names: ExpertNames) -> None:
+    def __init__(self, fused: nn.Module) -> None:
         super().__init__()
         gate_up, down = fused.get_parameter("gate_up_proj"), fused.get_parameter("down_proj")
-        self.names = names
         self.act_fn = fused.act_fn
         self.count = gate_up.shape[0]
         width = down.shape[2]
         for at in range(self.count):
             expert = nn.Module()
-            for name, weight in zip(names.layers, (gate_up[at, :width], gate_up[at, width:], down[at]), strict=True):
-                setattr(expert, name, _linear(weight))
+            parts = gate_up[at, :width], gate_up[at, width:], down[at]
+            for name, weight in zip(EXPERT_LAYERS, parts, strict=True):
+                layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+                layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+                setattr(expert, name, layer)
             self.add_module(str(at), expert)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -73,8 +49,7 @@ class SeparateExperts(nn.Module):
         chosen = F.one_hot(top_k_index, num_classes=self.count + 1).permute(2, 1, 0)
         for at in chosen[: self.count].sum((1, 2)).nonzero().flatten().tolist():
             place, token = torch.where(chosen[at])
-            expert = self.get_submodule(str(at))
-            gate, up, down = (expert.get_submodule(name) for name in self.names.layers)
+            gate, up, down = (self.get_submodule(f"{at}.{name}") for name in EXPERT_LAYERS)
             x = hidden_states[token]
             y = down(self.act_fn(gate(x)) * up(x)) * top_k_weights[token, place, None]  # pyright: ignore[reportCallIssue]
             output.index_add_(0, token, y.to(output.dtype))
@@ -89,33 +64,6 @@ def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
         if any(weight.ndim == 3 and "proj" in own for own, weight in module.named_parameters(recurse=False))
     }
 
-
-def separate_experts(model: PreTrainedModel) -> bool:
-    """Replace the experts of ``model`` by ``SeparateExperts``; ``False`` for a family whose names are not known."""
-    names = BY_NAME.get(model.config.get_text_config().model_type)
-    found = fused_experts(model)
-    known = {"gate_up_proj", "down_proj"}
-    if names is None or any(set(dict(each.named_parameters())) != known for each in found.values()):
-        return False
-    for name, fused in found.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, SeparateExperts(fused, names))
-    return True
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return made
-
-
-# A layer that several ones of other families are fused into.
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "query_key_value": ("q_proj", "k_proj", "v_proj"),
-    "c_attn": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 
 # vLLM 0.32 has no adapters for these, or not the model.
 _NOT_BY_VLLM = frozenset({"bloom", "mamba", "mamba2", "rwkv", "xlstm", "recurrent_gemma"})
@@ -161,37 +109,21 @@ def prepare_targets(model: PreTrainedModel, targets: Sequence[str], *, adapt_exp
     other names, or experts that no server could load.
     """
     family = model.config.get_text_config().model_type
-    has_experts = bool(fused_experts(model))
     if adapt_experts:
-        if not has_experts:
-            raise TrainingError(f"{family} has no experts: set [rl.training] adapt_experts = false")
-        if not separate_experts(model):
+        fused = fused_experts(model)
+        if not fused or family not in SERVED_EXPERTS or not {*EXPERT_LAYERS} <= {*targets}:
             raise TrainingError(
-                f"no server can load adapters of {family}'s experts as they are trained here: set [rl.training] "
-                f"adapt_experts = false (families that can be served: {', '.join(sorted(BY_NAME))})"
+                f"no server can load adapters of {family}'s experts with these target_modules: set [rl.training] "
+                f"adapt_experts = false, or add {', '.join(EXPERT_LAYERS)} for a model of "
+                f"{', '.join(sorted(SERVED_EXPERTS))}"
             )
+        for name, module in fused.items():
+            model.set_submodule(name, SeparateExperts(module))
     found = coverage(model, targets)
-    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    fused = {
-        layer: parts
-        for layer, parts in _FUSED.items()
-        if layer in present and layer not in targets and set(parts) & set(found.missing)
-    }
-    if adapt_experts:
-        names = BY_NAME[family].layers
-        if not set(names) <= set(targets):
-            fused[" and ".join(names)] = ("gate_proj", "up_proj", "down_proj")
-    if fused:
-        replaced = {part for parts in fused.values() for part in parts} & set(found.missing)
-        wanted = [target for target in targets if target not in replaced]
-        wanted += [name for layers in fused for name in layers.split(" and ") if name not in wanted]
+    if not found.adapted or (found.missing and not found.experts):
+        present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         raise TrainingError(
-            f"{family} has other names for {', '.join(sorted(replaced)) or 'its experts'}: {', '.join(fused)}; set "
-            f"[rl.training] target_modules = {_toml(wanted)}"
-        )
-    if not found.adapted:
-        raise TrainingError(
-            f"{family} has no layers {', '.join(targets)}: set [rl.training] target_modules to some of "
+            f"{family} has no layers {', '.join(found.missing)}: set [rl.training] target_modules to some of "
             f"{', '.join(sorted(present - {'lm_head'})[:12])}"
         )
     return found
@@ -247,7 +179,3 @@ def _is_target(name: str, targets: Sequence[str]) -> bool:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1g} %"
-
-
-def _toml(names: Sequence[str]) -> str:
-    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

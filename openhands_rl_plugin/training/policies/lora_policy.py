@@ -24,7 +24,6 @@ from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.distributed.ranks import shard_layers
 from openhands_rl_plugin.training.policies.adapter_targets import (
-    BY_NAME,
     describe_targets,
     prepare_targets,
     servers_of,
@@ -140,7 +139,7 @@ class TrainablePolicy(PackedModel):
 
     def save(self, directory: Path) -> None:
         """Write the adapter in PEFT's format into an existing directory."""
-        weights = {self._in_file(name): tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.weights().items()}
         # Not save_file: its error for a full disk is not an OSError.
         (directory / WEIGHTS_FILE).write_bytes(serialize(weights, {"format": "pt"}))
         config = self._peft.peft_config["default"]
@@ -162,7 +161,7 @@ class TrainablePolicy(PackedModel):
             tensors = load_file(directory / WEIGHTS_FILE)
         except (OSError, SafetensorError) as error:
             raise TrainingError(f"cannot read the adapter in {directory}: {describe(error)}") from error
-        self.set_weights({self._in_model(name): tensor for name, tensor in tensors.items()}, str(directory))
+        self.set_weights(tensors, str(directory))
 
     def set_weights(self, tensors: dict[str, Tensor], source: str) -> None:
         """Load adapter tensors. Raises ``TrainingError`` when names or shapes differ."""
@@ -195,14 +194,6 @@ class TrainablePolicy(PackedModel):
             torch.manual_seed(settings.seed)
             with without_renaming(self._base):
                 self._peft = _wrap(self._base, adapter_config(settings, self.model_path), self.model_path)
-
-    def _in_file(self, name: str) -> str:
-        names = BY_NAME.get(self._base.config.get_text_config().model_type)
-        return name.replace(*names.block) if names is not None and names.block is not None else name
-
-    def _in_model(self, name: str) -> str:
-        names = BY_NAME.get(self._base.config.get_text_config().model_type)
-        return name.replace(names.block[1], names.block[0]) if names is not None and names.block is not None else name
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._peft.named_parameters() if p.requires_grad}

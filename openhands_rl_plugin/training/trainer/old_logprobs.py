@@ -143,116 +143,83 @@ _UNSCALED = (
 )
 
 
-class OldLogprobs:
-    """Decides whose logprobs ``TrainingSample.old`` are and sets them, before the first step of a call.
+def set_old_logprobs(
+    policy: PackedModel,
+    loss: Loss,
+    items: Sequence[TrainingSample],
+    epoch: Sequence[Sequence[TrainingSample]],
+    ranks: Ranks,
+    *,
+    version: int,
+    limit: int,
+) -> bool:
+    """Decide whose logprobs ``TrainingSample.old`` are, and set them, before the first step of a call.
 
-    What an older version sampled keeps the recorded ones where they are recomputed for the rest: recomputed, its ratio
-    would be 1, as if the policy had not moved since. A correction weighs it by both instead.
+    They are recomputed where the settings say so, and by default where the recorded ones differ by more than the clip's
+    bounds. What an older version sampled keeps the recorded ones then: recomputed, its ratio would be 1, as if the
+    policy had not moved since. A correction weighs it by both instead.
 
-    ``version``: the one that the policy starts from: only what it sampled itself shows how far two engines differ.
-    ``limit``: tokens of a micro-batch.
+    Args:
+        policy: the one to train.
+        loss: that of the call.
+        items: all samples of the call.
+        epoch: the optimiser batches of the first epoch, which hold all items.
+        ranks: the processes that train together.
+        version: the one that the policy starts from: what it sampled itself shows how far two engines differ.
+        limit: tokens of a micro-batch.
+
+    Returns whether any are recomputed. Raises ``TrainingError`` where the recorded ones are of another distribution,
+    and the settings need them.
     """
+    settings = loss.settings
+    in_reward = settings.kl != "none" and settings.kl_in == "reward"  # it gives all samples an advantage
+    live = [item for item in items if in_reward or loss.counts(item)]
 
-    def __init__(self, policy: PackedModel, loss: Loss, ranks: Ranks, *, version: int, limit: int) -> None:
-        self._policy, self._loss, self._settings, self._ranks = policy, loss, loss.settings, ranks
-        self._version, self._limit = version, limit
+    def difference(some: Sequence[TrainingSample], *, scaled: bool = True) -> float:
+        """Mean absolute difference, in nats, of the recorded logprobs of one micro-batch of ``some`` from ours."""
+        sums = accumulate(len(item.sample.input_ids) for item in some)
+        some = some[: max(1, sum(size <= settings.max_tokens_per_micro_batch for size in sums))]
+        own = policy_logprobs(policy, some, limit, ranks, scaled=scaled)
+        return torch.cat([now - item.recorded for item, now in zip(some, own, strict=True)]).abs().mean().item()
 
-    def set(self, items: Sequence[TrainingSample], epoch: Sequence[Sequence[TrainingSample]]) -> bool:
-        """Whether they are recomputed. ``epoch``: the optimiser batches of the first epoch, which hold all items.
-
-        Raises ``TrainingError`` where the recorded ones are of another distribution, and the settings need them.
-        """
-        settings = self._settings
-        unscaled = self._are_unscaled([item for item in items if item.temperatures is not None])
-        if unscaled and (settings.correction != "none" or settings.old_logprobs == "recorded"):
-            raise TrainingError(
-                f'a correction and old_logprobs = "recorded" need them as they were sampled: {_UNSCALED}'
-            )
-        why = "the recorded ones are those of temperature 1" if unscaled else self._why_recomputed(items)
-        if why is None:
-            return False
-        live, stale = [item for item in items if self._is_live(item)], list[TrainingSample]()
-        reinforces = self._loss.kind == "reinforcement"
-        if reinforces and settings.correction == "none":
-            stale = [item for item in live if version_of(item.sample) != self._version]
-        kept = set(map(id, () if unscaled or settings.old_logprobs == "recomputed" else stale))
-        if stale:
-            log.warning(
-                "%d of %d samples are of other versions than the one that is trained: %s; set [rl.training] correction "
-                '= "truncate" (at temperature 1, or with --logprobs-mode processed_logprobs)',
-                len(stale),
-                len(live),
-                "their ratio is to the recorded logprobs, which holds the difference of trainer and server too"
-                if kept
-                else "with recomputed old logprobs nothing corrects what the policy has moved since",
-            )
-        if len(kept) == len(live):
-            return False
-        scaled = [item for item in live if unscaled and item.temperatures is not None]
-        if reinforces:
-            log.info(
-                "old logprobs are recomputed, because %s: forward passes over %d more tokens, each at about a third of "
-                "the cost of training on it once",
-                why,
-                sum(len(item.sample.input_ids) for item in (*live, *scaled)),
-            )
-        for batch in epoch:
-            # In the groups that the step will make of them: bfloat16 rounds by the shapes, by more than GSPO's bounds.
-            group = [item for item in batch if self._is_live(item)]
-            if not all(id(item) in kept for item in group):
-                for item, values in zip(group, self._compute(group), strict=True):
-                    if id(item) not in kept:
-                        item.old = values
-        if scaled:
-            for item, values in zip(scaled, self._compute(scaled, scaled=False), strict=True):
-                # For the drift only, which so compares the two engines at temperature 1.
-                item.recorded = item.old + item.recorded - values
-        return True
-
-    def _is_live(self, item: TrainingSample) -> bool:
-        """Whether a step computes it: a KL term in the reward gives samples without an advantage one."""
-        in_reward = self._settings.kl != "none" and self._settings.kl_in == "reward"
-        return in_reward or self._loss.counts(item)
-
-    def _why_recomputed(self, items: Sequence[TrainingSample]) -> str | None:
-        settings = self._settings
-        if self._loss.old_logprobs == "recorded":
-            return None
-        if self._loss.old_logprobs == "recomputed":
-            return f"{settings.algorithm}, a correction or old_logprobs needs them"
-        own = self._first([item for item in items if version_of(item.sample) == self._version])
-        found, bound = self._mismatch(own) if own else 0.0, _log_bound(settings)
-        if found <= bound:
-            return None
-        return f"the recorded ones differ by {found:.2g} nats on average, more than the clip's bound of {bound:.2g}"
-
-    def _mismatch(self, items: Sequence[TrainingSample]) -> float:
-        """Mean absolute log ratio of the trainer's to the recorded probability."""
-        differences = [now - item.recorded for item, now in zip(items, self._compute(items), strict=True)]
-        return torch.cat(differences).abs().mean().item()
-
-    def _are_unscaled(self, items: Sequence[TrainingSample]) -> bool:
-        """Whether the recorded logprobs are those of temperature 1 (vLLM's ``raw_logprobs``, which is its default, and
-        `openhands-rl serve`) and not those that were sampled with (``processed_logprobs``, SGLang).
-
-        No server says so in its answers: they are whichever the trainer's own are nearer to.
-        """
-        own = self._first(items)
-        if not own:
-            return False
-        scaled, unscaled = self._compute(own), self._compute(own, scaled=False)
-        recorded = torch.cat([item.recorded for item in own])
-        to_scaled, to_unscaled = ((torch.cat(each) - recorded).abs().sum() for each in (scaled, unscaled))
-        return bool(to_unscaled < to_scaled)
-
-    def _compute(self, items: Sequence[TrainingSample], *, scaled: bool = True) -> list[Tensor]:
-        return policy_logprobs(self._policy, items, self._limit, self._ranks, scaled=scaled)
-
-    def _first(self, items: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
-        """As many as a micro-batch holds, at least one of those that there are."""
-        sums = accumulate(len(item.sample.input_ids) for item in items)
-        fitting = sum(size <= self._settings.max_tokens_per_micro_batch for size in sums)
-        return items[: max(1, fitting)]
+    # vLLM (by default) and `openhands-rl serve` report logprobs of temperature 1, and no server says so.
+    heated = [item for item in items if item.temperatures is not None]
+    unscaled = bool(heated) and difference(heated, scaled=False) < difference(heated)
+    if unscaled and (settings.correction != "none" or settings.old_logprobs == "recorded"):
+        raise TrainingError(f'a correction and old_logprobs = "recorded" need them as they were sampled: {_UNSCALED}')
+    choice = loss.old_logprobs
+    if choice == "auto":
+        own = [item for item in items if version_of(item.sample) == version]
+        choice = "recomputed" if own and difference(own) > _log_bound(settings) else "recorded"
+    if choice == "recorded" and not unscaled:
+        return False
+    stale: list[TrainingSample] = []
+    if loss.kind == "reinforcement" and settings.correction == "none":
+        stale = [item for item in live if version_of(item.sample) != version]
+    if stale:
+        log.warning(
+            "%d of %d samples are of other versions than the one that is trained: set [rl.training] correction = "
+            '"truncate" (at temperature 1, or with --logprobs-mode processed_logprobs)',
+            len(stale),
+            len(live),
+        )
+    kept = set(map(id, () if unscaled or settings.old_logprobs == "recomputed" else stale))
+    if len(kept) == len(live):
+        return False
+    among = set(map(id, live))
+    for batch in epoch:
+        # In the groups that the step will make of them: bfloat16 rounds by the shapes, by more than GSPO's bounds.
+        group = [item for item in batch if id(item) in among]
+        if not all(id(item) in kept for item in group):
+            for item, values in zip(group, policy_logprobs(policy, group, limit, ranks), strict=True):
+                if id(item) not in kept:
+                    item.old = values
+    if unscaled:
+        scaled = [item for item in live if item.temperatures is not None]
+        for item, values in zip(scaled, policy_logprobs(policy, scaled, limit, ranks, scaled=False), strict=True):
+            # For the drift only, which so compares the two engines at temperature 1.
+            item.recorded = item.old + item.recorded - values
+    return True
 
 
 def saved_logprobs(items: Sequence[TrainingSample]) -> dict[str, Tensor]:

@@ -45,7 +45,6 @@ from openhands_rl_plugin.training.losses.losses import (
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.metrics import Tracker, TrainMetrics, TrainProgress, learning_rates
 from openhands_rl_plugin.training.trainer.old_logprobs import (
-    OldLogprobs,
     check_pairs,
     check_sampled,
     check_samples,
@@ -53,6 +52,7 @@ from openhands_rl_plugin.training.trainer.old_logprobs import (
     newest_version,
     policy_logprobs,
     saved_logprobs,
+    set_old_logprobs,
     staleness,
     subtract_divergence,
     subtract_teacher,
@@ -259,8 +259,10 @@ class Trainer:
         else:
             done, first_step, metrics = 0, self.step, TrainMetrics()
             order = self._order(items, first_step)
-            chosen = OldLogprobs(self._policy, loss, self._ranks, version=self._version, limit=limit)
-            recomputed = chosen.set(items, order[: len(order) // self.settings.num_epochs])
+            epoch = order[: len(order) // self.settings.num_epochs]
+            recomputed = set_old_logprobs(
+                self._policy, loss, items, epoch, self._ranks, version=self._version, limit=limit
+            )
         if loss.needs_reference:
             with self._policy.without_adapter():
                 references = policy_logprobs(self._policy, items, limit, self._ranks)

@@ -55,26 +55,6 @@ def test_any_temperature_above_zero_can_be_trained(sections: dict[str, Any]) -> 
         ({"sampling": {"repetition_penalty": 1.05}}, r"repetition_penalty = 1.05: .* set 1"),
         ({"strategy": {"sampling": {"min_p": 0.1}}}, r"\[rl.strategy\] sampling.min_p = 0.1: .* set 0"),
         (
-            {
-                "sampling": {"temperature": 0.7},
-                "training": {"algorithm": "grpo", "correction": "mask"},
-                "serving": {"server": "embedded"},
-            },
-            'correction = "mask": `openhands-rl serve` reports logprobs of temperature 1',
-        ),
-        (
-            {
-                "sampling": {"temperature": 0.7},
-                "training": {"algorithm": "grpo", "old_logprobs": "recorded"},
-                "serving": {"server": "embedded"},
-            },
-            'old_logprobs = "recorded": `openhands-rl serve` reports logprobs of temperature 1',
-        ),
-        (
-            {"sampling": {"temperature": 0.7}, "training": {"algorithm": "grpo", "correction": "truncate"}},
-            'correction = "truncate": `openhands-rl serve` reports logprobs of temperature 1',  # it is started
-        ),
-        (
             {"training": {"algorithm": "grpo", "adapt_experts": True}, "serving": {"server": "embedded"}},
             "adapt_experts = true: .* cannot load adapters of experts",
         ),

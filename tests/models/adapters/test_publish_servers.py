@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -14,17 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sglang_double import BASE, SGLangDouble, running_sglang
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from tiny_model import write_adapter, write_model
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
-from openhands_rl_plugin.core.servers import listening, serving
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import ServerKind
@@ -152,33 +146,6 @@ async def test_a_version_that_was_made_anew_at_the_same_place_is_loaded_anew(
         async with AdapterPublisher(url, store) as publisher:
             await publisher.publish(adapter)
         assert sglang.loads == loads, "the same weights are not loaded again"
-
-
-@contextmanager
-def running_processed(model: Path) -> Iterator[str]:
-    """vLLM's answer with ``--logprobs-mode processed_logprobs``: logprobs of the distribution that is sampled from."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-    async def completions(request: Request) -> Response:
-        body = await request.json()
-        with torch.no_grad():
-            logits = [loaded(torch.tensor([ids])).logits[0, -1] / body["temperature"] for ids in body["prompt"]]
-        tops = [torch.log_softmax(each, -1).max().item() for each in logits]
-        return JSONResponse({"choices": [{"logprobs": {"top_logprobs": [{"token": top}]}} for top in tops]})
-
-    app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
-    with listening("127.0.0.1", 0) as listener, serving(app, listener) as url:
-        yield url
-
-
-async def test_whether_logprobs_are_those_that_were_sampled_with_is_found_out(
-    embedded: str, model: Path, store: AdapterStore
-) -> None:
-    async with AdapterPublisher(embedded, store) as found, AdapterPublisher(embedded, store, server="vllm") as raw:
-        assert await found.unscaled("base", CANARY) == await raw.unscaled("base", CANARY) == (embedded,)
-    with running_processed(model) as url:
-        async with AdapterPublisher(url, store, server="vllm") as processed:
-            assert await processed.unscaled("base", CANARY) == ()
 
 
 async def test_sglang_keeps_the_old_version_where_the_new_one_is_not_the_trainers(

@@ -15,7 +15,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import Connection, open_server
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.policies.adapter_targets import BY_NAME, coverage
+from openhands_rl_plugin.training.policies.adapter_targets import EXPERT_LAYERS, coverage
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,7 +32,6 @@ LARGER = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 64, "vocab_si
         ("olmo3", False),
         ("qwen2_moe", False),
         ("qwen3_moe", True),
-        ("mixtral", True),
         ("glm4_moe", True),
         ("nemotron_h", False),
     ],
@@ -47,7 +46,7 @@ def test_vllm_serves_what_was_trained(name: str, experts: bool, tmp_path: Path) 
     if "moe_intermediate_size" in changes:
         changes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
     model = write_model(tmp_path / "model", model_type=name, **changes)
-    targets = tuple(dict.fromkeys((*family.targets, *(BY_NAME[name].layers if experts else ()))))
+    targets = tuple(dict.fromkeys((*family.targets, *(EXPERT_LAYERS if experts else ()))))
     settings = TrainingSettings(dtype="float32", lora_rank=8, target_modules=targets, adapt_experts=experts)
     trainer = LoraTrainer(model, settings)
     torch.manual_seed(0)
