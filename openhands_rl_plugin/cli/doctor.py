@@ -368,7 +368,7 @@ def print_drift(out: Console, report: Mapping[str, Any]) -> None:
     tokens = "{tokens:,} tokens, {sampled_tokens:,} of them sampled".format_map(report)
     out.print(Text(f"{found} ({report['segments_by_drift']:,} because of drift): {tokens}"))
     if not report["causes"]:
-        none = "nothing to compare: `openhands-rl stats` says why turns have no token ids"
+        none = "nothing to compare: `openhands-rl list STORE --by` says why turns have no token ids"
         out.print(Text("every turn extends the one before", "green") if report["turns"] else Text(none, "yellow"))
         return
     columns = ("cause", "breaks", "episodes", "tokens again", "of all")

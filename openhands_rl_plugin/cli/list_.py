@@ -1,4 +1,4 @@
-"""``openhands-rl list STORE``: the stored episodes.
+"""``openhands-rl list STORE``: the stored episodes, or statistics of groups of them.
 
 examples:
   openhands-rl list ~/.openhands/rl_trajectories
@@ -6,15 +6,33 @@ examples:
   openhands-rl list ~/.openhands/rl_trajectories --contains webshop --max-reward 0.5 --sort tokens --desc
   openhands-rl list ~/.openhands/rl_trajectories --reward human --sort reward
   openhands-rl list ~/.openhands/rl_trajectories --failure infrastructure --since 2025-01-31
+  openhands-rl list ~/.openhands/rl_trajectories --by
+  openhands-rl list ~/.openhands/rl_trajectories --by version --success-at 0.5
+  openhands-rl list ~/.openhands/rl_trajectories --by task --run demo --reward human --json
+
+--by prints statistics of each group: success, reward, turns, tokens, failures, and why turns have no token ids.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from pathlib import Path
 
-from openhands_rl_plugin.cli.options import add_filters, add_reward, add_store, filter_of, natural, open_store, positive
+from openhands_rl_plugin.cli.options import (
+    add_filters,
+    add_reward,
+    add_store,
+    filter_of,
+    finite,
+    natural,
+    open_store,
+    positive,
+)
+from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryOrder
 
 DEFAULT_LIMIT = 50
@@ -32,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--offset", type=natural, default=0, metavar="EPISODES", help="skip the first ones")
     add_reward(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object per line and episode")
+    by = "statistics by run, environment, split, strategy, version or task, separated by commas"
+    parser.add_argument("--by", nargs="?", const="run,environment,strategy,version", metavar="NAMES", help=by)
+    at = "with --by: reward from which an episode counts as a success (default: its environment's criterion, else 1)"
+    parser.add_argument("--success-at", type=finite, metavar="RETURN", help=at)
+    config = "with --by: a config.toml, whose [rl.reward] threshold is the criterion where --success-at is not given"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=config)
+    parser.add_argument("--json", action="store_true", help="one JSON object per line and episode; of --by a list")
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -42,6 +66,8 @@ async def run(args: argparse.Namespace) -> int:
 
     order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc}
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
+        if args.by is not None:
+            return await _statistics(args, storage)
         chosen = filter_of(args).model_copy(update=order)
         if args.reward is None:
             page = {"limit": args.limit, "offset": args.offset}
@@ -61,3 +87,62 @@ async def run(args: argparse.Namespace) -> int:
     range_ = f"{args.offset + 1} to {args.offset + len(found)} of {matching}" if found else f"none of {matching}"
     print(f"{range_} episodes" + ("; --offset shows more" if args.offset + len(found) < matching else ""))
     return 0
+
+
+async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
+    from openhands_rl_plugin.config.success import success_rule
+    from openhands_rl_plugin.config.toml import load_settings
+    from openhands_rl_plugin.trajectories.drift import BEGINNING
+    from openhands_rl_plugin.trajectories.view.figures import (
+        GROUPINGS,
+        REMEDY,
+        figures_of,
+        notes_of,
+        rewarded_by,
+        stats_table,
+        without_rewards,
+    )
+    from openhands_rl_plugin.trajectories.view.terminal import console, print_json
+
+    reward = load_settings(args.config).reward if args.config is not None else None
+    by = tuple(dict.fromkeys(name.strip() for name in args.by.split(",")))
+    for name in by:
+        if name not in GROUPINGS:
+            raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
+    chosen = filter_of(args)
+    if args.reward is None:
+        summaries = storage.summaries(chosen)
+    else:
+        summaries = rewarded_by(storage, chosen, args.reward)
+        chosen = without_rewards(chosen)
+    notes = {each.id: notes_of(each, scores) async for each, scores in storage.find(chosen)}
+    groups = await figures_of(
+        summaries,
+        by,
+        lambda of, value: success_rule(of.environment, reward, at=args.success_at).holds(value, of.stop),
+        notes,
+    )
+    if args.json:
+        print_json(groups)
+    elif groups:
+        console().print(stats_table(groups, by))
+        _print_segments(sum((Counter(group["segments"]) for group in groups), Counter()), BEGINNING)
+        _print_gaps(sum((Counter(group["gaps"]) for group in groups), Counter()), REMEDY)
+    else:
+        print("no episodes match")
+    return 0
+
+
+def _print_segments(counts: Counter[str], beginning: str) -> None:
+    """Only where an episode has more than one."""
+    first = counts.pop(beginning, 0)
+    if counts:
+        causes = ", ".join(f"{count:,} by {cause}" for cause, count in counts.most_common())
+        print(f"{first + counts.total():,} segments in {first:,} episodes: {causes} (see doctor drift)")
+
+
+def _print_gaps(counts: Counter[str], remedy: str) -> None:
+    for cause, count in counts.most_common():
+        print(f"{count:,} x {cause}")
+    if counts:
+        print(remedy)

@@ -109,7 +109,7 @@ async def judge_all(reward: Reward, trajectories: Sequence[Trajectory]) -> list[
 
 AT_ONCE = 32
 """Episodes that are judged and stored together; attempts at one task are neighbours."""
-UNLABELLED = "nobody gave a verdict on it: openhands-rl label STORE, or the studio"
+UNLABELLED = "nobody gave a verdict on it: openhands-rl score STORE --ask, or the studio"
 DIVIDED = "no more than half of its labellers said the same"
 _LABELS_AT_ONCE = 500
 
@@ -246,18 +246,6 @@ async def give_score(
     if identity:
         fields = {"value": value, "text": note, "author": author}
         await add_label(storage, trajectory_id, LabelKind.VERDICT, identity=identity, **fields)
-
-
-async def is_done(storage: TrajectoryStorage, trajectory_id: str) -> bool:
-    """Whether somebody gave a verdict on the episode, or none on purpose."""
-    labels = standing(await labels_of(storage, [trajectory_id]))
-    return any(map(_is_answer, labels))
-
-
-def _is_answer(label: Label) -> bool:
-    if label.kind is LabelKind.VERDICT:
-        return label.node is None and label.value is not None
-    return label.kind is LabelKind.TAG and label.text == SKIPPED and label.other is None
 
 
 async def undo(storage: TrajectoryStorage, *, author: str = "") -> Label | None:

@@ -1,4 +1,4 @@
-"""``score --value`` is the outcome, ``label`` is not: ``score --reward human`` makes scores of what people labelled.
+"""``score --value`` is the outcome, a label is not: ``score --reward human`` makes scores of what people labelled.
 All of it may be withdrawn, and is asked for once. So is which of two attempts is better."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rewards(store: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float 
 
 def test_what_nobody_judged_is_a_dash_and_no_part_of_a_rate(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rewards(store, capsys) == {"run-0": None, "run-1": None, "run-2": None, "run-3": 1.0, "failed": None}
-    assert cli.main(["stats", str(store), "--by", "run", "--json"]) == 0
+    assert cli.main(["list", str(store), "--by", "run", "--json"]) == 0
     (figures,) = json.loads(capsys.readouterr().out)
     assert (figures["episodes"], figures["valid"], figures["success"]["mean"]) == (5, 1, 1.0)
     assert cli.main(["show", str(store), "run-0"]) == 0
@@ -97,7 +97,7 @@ def test_a_wrong_score_leaves_nothing(
 
 def label(store: Path, typed: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    return cli.main(["label", str(store), *words])
+    return cli.main(["score", str(store), "--ask", *words])
 
 
 def human(store: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float | None]:
@@ -157,22 +157,22 @@ def test_the_last_label_is_taken_back_and_the_one_before_holds_again(
     assert human(store, capsys) == {"run-0": 1.0, "run-1": 1.0, "run-2": None, "run-3": None, "failed": None}
     assert cli.main(["show", str(store), "run-2"]) == 0
     assert "look at the tests" in capsys.readouterr().out
-    assert label(store, "", monkeypatch, "--undo") == 0
+    assert cli.main(["score", str(store), "--undo"]) == 0
     assert "taken back: skipped of run-2" in capsys.readouterr().out
     assert label(store, "n\nq\n", monkeypatch) == 0
     assert human(store, capsys)["run-2"] == 0.0
     assert cli.main(["score", str(store), "--id", "run-0", "--value", "0.25"]) == 0
     assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (0.25, 0.25)
-    assert cli.main(["label", str(store), "--undo"]) == 0
+    assert cli.main(["score", str(store), "--undo"]) == 0
     assert "taken back: verdict 0.25 of run-0" in capsys.readouterr().out
     assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (None, 1.0), "what was said before"
     for _ in range(4):  # of run-2 the verdict and the comment, of run-1 and run-0 the verdicts
-        assert cli.main(["label", str(store), "--undo"]) == 0
+        assert cli.main(["score", str(store), "--undo"]) == 0
     capsys.readouterr()
     assert cli.main(["score", str(store), "--reward", "human", "--dry-run"]) == 0
     assert "human-1: 0 to score, 0 already, 3 to withdraw" in capsys.readouterr().out
     assert set(human(store, capsys).values()) == {None}
-    assert cli.main(["label", str(store), "--undo"]) == 1
+    assert cli.main(["score", str(store), "--undo"]) == 1
     assert "nothing to take back" in capsys.readouterr().out
     assert cli.main(["show", str(store), "run-2"]) == 0
     assert "look at the tests" not in capsys.readouterr().out
@@ -181,7 +181,7 @@ def test_the_last_label_is_taken_back_and_the_one_before_holds_again(
 
 def test_scores_of_labels_are_made_once(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["score", str(store), "--reward", "human"]) == 1
-    assert "4 x grader: nobody gave a verdict on it: openhands-rl label STORE" in capsys.readouterr().out
+    assert "4 x grader: nobody gave a verdict on it: openhands-rl score STORE --ask" in capsys.readouterr().out
     assert cli.main(["score", str(store), "--id", "run-0", "--value", "1"]) == 0
     capsys.readouterr()
     for said in ("human-1: 1 scored, 0 already", "human-1: 0 scored, 1 already"):
@@ -193,29 +193,26 @@ def test_scores_of_labels_are_made_once(store: Path, capsys: pytest.CaptureFixtu
 def test_attempts_at_one_task_are_compared_and_each_pair_once(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert label(store, "1 shorter\n=\nu\n3\n2\nq\n", monkeypatch, "--pairs") == 0
+    assert label(store, "1 shorter\n=\nu\n3\n2\nq\n", monkeypatch, "pairs") == 0
     said = capsys.readouterr().out
     assert "which is better? [1], [2], [=] alike" in said and "solved?" not in said
-    assert "pair 3 of 3" in said and "policy" not in said and "'3' is none of 1, 2, =, s, u, q" in said
-    assert "taken back: preference 0.5" in said and "2 compared" in said
+    assert "3 of 3: 2" in said and "policy" not in said and "'3' is none of 1, 2, =, s, u, q" in said
+    assert "taken back: preference 0.5" in said and "2 labelled" in said
     found = preferences(read(store)[1])
     assert set(found) == {frozenset(("run-0", "run-1")), frozenset(("run-1", "run-2"))} and None not in found.values()
-    assert label(store, "s\n", monkeypatch, "--pairs") == 0
-    assert "pair 3 of 3" in capsys.readouterr().out
-    assert label(store, "", monkeypatch, "--pairs") == 0
+    assert label(store, "s\n", monkeypatch, "pairs") == 0
+    assert "3 of 3: 2" in capsys.readouterr().out
+    assert label(store, "", monkeypatch, "pairs") == 0
     assert "which is better" not in capsys.readouterr().out, "nothing is left to ask"
     assert label(store, "", monkeypatch) == 0
     assert "1 of 4" in capsys.readouterr().out, "two that were skipped are still asked for one by one"
 
 
 def test_a_preference_is_said_by_ids(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["label", str(store), "--id"]
+    words = ["score", str(store), "--id"]
     assert cli.main([*words, "run-0", "--better-than", "run-1", "--note", "smaller"]) == 0
     assert cli.main([*words, "run-1", "--better-than", "run-0"]) == 0
-    assert cli.main([*words, "run-2", "--as-good-as", "run-3"]) == 0
-    assert cli.main([*words, "run-2", "--comment", "both pass"]) == 0
-    known = preferences(read(store)[1])
-    assert known == {frozenset(("run-0", "run-1")): "run-1", frozenset(("run-2", "run-3")): None}
+    assert preferences(read(store)[1]) == {frozenset(("run-0", "run-1")): "run-1"}
     capsys.readouterr()
     assert cli.main(["show", str(store), "run-0"]) == 0
     assert "preference 1 over run-1" in capsys.readouterr().out
@@ -224,8 +221,7 @@ def test_a_preference_is_said_by_ids(store: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--better-than", "run-1"], "--id ID --better-than ID"),
-        (["--id", "run-1"], "--id ID --comment"),
+        (["--better-than", "run-1"], "give the better one as --id"),
         (["--id", "run-1", "--better-than", "run-1"], "run-1 is one episode"),
         (["--id", "run-1", "--better-than", "failed"], "failed failed (infrastructure)"),
         (["--id", "run-1", "--better-than", "other"], "are of two tasks"),
@@ -236,7 +232,7 @@ def test_a_wrong_preference_leaves_nothing(
 ) -> None:
     other = Task(id="session", environment="workspace", instruction="Write a parser.")
     store_of(store, episode(5, 0.0, id="other", task=other))
-    assert cli.main(["label", str(store), *words]) == 1
+    assert cli.main(["score", str(store), *words]) == 1
     assert said in capsys.readouterr().err
     assert read(store)[1] == ()
 
@@ -253,7 +249,7 @@ def test_where_a_comment_stands_is_shown(store: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_was_said_moves_with_the_episodes(store: Path, tmp_path: Path) -> None:
-    assert cli.main(["label", str(store), "--id", "run-0", "--better-than", "run-1"]) == 0
+    assert cli.main(["score", str(store), "--id", "run-0", "--better-than", "run-1"]) == 0
     assert cli.main(["export", str(store), "--format", "trajectories", "--out", str(tmp_path / "all.jsonl")]) == 0
     for into, *more in (("moved", "--format", "store"), ("moved", "--format", "store"), ("of-others",)):
         assert cli.main(["import", str(tmp_path / "all.jsonl"), "--into", str(tmp_path / into), *more]) == 0
@@ -262,7 +258,7 @@ def test_what_was_said_moves_with_the_episodes(store: Path, tmp_path: Path) -> N
 
 
 def test_preferences_are_exported_from_where_two_attempts_part(store: Path, tmp_path: Path) -> None:
-    assert cli.main(["label", str(store), "--id", "run-2", "--better-than", "run-0"]) == 0
+    assert cli.main(["score", str(store), "--id", "run-2", "--better-than", "run-0"]) == 0
     out = tmp_path / "pairs.jsonl"
     assert cli.main(["export", str(store), "--format", "preferences", "--out", str(out)]) == 0
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())

@@ -70,7 +70,7 @@ def test_statistics_go_by_outcomes_unless_another_reward_is_named(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    words = ["stats", str(store), "--by", "run", "--json"]
+    words = ["list", str(store), "--by", "run", "--json"]
     assert cli.main(words) == 0
     (figures,) = json.loads(capsys.readouterr().out)
     assert (figures["valid"], figures["reward"]["mean"], figures["success"]["mean"]) == (3, pytest.approx(2 / 3), 2 / 3)
@@ -78,6 +78,6 @@ def test_statistics_go_by_outcomes_unless_another_reward_is_named(
     assert cli.main([*words, "--reward", "human"]) == 0
     (figures,) = json.loads(capsys.readouterr().out)
     assert (figures["valid"], figures["reward"]["mean"]) == (2, 0.5)
-    assert cli.main(["stats", str(store), "--by", "run"]) == 0
+    assert cli.main(["list", str(store), "--by", "run"]) == 0
     said = capsys.readouterr().out
     assert "human" in said.splitlines()[0]

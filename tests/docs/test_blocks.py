@@ -38,7 +38,7 @@ NOT_RUN = {
     r"openhands-rl watch ": "a model server with episodes; tests/contrib/watch has what is behind it",
     r"openhands-rl (train|score) .*verif": "judged episodes of many tasks",
     r"openhands-rl train .* --teacher ": "a second model server; tests/training/trainer/test_teacher.py has one",
-    r"openhands-rl (train .* --task|label .*--pairs|export .* preferences)": "attempts; tests/hosts/v1 makes them",
+    r"openhands-rl (train .* --task|score .*pairs|export .* preferences)": "attempts; tests/hosts/v1 makes them",
     r"openhands-rl run ": "a terminal or an editor; tests/hosts/v1 has what is behind them",
     r"OPENHANDS_RL_API_KEY=": "an address of the network",
     r"openhands-rl grade preds.jsonl ": "images; tests/evals/swe/test_image_backend.py has what is behind it",

@@ -199,7 +199,7 @@ def test_the_command_reads_a_store(tmp_path: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert Cause.REASONING in printed and "enable_thinking" in printed
     assert cli.main(["doctor", "drift", str(tmp_path), "--run", "none"]) == 0
-    assert "`openhands-rl stats` says why turns have no token ids" in capsys.readouterr().out
+    assert "`openhands-rl list STORE --by` says why turns have no token ids" in capsys.readouterr().out
     assert cli.main(["doctor", "drift", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
 

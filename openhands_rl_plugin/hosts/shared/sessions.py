@@ -313,11 +313,11 @@ def group_summary(recorded: Sequence[tuple[Trajectory, tuple[Score, ...]]], sett
     judged = [(episode, reward) for episode, scores in valid if (reward := _reward(episode, scores)) is not None]
     line = f"{len(valid)} attempts at {task.id}: "
     if len(judged) < len(valid):
-        return f"{line}{len(judged)} scored; openhands-rl label {store} --pairs --task {task.id}"
+        return f"{line}{len(judged)} scored; openhands-rl score {store} --ask pairs --task {task.id}"
     rule = success_rule(task.environment, settings.reward)
     won, tried = sum(rule.holds(reward, episode.stop) for episode, reward in judged), len(judged)
     passes = ", ".join(f"pass@{k} {pass_at_k(tried, won, k):.2f}" for k in sorted({1, tried}))
-    return f"{line}{won} of {tried} succeeded; {passes}; openhands-rl stats {store} --task {task.id} --by task,version"
+    return f"{line}{won} of {tried} succeeded; {passes}; openhands-rl list {store} --task {task.id} --by task,version"
 
 
 def store_name(settings: RLSettings) -> str:
@@ -334,7 +334,7 @@ def _token_ids(sampled: Sequence[Node], store: str) -> str:
     with_ids = sum(node.tokens is not None for node in sampled)
     if with_ids == len(sampled):
         return "yes" if sampled else "none"
-    return f"{f'{with_ids} of them' if with_ids else 'no'} (openhands-rl stats {store} says why)"
+    return f"{f'{with_ids} of them' if with_ids else 'no'} (openhands-rl list {store} --by says why)"
 
 
 def _reward(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:

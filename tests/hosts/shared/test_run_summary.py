@@ -25,7 +25,7 @@ def test_an_episode_that_nobody_judged_says_how_to() -> None:
 
 def test_missing_token_ids_are_said() -> None:
     line = run_summary(changed(example_trajectory(), tokens=None), (), RLSettings())
-    assert "; token ids: no (openhands-rl stats ~/.openhands/rl_trajectories says why); " in line
+    assert "; token ids: no (openhands-rl list ~/.openhands/rl_trajectories --by says why); " in line
 
 
 def test_what_a_server_said_does_not_control_the_terminal() -> None:
