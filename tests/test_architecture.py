@@ -271,11 +271,9 @@ TORCH_ROOMS = (
         (HEAVY, TORCH_ROOMS),
         ({"openhands"}, ("hosts/v0/", "hosts/v1/")),
         ({"litellm"}, ("hosts/v0/", "hosts/v1/", "hosts/shared/litellm_calls.py")),
-        (
-            {"aiohttp", "multidict", "yarl"},
-            # The bridge is executed by the Python of verifiers, which has it.
-            ("environments/openenv.py", "contrib/environments/verifiers_bridge.py"),
-        ),
+        # The bridge is executed by the Python of verifiers, which has it.
+        ({"aiohttp", "multidict", "yarl"}, ("contrib/environments/verifiers_bridge.py",)),
+        ({"websockets"}, ("environments/openenv.py",)),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
         ({"ray"}, ("hosts/pool.py", "contrib/rollouts/service.py", "contrib/trainers/skyrl.py")),
         ({"skyrl"}, ("contrib/trainers/skyrl.py",)),
@@ -291,6 +289,7 @@ TORCH_ROOMS = (
         "openhands",
         "litellm",
         "aiohttp",
+        "websockets",
         "pymongo",
         "ray",
         "skyrl",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Never
 from urllib.parse import urlsplit
 
-import aiohttp
 from pydantic import Field, JsonValue
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
@@ -40,103 +40,9 @@ from openhands_rl_plugin.environments.http.transport import (
 _LOG = redacting_logger(__name__)
 # Connections that a search opens in advance; further ones as it needs them.
 _IN_ADVANCE = 8
-_TOLD: set[str] = set()
-
-
-class PlaceWait:
-    """One wait for a place: at most ``patience`` seconds, told once for each server."""
-
-    def __init__(self, server: str, patience: float) -> None:
-        self._server = server
-        self._patience = patience
-        self._began = time.monotonic()
-        self._backoff = Backoff(0.1, 2.0)
-        self._tries = 0
-
-    async def after(self, full: NoPlaceError) -> None:
-        """Pause before the next try. Raises ``full`` when the time is over."""
-        left = self._patience - (time.monotonic() - self._began)
-        if left <= 0:
-            raise full
-        if self._server not in _TOLD:
-            _TOLD.add(self._server)
-            _LOG.warning(
-                "%s has no free place (%s): episodes wait up to %g s for one (place_timeout)",
-                self._server,
-                "its limit is not known" if full.most is None else f"{full.most} at a time",
-                self._patience,
-            )
-        self._tries += 1
-        await self._backoff.wait(self._tries, at_most=left)
-
-
-class ForkPlaces:
-    """The places for the forks of one episode: idle connections, which a fork takes and gives back.
-
-    ``wanted``: forks that the search holds at a time. ``most`` is how many it may hold; ``None``: as many as it wants.
-    """
-
-    def __init__(self, wanted: int) -> None:
-        self.wanted = wanted
-        self.most: int | None = None
-        self._idle: list[OpenEnvSession] = []
-        self._closed = False
-
-    async def fill(self, server: str, connect: Callable[[], OpenEnvSession]) -> None:
-        """Open connections. Raises ``NoPlaceError`` where there is none now, ``BadEnvironmentError`` where there never
-        is; then nothing is held."""
-        while len(self._idle) < min(self.wanted, _IN_ADVANCE):
-            session = connect()
-            try:
-                await session.open()
-                with suppress(BadEnvironmentError):  # an environment may have no state before its reset
-                    await session.ask("state", answered_by="state")
-            except NoPlaceError as full:
-                await session.close()
-                if self._idle:
-                    self.most = len(self._idle)
-                    _LOG.warning("%s has room for %d forks; the search wanted %d", server, self.most, self.wanted)
-                    return
-                if full.most is not None and full.most < 2:
-                    raise BadEnvironmentError(
-                        f"{server} has one place, and a search needs two at least: the episode's and a fork's (up to "
-                        f"{1 + self.wanted} with open_worlds = {self.wanted}); raise the server's max_concurrent_envs, "
-                        'or use rollout_strategy = "StandardReAct", which needs no forks'
-                    ) from full
-                raise
-            except BaseException:
-                await session.close()
-                await self.close()
-                raise
-            self._idle.append(session)
-
-    def take(self) -> OpenEnvSession | None:
-        """A connection that is open, if one is left."""
-        while self._idle:
-            if (session := self._idle.pop()).alive:
-                return session
-        return None
-
-    async def give_back(self, session: OpenEnvSession) -> None:
-        """Keep a connection for the next fork, unless it broke or the episode is over."""
-        if self._closed or not session.alive:
-            await session.close()
-        else:
-            self._idle.append(session)
-
-    async def close(self) -> None:
-        """Close what is idle; what is given back later is closed, too."""
-        self._closed = True
-        idle, self._idle = self._idle, []
-        with suppress(EpisodeError):
-            await asyncio.gather(*(session.close() for session in idle))
-
-
-_PATH = "/ws"
 _LONGEST_CLOSING = 5.0
 _MOST_REASONS = 3
 _TOO_BIG = 1009
-_SAID = aiohttp.WSMsgType.TEXT
 # Failures of the server itself, or of the machines behind it, rather than of the environment.
 _BROKEN = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
 
@@ -149,11 +55,14 @@ class NoPlaceError(UnavailableError):
         self.most = most
 
 
-class OpenEnvSession:
-    """Sends one request at a time, each once.
+class _Connect(connect):
+    def process_redirect(self, exc: Exception) -> Exception:
+        """Follow none: the key would go elsewhere."""
+        return exc
 
-    The connection is read all the time by a task of its own: a server drops a client that leaves its pings unanswered,
-    and a model may need minutes for a response.
+
+class OpenEnvSession:
+    """One connection to ``/ws``. Sends one request at a time, each once.
 
     Args:
         base_url: where the server listens, without a path.
@@ -164,38 +73,49 @@ class OpenEnvSession:
 
     def __init__(self, base_url: str, *, timeout: float, max_bytes: int, key: str = "") -> None:
         self._base_url = base_url
-        self._where = base_url + _PATH
+        self._where = base_url + "/ws"
         self._timeout = timeout
         self._max_bytes = max_bytes
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client: aiohttp.ClientSession | None = None
-        self._connection: aiohttp.ClientWebSocketResponse | None = None
-        self._listener: asyncio.Task[None] | None = None
-        self._heard: asyncio.Queue[str | EpisodeError] = asyncio.Queue()
+        self._connection: ClientConnection | None = None
         self._end: EpisodeError | None = None
 
     @property
     def alive(self) -> bool:
         """Whether the connection is open, as far as is known."""
-        return self._connection is not None and self._end is None
+        return self._connection is not None and self._connection.close_code is None and self._end is None
 
     async def open(self) -> None:
         """Connect, once. Raises ``InfrastructureError`` or ``BadEnvironmentError``; then nothing is left to close."""
-        tracing = aiohttp.TraceConfig()
-        tracing.on_request_redirect.append(_refuse_redirect)
-        self._client = aiohttp.ClientSession(
-            # As for HTTP: no proxy between this process and its own machine, no cookies, no redirects.
-            trust_env=not is_loopback(urlsplit(self._base_url).hostname or ""),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
-            trace_configs=[tracing],
-        )
         try:
-            self._connection = await self._connect(self._client)
-        except BaseException:
-            await self._client.close()
-            raise
-        self._listener = asyncio.create_task(self._listen(self._connection))
+            self._connection = await _Connect(
+                f"ws{self._where.removeprefix('http')}",
+                additional_headers=self._headers,
+                # As for HTTP: no proxy between this process and its own machine.
+                proxy=None if is_loopback(urlsplit(self._base_url).hostname or "") else True,
+                compression=None,
+                open_timeout=self._timeout,
+                # An environment may block its server's event loop for minutes.
+                ping_interval=None,
+                close_timeout=_LONGEST_CLOSING,
+                max_size=self._max_bytes,
+            )
+        except InvalidStatus as error:
+            found = error.response
+            check_status(self._where, found.status_code, bytes(found.body or b""), found.headers.get("location"))
+            raise BadEnvironmentError(
+                f"{self._where} answered {found.status_code} instead of a WebSocket (is this an OpenEnv server?)"
+            ) from error
+        except TimeoutError as error:
+            raise InfrastructureError(
+                f"{self._where} did not answer within {self._timeout:g} s: check the server's load"
+            ) from error
+        except OSError as error:
+            raise UnavailableError(
+                f"nothing answers at {self._base_url}: start the OpenEnv server or set env_server_base and env_port"
+            ) from error
+        except InvalidHandshake as error:
+            raise self._broke(type(error).__name__) from error
 
     async def ask(self, kind: str, data: JsonObject | None = None, *, answered_by: str = "observation") -> JsonObject:
         """Send a message of this ``kind`` and return the data of the answer, which must be of kind ``answered_by``.
@@ -204,130 +124,89 @@ class OpenEnvSession:
         """
         if self._connection is None:
             raise RuntimeError("the connection is not open")
-        if not self._heard.empty():
-            self._refuse_unasked(self._heard.get_nowait())
+        if self._end is not None:
+            raise self._end
         message: JsonObject = {"type": kind} if data is None else {"type": kind, "data": data}
+        # Until an answer is read, it is not known what the next one answers.
+        self._end = InfrastructureError(f"the connection to {self._where} was cancelled during a {kind}")
         try:
             async with asyncio.timeout(self._timeout):
-                # When sending fails, the reading task has the reason.
-                with suppress(aiohttp.ClientError, ConnectionError):
-                    await self._connection.send_str(json.dumps(message))
-                heard = await self._next()
+                early = await self._early(self._connection)
+                if early is None:
+                    # When sending fails, receiving says why.
+                    with suppress(ConnectionClosed):
+                        await self._connection.send(json.dumps(message))
+                received = early or await self._connection.recv()
         except TimeoutError as error:
             self._end = InfrastructureError(
                 f"{self._where} did not answer a {kind} within {self._timeout:g} s: check the server's load or raise"
                 " the timeout"
             )
             raise self._end from error
-        except asyncio.CancelledError:
-            self._end = InfrastructureError(f"the connection to {self._where} was cancelled during a {kind}")
-            raise
-        return self._read(heard, kind, answered_by)
+        except ConnectionClosed as error:
+            self._end = self._broke(f"close code {self._connection.close_code}")
+            if error.sent is not None and error.sent.code == _TOO_BIG:
+                self._end = BadEnvironmentError(
+                    f"{self._where} answered more than {self._max_bytes} bytes:"
+                    " make its observations shorter or raise max_response_bytes"
+                )
+            raise self._end from error
+        if isinstance(received, bytes):
+            self._end = BadEnvironmentError(f"{self._where} sent an unexpected message: {excerpt(received)}")
+            raise self._end
+        if early is None:
+            self._end = None
+            return self._read(received, kind, answered_by)
+        # A full server sends its error before the first request.
+        return self._read(received, "connection", "error")
 
     async def close(self) -> None:
         """Send ``close`` and wait briefly until the server releases the episode: its capacity may be limited."""
-        if self._client is None or self._connection is None or self._listener is None:
+        if self._connection is None:
             return
-        try:
-            if self._end is None:
-                with suppress(aiohttp.ClientError, ConnectionError, TimeoutError):
-                    async with asyncio.timeout(min(self._timeout, _LONGEST_CLOSING)):
-                        await self._connection.send_str('{"type": "close"}')
-                        await asyncio.wait({self._listener})
-        finally:
-            self._end = self._end or InfrastructureError(f"the connection to {self._where} is closed")
-            self._listener.cancel()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LONGEST_CLOSING):
-                    await self._connection.close()
-            await self._client.close()
+        if self._end is None:
+            with suppress(ConnectionClosed, TimeoutError):
+                async with asyncio.timeout(min(self._timeout, _LONGEST_CLOSING)):
+                    await self._connection.send('{"type": "close"}')
+                    await self._connection.wait_closed()
+        self._end = self._end or InfrastructureError(f"the connection to {self._where} is closed")
+        await self._connection.close()
 
-    async def _connect(self, client: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await client.ws_connect(self._where, max_msg_size=self._max_bytes)
-        except aiohttp.WSServerHandshakeError as error:
-            check_status(self._where, error.status, error.message.encode())
-            raise BadEnvironmentError(
-                f"{self._where} answered {error.status} instead of a WebSocket (is this an OpenEnv server?)"
-            ) from error
-        except aiohttp.ClientConnectorError as error:
-            raise UnavailableError(
-                f"nothing answers at {self._base_url}: start the OpenEnv server or set env_server_base and env_port"
-            ) from error
-        except TimeoutError as error:
-            raise InfrastructureError(
-                f"{self._where} did not answer within {self._timeout:g} s: check the server's load"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise self._broke(type(error).__name__) from error
+    async def _early(self, connection: ClientConnection) -> str | bytes | None:
+        """A message that nothing asked for."""
+        with suppress(TimeoutError, ConnectionClosed):
+            async with asyncio.timeout(0):
+                return await connection.recv()
+        return None
 
-    async def _listen(self, connection: aiohttp.ClientWebSocketResponse) -> None:
-        while (message := await connection.receive()).type is _SAID and self._heard.empty():
-            self._heard.put_nowait(message.data)
-        if message.type is aiohttp.WSMsgType.ERROR and connection.close_code == _TOO_BIG:
-            end: EpisodeError = BadEnvironmentError(
-                f"{self._where} answered more than {self._max_bytes} bytes:"
-                " make its observations shorter or raise max_response_bytes"
-            )
-        elif message.type in (_SAID, aiohttp.WSMsgType.BINARY):
-            end = BadEnvironmentError(f"{self._where} sent an unexpected message: {excerpt(message.data)}")
-        else:
-            end = self._broke(f"close code {connection.close_code}")
-        self._end = self._end or end
-        self._heard.put_nowait(end)
-
-    async def _next(self) -> str:
-        heard = self._end if self._end is not None and self._heard.empty() else await self._heard.get()
-        if isinstance(heard, str):
-            return heard
-        raise heard
-
-    def _read(self, heard: str, kind: str, answered_by: str) -> JsonObject:
-        answer = decode_json(self._where, heard.encode())
-        said = answer.get("type") if isinstance(answer, dict) else None
-        data = answer.get("data") if isinstance(answer, dict) else None
-        if said not in (answered_by, "error") or not isinstance(data, dict):
-            raise BadEnvironmentError(f"{self._where} answered a {kind} with {excerpt(heard)}")
-        if said == "error":
+    def _read(self, received: str, kind: str, answered_by: str) -> JsonObject:
+        answer = decode_json(self._where, received.encode())
+        found, data = (answer.get("type"), answer.get("data")) if isinstance(answer, dict) else (None, None)
+        if found not in (answered_by, "error") or not isinstance(data, dict):
+            raise BadEnvironmentError(f"{self._where} answered a {kind} with {excerpt(received)}")
+        if found == "error":
             self._raise_error(data, kind)
         return data
 
-    def _refuse_unasked(self, heard: str | EpisodeError) -> Never:
-        if isinstance(heard, EpisodeError):
-            raise heard
-        # A full server sends its error before the first request.
-        self._read(heard, "connection", "error")
-        raise BadEnvironmentError(f"{self._where} sent an unexpected message: {excerpt(heard)}")
-
     def _raise_error(self, data: JsonObject, kind: str) -> Never:
         code, message = data.get("code"), excerpt(str(data.get("message")))
-        said = f"{self._where} answered a {kind} with the error {code}: {message}"
+        text = f"{self._where} answered a {kind} with the error {code}: {message}"
         if code == "CAPACITY_REACHED":
             most = data.get("max_sessions")
             raise NoPlaceError(
-                f"{said}; lower max_workers or raise max_concurrent_envs of the server",
+                f"{text}; lower max_workers or raise max_concurrent_envs of the server",
                 most if isinstance(most, int) else None,
             )
         if code in _BROKEN:
-            raise InfrastructureError(said)
+            raise InfrastructureError(text)
         if code == "VALIDATION_ERROR" and kind == "step":
             raise RefusedActionError(f"Invalid action: {_reasons(data.get('errors')) or message}")
-        raise BadEnvironmentError(f"{said} {_reasons(data.get('errors'))}".rstrip())
+        raise BadEnvironmentError(f"{text} {_reasons(data.get('errors'))}".rstrip())
 
     def _broke(self, how: str) -> InfrastructureError:
         return InfrastructureError(
             f"the connection to {self._where} broke ({how}): check whether the server is still running"
         )
-
-
-async def _refuse_redirect(
-    session: aiohttp.ClientSession, context: object, redirect: aiohttp.TraceRequestRedirectParams
-) -> None:
-    target = redirect.response.headers.get("location", "elsewhere")
-    raise BadEnvironmentError(
-        f"{redirect.url} redirects to {excerpt(target)}, which is not followed: set the server's own address"
-    )
 
 
 def _reasons(errors: JsonValue) -> str:
@@ -524,20 +403,22 @@ class OpenEnvClient(BaseEnvClient):
         self._told: tuple[tuple[ToolCall, str], ...] = ()
         self._paid = False
         self._session: OpenEnvSession | None = None
-        self._places: ForkPlaces | None = None
-        self._is_fork = False
+        # Of a fork: the episode of the search, whose open connections it uses and gives back.
+        self._owner: OpenEnvClient | None = None
+        self._wanted = 0
+        self._most: int | None = None
+        self._idle: list[OpenEnvSession] | None = None
 
     @property
     def info(self) -> EnvInfo:
         """The forks that the server has room for, and, after ``reset``, the tools, unless ``react_format`` describes
         them in the prompt."""
         tools = self._tools.offered if self._tools is not None and not self.options.react_format else ()
-        most = None if self._places is None else self._places.most
-        return replace(super().info, max_forks=most, tools=tools)
+        return replace(super().info, max_forks=self._most, tools=tools)
 
     def reserve(self, forks: int) -> None:
         """Let ``reset`` take the places of up to ``forks`` forks, too."""
-        self._places = ForkPlaces(forks) if forks else None
+        self._wanted, self._idle = forks, []
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``GET /schema``, a connection of its own, and ``reset``; waits for a place."""
@@ -545,14 +426,20 @@ class OpenEnvClient(BaseEnvClient):
         if self._form is None:
             schema = await self._action_schema()
             self._form, self._driven = ActionForm(schema, self._settings.action_field), is_mcp(schema)
-        wait = PlaceWait(self._settings.base_url, 0.0 if self._is_fork else self._settings.place_timeout)
+        patience = 0.0 if self._owner is not None else self._settings.place_timeout
+        backoff, began, tries = Backoff(0.1, 2.0), time.monotonic(), 0
         while True:
             await self._leave()
             try:
                 return await self._begin(arguments)
-            except NoPlaceError as full:
+            except NoPlaceError:
                 await self._leave()
-                await wait.after(full)
+                left, tries = patience - (time.monotonic() - began), tries + 1
+                if left <= 0:
+                    raise
+                if tries == 1:
+                    _LOG.info("%s has no free place: waiting up to %g s for one", self._settings.base_url, patience)
+                await backoff.wait(tries, at_most=left)
 
     async def act(self, action: str) -> ServerAnswer:
         """``step``, once for each call where the environment is driven by tools."""
@@ -590,20 +477,19 @@ class OpenEnvClient(BaseEnvClient):
         return replies(action, [call for call, _ in self._told], [text for _, text in self._told])
 
     async def fork_episode(self, twin: BaseEnvClient) -> bool:
-        """A fork replays, in a place that was taken for it where there is one."""
+        """A fork replays, in a connection that is open already where there is one."""
         assert isinstance(twin, OpenEnvClient), "a twin is of the same class"
-        twin._places, twin._is_fork = self._places, True
+        twin._owner = self._owner or self
         return False
 
     async def release(self) -> None:
         """``close``; the server ends the episode with its connection. A fork's is kept for the next fork."""
-        if self._is_fork and self._places is not None and self._session is not None:
-            session, self._session = self._session, None
-            await self._places.give_back(session)
-            return
-        await self._leave()
-        if self._places is not None and not self._is_fork:
-            await self._places.close()
+        idle = self._owner._idle if self._owner is not None else None
+        if idle is not None and self._session is not None and self._session.alive:
+            idle.append(self._session)
+        else:
+            await self._leave()
+        await self._close_idle()
 
     async def evidence(self) -> JsonObject:
         """The evidence of ``BaseEnvClient``, with the server's ``state`` while the connection is open."""
@@ -622,23 +508,56 @@ class OpenEnvClient(BaseEnvClient):
         return self._form.language() if self._form is not None else ""
 
     async def _begin(self, arguments: JsonObject) -> ServerAnswer:
-        options = self._settings
-        if self._is_fork and self._places is not None and (kept := self._places.take()) is not None:
-            self._session = kept
-        else:
-            self._session = self._connection()
-            await self._session.open()
+        while self._owner is not None and self._owner._idle and self._session is None:
+            self._session = kept if (kept := self._owner._idle.pop()).alive else None
+        if self._session is None:
+            self._session = await self._opened()
         answer = self._answer(await self._session.ask("reset", arguments), "reset")
-        if self._places is not None and not self._is_fork:
-            await self._places.fill(options.base_url, self._connection)
+        if self._wanted:
+            await self._open_for_forks()
         if self._driven and self._tools is None:
-            self._tools = tools_in(await self._session.ask("step", LIST), options.base_url)
+            self._tools = tools_in(await self._session.ask("step", LIST), self._settings.base_url)
         return answer
 
-    def _connection(self) -> OpenEnvSession:
+    async def _open_for_forks(self) -> None:
+        """Open connections in advance. Raises ``NoPlaceError`` where there is none now, ``BadEnvironmentError`` where
+        there never is."""
+        server, idle = self._settings.base_url, []
+        self._idle = idle
+        try:
+            while len(idle) < min(self._wanted, _IN_ADVANCE):
+                idle.append(session := await self._opened())
+                with suppress(BadEnvironmentError):  # an environment may have no state before its reset
+                    await session.ask("state", answered_by="state")
+        except NoPlaceError as full:
+            await idle.pop().close()
+            if idle:
+                self._most = len(idle)
+                _LOG.warning("%s has room for %d forks; the search wanted %d", server, self._most, self._wanted)
+                return
+            if full.most is not None and full.most < 2:
+                raise BadEnvironmentError(
+                    f"{server} has one place, and a search needs two at least: the episode's and a fork's (up to "
+                    f"{1 + self._wanted} with open_worlds = {self._wanted}); raise the server's max_concurrent_envs, "
+                    'or use rollout_strategy = "StandardReAct", which needs no forks'
+                ) from full
+            raise
+        except BaseException:
+            await self._close_idle()
+            raise
+
+    async def _close_idle(self) -> None:
+        """Close what waits for forks; what a fork gives back later is closed, too."""
+        while self._idle:
+            await self._idle.pop().close()
+        self._idle = None
+
+    async def _opened(self) -> OpenEnvSession:
         options = self._settings
         bound, key = options.max_response_bytes, options.key()
-        return OpenEnvSession(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
+        session = OpenEnvSession(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
+        await session.open()
+        return session
 
     async def _leave(self) -> None:
         session, self._session = self._session, None
