@@ -6,29 +6,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.templates.parsing import (
-    UNKNOWN,
-    NotJson,
-    Parameter,
-    RenderError,
-    decode,
-    dumps,
-    fits,
-    is_unicode,
-    signature,
-    signatures,
-)
+from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
-JSON_OPEN = "<json>"
-JSON_CLOSE = "</json>"
+Types = frozenset[str]
+"""Names of types of JSON Schema."""
+STRING: Types = frozenset({"string"})
+"""Of a parameter that no tool declares."""
 
 _STRUCTURE = re.compile(r"</?(?:function|parameter)", re.IGNORECASE)
-_INTEGER = re.compile(r"[+-]?\d{1,4000}", re.ASCII)
+_SURROGATE = re.compile("[\ud800-\udfff]")  # no file can hold one alone
+_AS_JSON = re.compile(r"\s*+<json>(.*)</json>\s*", re.DOTALL)
 # Servers end an answer before the closing tag, which is the stop sequence.
 _CALL = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|</function\Z|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)</parameter>", re.DOTALL)
@@ -37,15 +29,15 @@ _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)</parameter>", re.DOTALL)
 def calls_in_text(text: str, tools: Sequence[JsonObject] = ()) -> tuple[ToolCall, ...]:
     """The calls of an answer, as OpenHands finds them: a value ends at the first closing tag.
 
-    ``tools`` say the types of the parameters. Arguments in a body that is JSON are taken as they stand.
+    ``tools`` declare the types of the parameters. Arguments in a body that is JSON are taken as they stand.
     """
-    known, calls = signatures(tools), list[ToolCall]()
+    known, calls = {_function(tool).get("name"): parameters_of(tool) for tool in tools}, list[ToolCall]()
     for name, body in _CALL.findall(text):
-        own = known.get(name, UNKNOWN)
+        own = known.get(name, {})
         # No search runs beyond the last closing tag, once for each opening one.
         closed, plain = body[: body.rfind("</parameter>") + len("</parameter>")], body.strip()
-        values = {each: read_value(value, own.parameter(each)) for each, value in _PARAMETER.findall(closed)}
-        calls.append(ToolCall(name=name, arguments=plain if plain.startswith("{") else dumps(values)))
+        values = {each: read_value(value, own.get(each, STRING)) for each, value in _PARAMETER.findall(closed)}
+        calls.append(ToolCall(name=name, arguments=plain if plain.startswith("{") else _dumps(values)))
     return tuple(calls)
 
 
@@ -54,60 +46,67 @@ def without_calls(text: str) -> str:
     return _CALL.sub("", text).strip()
 
 
-def write_value(value: JsonValue, parameter: Parameter) -> str:
+def parameters_of(tool: JsonObject | None) -> Mapping[str, Types]:
+    """The parameters of an OpenAI tool (or of its ``function`` part alone) with their types. Nulls count as absent."""
+    schema = _function(tool).get("parameters")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return {name: _types(each) for name, each in (properties.items() if isinstance(properties, dict) else ())}
+
+
+def _function(tool: JsonObject | None) -> JsonObject:
+    inner = (tool or {}).get("function")
+    return inner if isinstance(inner, dict) else tool or {}
+
+
+def _types(schema: JsonValue) -> Types:
+    """The types of a schema; one that declares none is of text, as in OpenHands."""
+    declared = schema if isinstance(schema, dict) else {}
+    named, branches = declared.get("type"), declared.get("anyOf") or declared.get("oneOf")
+    if isinstance(branches, list) and not named:
+        return frozenset[str]().union(*map(_types, branches))
+    return (
+        frozenset(map(str, named))
+        if isinstance(named, list)
+        else frozenset({named})
+        if isinstance(named, str)
+        else STRING
+    )
+
+
+def write_value(value: JsonValue, types: Types) -> str:
     """The text that ``read_value`` gives back as ``value``, as plain as it can be."""
     if isinstance(value, str):
         plain = f"\n{value}\n" if "\n" in value else value
     else:
         plain = json.dumps(value, ensure_ascii=False)
-    if _STRUCTURE.search(plain) or not _same(read_value(plain, parameter), value):
-        return JSON_OPEN + as_json(value) + JSON_CLOSE
-    return plain
+    read = read_value(plain, types)
+    # Equal, and of the same types all the way down.
+    same = (
+        read == value and not _SURROGATE.search(plain)
+        if isinstance(value, str)
+        else json.dumps(read) == json.dumps(value)
+    )
+    return plain if same and not _STRUCTURE.search(plain) else f"<json>{_without_tags(value)}</json>"
 
 
-def read_value(text: str, parameter: Parameter) -> JsonValue:
-    """The value of ``text``. Text that cannot be of the parameter's types stays text."""
+def read_value(text: str, types: Types) -> JsonValue:
+    """The value of ``text``. Text that cannot be of the parameter's ``types`` stays text."""
     if len(text) > 1 and text[0] == text[-1] == "\n":
         text = text[1:-1]
-    stripped = text.strip()
-    if stripped.startswith(JSON_OPEN) and stripped.endswith(JSON_CLOSE):
-        try:
-            return json.loads(stripped[len(JSON_OPEN) : -len(JSON_CLOSE)])
-        except (ValueError, RecursionError):
-            return text
-    if "string" not in parameter.types:
-        return _typed(stripped, text, parameter.types)
-    if parameter.allowed and text not in parameter.allowed and stripped in parameter.allowed:
-        return stripped
-    return text
-
-
-def as_json(value: JsonValue) -> str:
-    """JSON without any ``<``, so that no tag can be seen in it."""
-    return dumps(value).replace("<", "\\u003c")
-
-
-def _typed(stripped: str, text: str, types: frozenset[str]) -> JsonValue:
-    if _INTEGER.fullmatch(stripped) and fits(0, types):
-        return int(stripped)
+    written = _AS_JSON.fullmatch(text)
     try:
-        value = decode(stripped)
-    except NotJson:
-        return text
-    return text if isinstance(value, str) else value
-
-
-def _same(one: JsonValue, other: JsonValue) -> bool:
-    """Equal, and of the same types all the way down; text must be writable as UTF-8 too."""
-    if isinstance(one, str) and isinstance(other, str):
-        return one == other and is_unicode(one)
-    return json.dumps(one) == json.dumps(other)
+        if written or "string" not in types:
+            value = json.loads(written[1] if written else text)
+            return text if isinstance(value, str) and not written else value
+    except (ValueError, RecursionError):
+        pass
+    return text
 
 
 def render_call(call: ToolCall, tool: JsonObject | None = None) -> str:
     """The call as text. ``tool`` declares the types; without it only strings are written plainly.
 
-    Raises RenderError when the arguments are not a JSON object or the function's name cannot stand in a tag.
+    Raises ``RenderError`` when the arguments are not a JSON object or the function's name cannot stand in a tag.
     """
     if not _can_stand(call.name):
         raise RenderError(f"the function name {call.name!r} cannot stand in a tag; rename the function")
@@ -118,16 +117,25 @@ def render_call(call: ToolCall, tool: JsonObject | None = None) -> str:
         raise RenderError(f"the arguments of {call.name!r} are not JSON ({error}); mend or drop the call") from error
     if not isinstance(arguments, dict):
         raise RenderError(f"the arguments of {call.name!r} are no JSON object; mend or drop the call")
-    if not all(_can_stand(name) for name in arguments):
-        return f"<function={call.name}>\n{as_json(arguments)}\n</function>"
-    declared = signature(tool)
-    written = (
-        f"<parameter={name}>{write_value(value, declared.parameter(name))}</parameter>\n"
-        for name, value in arguments.items()
-    )
-    return f"<function={call.name}>\n{''.join(written)}</function>"
+    if not all(map(_can_stand, arguments)):
+        return f"<function={call.name}>\n{_without_tags(arguments)}\n</function>"
+    known = parameters_of(tool)
+    values = ((name, write_value(value, known.get(name, STRING))) for name, value in arguments.items())
+    written = "".join(f"<parameter={name}>{value}</parameter>\n" for name, value in values)
+    return f"<function={call.name}>\n{written}</function>"
 
 
 def _can_stand(name: str) -> bool:
     """Whether a name is read back from a tag as it is."""
     return bool(name) and name == name.strip(" \t\r\n\"'") and not any(mark in name for mark in "<>\n")
+
+
+def _dumps(value: JsonValue) -> str:
+    """The value as JSON in Unicode, in ASCII where only that can be written to a file."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if _SURROGATE.search(text) else text
+
+
+def _without_tags(value: JsonValue) -> str:
+    """The value as JSON in which no tag can be seen."""
+    return _dumps(value).replace("<", "\\u003c")

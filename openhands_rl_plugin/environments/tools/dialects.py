@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from openhands_rl_plugin.core.templates.chat import template_for
 from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
-from openhands_rl_plugin.core.templates.rendering import template_for
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
@@ -64,9 +64,8 @@ class NativeDialect:
 
     def read(self, message: Message) -> ReadAnswer:
         parsed = template_for("hermes").parse(message.content or "")
-        problems = [problem.message for problem in parsed.problems]
-        problems += [f"The call of {call.name!r} was not executed: it stands in the text." for call in parsed.calls]
-        return ReadAnswer(message.tool_calls, tuple(problems), _speech(parsed))
+        in_text = [f"The call of {call.name!r} was not executed: it stands in the text." for call in parsed.calls]
+        return ReadAnswer(message.tool_calls, (*parsed.problems, *in_text), _speech(parsed))
 
     def said(self, unfinished: str) -> str:
         return _certain(unfinished, _TAGGED)
@@ -95,8 +94,7 @@ class TextDialect:
 
     def read(self, message: Message) -> ReadAnswer:
         parsed = self._template.parse(message.content or "")
-        problems = tuple(problem.message for problem in parsed.problems)
-        return ReadAnswer((*message.tool_calls, *parsed.calls), problems, _speech(parsed))
+        return ReadAnswer((*message.tool_calls, *parsed.calls), parsed.problems, _speech(parsed))
 
     def said(self, unfinished: str) -> str:
         return _certain(unfinished, self._template.openings)

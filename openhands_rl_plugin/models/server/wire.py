@@ -16,8 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.core.messages import calls_in
-from openhands_rl_plugin.core.templates.json_calls import fenced_call, parse_tool_call_json
-from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
+from openhands_rl_plugin.core.templates.parsing import ParsedAnswer, parse_calls
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.models.generator.errors import ServingError
 
@@ -449,9 +448,7 @@ def parse_tool_calls(text: str, tools: Sequence[JsonObject]) -> ParsedText:
 
     Without tools, or if any call is malformed, everything is content.
     """
-    parsed = parse_tool_call_json(text) if tools else ParsedAnswer(text)
-    if (call := fenced_call(text, tools)) is not None:
-        return ParsedText(None, (call,))
+    parsed = parse_calls(text, tools) if tools else ParsedAnswer(text)
     if parsed.problems or not parsed.calls:
         return ParsedText(text, (), text)
     around = parsed.before + parsed.after

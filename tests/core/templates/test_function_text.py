@@ -10,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.templates.function_text import (
+    STRING,
+    Types,
     calls_in_text,
+    parameters_of,
     read_value,
     render_call,
     without_calls,
     write_value,
 )
-from openhands_rl_plugin.core.templates.parsing import UNDECLARED, Parameter, RenderError, signature
+from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
 TYPES = ["string", "integer", "number", "boolean", "array", "object", "null"]
@@ -80,13 +83,13 @@ def test_any_call_comes_back_as_it_was(given_: dict[str, tuple[object, JsonObjec
         text.encode()
 
 
-def parameter(schema: JsonObject) -> Parameter:
-    return signature(tool({"value": schema})).parameter("value")
+def types(schema: JsonObject) -> Types:
+    return parameters_of(tool({"value": schema}))["value"]
 
 
 @given(values, schemas)
 def test_any_value_comes_back_as_it_was(value: object, schema: JsonObject) -> None:
-    for known in (parameter(schema), UNDECLARED):
+    for known in (types(schema), STRING):
         assert json.dumps(read_value(write_value(value, known), known)) == json.dumps(value)
 
 
@@ -133,11 +136,11 @@ def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> No
 
 
 def test_what_is_not_plain_is_written_as_json() -> None:
-    integer, number = parameter({"type": "integer"}), parameter({"type": "number"})
-    assert write_value("a</parameter>", UNDECLARED) == '<json>"a\\u003c/parameter>"</json>'
-    assert write_value(5, UNDECLARED) == "<json>5</json>" and write_value(5, integer) == "5"
+    integer, number = types({"type": "integer"}), types({"type": "number"})
+    assert write_value("a</parameter>", STRING) == '<json>"a\\u003c/parameter>"</json>'
+    assert write_value(5, STRING) == "<json>5</json>" and write_value(5, integer) == "5"
     assert write_value("5", integer) == '<json>"5"</json>'
-    assert write_value("\ud800", UNDECLARED) == '<json>"\\ud800"</json>'
+    assert write_value("\ud800", STRING) == '<json>"\\ud800"</json>'
     assert math.isnan(float(str(read_value(write_value(math.nan, number), number))))
     text = render_call(ToolCall(name="f", arguments='{"a>b": "<x>"}'))
     assert text == '<function=f>\n{"a>b": "\\u003cx>"}\n</function>'

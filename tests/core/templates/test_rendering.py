@@ -10,7 +10,7 @@ from tiny_model import write_tokenizer
 from transformers import AutoTokenizer
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.templates.rendering import TEMPLATES, template_for
+from openhands_rl_plugin.core.templates.chat import TEMPLATES, template_for
 from openhands_rl_plugin.core.types import Message, ToolCall
 
 # The system turn that Qwen's published templates render from a system message and three tools.

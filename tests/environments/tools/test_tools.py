@@ -146,7 +146,7 @@ async def test_calls_are_executed_until_the_answer(template: str, write: Any) ->
             "invalid_action_format",
         ),
         ('<tool_call>{"name": "finale", "arguments": {"answer": "x"}}</tool_call>', "unknown_tool"),
-        ('<tool_call>{"name": "final"}</tool_call>', "invalid_arguments"),
+        ('<tool_call>{"name": "final", "arguments": {}}</tool_call>', "invalid_arguments"),
         ('<tool_call>{"name": "final", "arguments": {"answer": 3}}</tool_call>', "invalid_arguments"),
         ('<tool_call>{"name": "final", "arguments": {"answer": "x", "more": 1}}</tool_call>', "invalid_arguments"),
     ],

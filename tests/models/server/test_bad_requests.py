@@ -55,7 +55,7 @@ def test_arguments_nested_too_deeply_are_refused(http: httpx.Client, arguments: 
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "tool_calls": [call]}]
     answer = ask(http, messages=messages)
-    assert answer.status_code == 400 and "nested" in answer.text
+    assert answer.status_code == 400 and "recursion" in answer.text
 
 
 @pytest.mark.parametrize(
