@@ -272,7 +272,7 @@ TORCH_ROOMS = (
         ({"openhands"}, ("hosts/v0/", "hosts/v1/")),
         ({"litellm"}, ("hosts/v0/", "hosts/v1/", "hosts/shared/litellm_calls.py")),
         # The bridge is executed by the Python of verifiers, which has it.
-        ({"aiohttp", "multidict", "yarl"}, ("contrib/environments/verifiers_bridge.py",)),
+        ({"aiohttp", "multidict", "yarl"}, ("models/engines/", "contrib/environments/verifiers_bridge.py")),
         ({"websockets"}, ("environments/openenv.py",)),
         ({"pymongo", "motor", "bson"}, ("trajectories/mongodb/",)),
         ({"ray"}, ("hosts/pool.py", "contrib/rollouts/service.py", "contrib/trainers/skyrl.py")),

@@ -15,7 +15,6 @@ from http import HTTPStatus
 from typing import Annotated
 from urllib.parse import quote, unquote
 
-import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.config.rl import RLSettings
@@ -43,6 +42,7 @@ from openhands_rl_plugin.models.engines.client import (
     ALL_FIELDS,
     HttpUpstream,
     RawHeaders,
+    Response,
     ServerError,
     close_connections,
     is_sent_again,
@@ -260,7 +260,7 @@ class Gateway:
             raise ErrorReply(400, "The path must not contain '..'.")
         sent_on = request.scope["method"], path + request.query, self._headers(request), request.body
         async with self._upstream.open(*sent_on) as answer:
-            head = Reply(answer.status_code, b"", {**_passed_back(answer.headers), **marks})
+            head = Reply(answer.status, b"", {**_passed_back(answer.headers), **marks})
             async for part in parts(answer):
                 if request.left.done():
                     return
@@ -359,7 +359,7 @@ class Gateway:
                     raise
 
     async def _recorded(
-        self, session: ClientSession, call: ClientRequest, response: httpx.Response, to: PendingCall
+        self, session: ClientSession, call: ClientRequest, response: Response, to: PendingCall
     ) -> Reply:
         """The server's answer, passed on as it comes and stored, if it can be. Raises ``StorageError``."""
         headers, stream, held, body = _passed_back(response.headers), None, list[bytes](), b""
@@ -376,7 +376,7 @@ class Gateway:
             if (found := error_in(parse_object(body))) is not None:
                 raise ServerError(found[0], str(problem), body, response.headers) from problem
             self._unrecorded(problem)
-            reply = Reply(response.status_code, body, {**headers, **NOT_RECORDED})
+            reply = Reply(response.status, body, {**headers, **NOT_RECORDED})
         else:
             self._counts.recorded += 1
             self._counts.missing.update(missing)
@@ -433,10 +433,10 @@ def refusal(error: RLError) -> Reply:
 
 def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers of a response that are forwarded to the client, such as ``retry-after``."""
-    return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_BACK}
+    return {name.lower(): value for name, value in headers.items() if name.lower() not in _NOT_PASSED_BACK}
 
 
-async def _streamed(stream: AnswerStream, response: httpx.Response, to: PendingCall) -> list[bytes]:
+async def _streamed(stream: AnswerStream, response: Response, to: PendingCall) -> list[bytes]:
     """Pass the events on; returns the last ones, which wait until the answer is stored."""
     reader, held = EventStreamReader(), list[bytes]()
     async for data in parts(response):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import atexit
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import lru_cache
-from typing import Any, cast
 from urllib.parse import urlsplit
 
-import h11
-import httpx
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
 
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError
@@ -29,6 +29,7 @@ from openhands_rl_plugin.models.engines.openai_wire import Json, dump_object, pa
 ALL_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
 """The extensions that a server of the user's own is asked for."""
 
+Response = aiohttp.ClientResponse
 RawHeaders = Sequence[tuple[bytes, bytes]]
 """The headers of a request as they are sent, with lower-case names."""
 
@@ -82,108 +83,39 @@ def extensions_of(base_url: str) -> ExtensionTable:
     return ExtensionTable()
 
 
-_url = lru_cache(256)(httpx.URL)
 JSON = (b"content-type", b"application/json")
-
-
-class _Connection(httpx.AsyncByteStream):
-    """A connection to a plain HTTP server, and the body of the response on it. ``idle``: those to use again."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, idle: list[_Connection]) -> None:
-        self._reader, self._writer, self._idle = reader, writer, idle
-        self._state = h11.Connection(h11.CLIENT, max_incomplete_event_size=_LONGEST_HEAD)
-        self._used = 0.0
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether another request may be sent: nothing came in since the response, neither an end nor a late error."""
-        unread = cast(Any, self._reader)._buffer or self._state.trailing_data[0]
-        is_open = not (unread or self._reader.at_eof() or self._writer.is_closing())
-        return is_open and time.monotonic() - self._used < _IDLE_SECONDS
-
-    async def ask(self, request: httpx.Request) -> httpx.Response:
-        """Send the request; returns the response with its body unread. Raises ``httpx.HTTPError``."""
-        try:
-            head = await self._event(
-                h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw),
-                h11.Data(request.content),
-                h11.EndOfMessage(),
-            )
-            while isinstance(head, h11.InformationalResponse):
-                head = await self._event()
-        except BaseException:
-            self.close()
-            raise
-        return httpx.Response(head.status_code, headers=[*head.headers], stream=self)
-
-    async def _event(self, *sent: h11.Event) -> Any:
-        """The next event of the response, after ``sent``."""
-        try:
-            if sent:  # in one piece: its parts would wait for each other
-                self._writer.write(b"".join(self._state.send(part) or b"" for part in sent))
-            while (event := self._state.next_event()) is h11.NEED_DATA:
-                self._state.receive_data(await self._reader.read(_READ_BYTES))
-        except OSError as error:
-            raise httpx.ReadError(str(error)) from error
-        except h11.ProtocolError as error:
-            raise httpx.RemoteProtocolError(str(error)) from error
-        return event
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while isinstance(event := await self._event(), h11.Data):
-            yield event.data
-
-    async def aclose(self) -> None:
-        """Keep it for the next request; one in the middle of a response is closed."""
-        if self._state.our_state is self._state.their_state is h11.DONE:
-            self._state.start_next_cycle()
-            self._used = time.monotonic()
-            if self._idle and not self._idle[0].is_usable:  # the newest is used first
-                self._idle.pop(0).close()
-            self._idle.append(self)
-        else:
-            self.close()
-
-    def close(self) -> None:
-        """End it."""
-        self._writer.close()
-
-
-class _PlainServer:
-    """A server without https, asked over asyncio's own sockets for a third of the processor time of httpx's."""
-
-    def __init__(self) -> None:
-        self._idle: list[_Connection] = []
-
-    async def send(self, request: httpx.Request, *, stream: bool) -> httpx.Response:
-        """As that of ``httpx.AsyncClient``, whose cookies, proxies and redirects are not wanted here."""
-        while self._idle:
-            if (known := self._idle.pop()).is_usable:
-                return await known.ask(request)
-            known.close()
-        host, port = request.url.host, request.url.port or 80
-        try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                reader, writer = await asyncio.open_connection(host, port, limit=_READ_BYTES)
-        except OSError as error:
-            raise httpx.ConnectError(str(error)) from error
-        return await _Connection(reader, writer, self._idle).ask(request)
-
-    async def aclose(self) -> None:
-        """Close what is idle."""
-        for known in self._idle:
-            known.close()
-
-
-Connections = dict[tuple[asyncio.AbstractEventLoop, tuple[str, str]], httpx.AsyncClient | _PlainServer]
+Connections = dict[tuple[asyncio.AbstractEventLoop, str], aiohttp.ClientSession]
 """Open ones by event loop and server."""
 _SHARED: Connections = {}
+
+
+def _connected(connections: Connections, scheme: str, origin: str) -> aiohttp.ClientSession:
+    """The session of this event loop for a server. It adds no header, follows no redirect and keeps no cookie."""
+    at = (asyncio.get_running_loop(), origin)
+    if (known := connections.get(at)) is None:
+        known = connections[at] = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("accept", "accept-encoding", "user-agent"),
+            max_field_size=_LONGEST_HEAD,
+            read_bufsize=_READ_BYTES,
+            trust_env=scheme == "https",  # a plain HTTP server is local, and asked without a proxy
+        )
+    return known
 
 
 async def close_connections(connections: Connections = _SHARED) -> None:
     """Close those of this event loop."""
     for at in [each for each in connections if each[0] is asyncio.get_running_loop()]:
-        await connections.pop(at).aclose()
+        await connections.pop(at).close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for (loop, _), client in _SHARED.items():
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(client.close(), loop).result(1.0)
 
 
 async def is_sent_again(
@@ -220,10 +152,12 @@ class HttpUpstream:
         self._base = base_url.rstrip("/")
         self._timeout = timeout
         self._key = key.encode() if key else b""
-        self._headers = [*httpx.Headers(headers).raw, JSON]
+        given = headers.items() if isinstance(headers, Mapping) else ()
+        own = ((name.lower().encode(), value.encode()) for name, value in given)
+        self._headers = [*own, *(() if isinstance(headers, Mapping) else headers or ()), JSON]
         self._connections = connections
         url = urlsplit(base_url)
-        self._origin = url[:2]
+        self._scheme, self._origin = url.scheme, f"{url.scheme}://{url.netloc}"
         # Anthropic takes a bearer token for another kind of key; vLLM and others know no other header.
         self._anthropic = (url.hostname or "").endswith("anthropic.com")
 
@@ -232,11 +166,11 @@ class HttpUpstream:
         async with self.post(body) as response:
             return await self.completion(response)
 
-    def post(self, body: Json) -> AbstractAsyncContextManager[httpx.Response]:
+    def post(self, body: Json) -> AbstractAsyncContextManager[Response]:
         """``open`` for a chat completion."""
         return self.open("POST", "chat/completions", self._headers, dump_object(body))
 
-    async def completion(self, response: httpx.Response) -> bytes:
+    async def completion(self, response: Response) -> bytes:
         """The body of an open response. Raises ``ServerError``, also for an error in it."""
         answer = await whole(response)
         found = error_in(parse_object(answer)) if b'"error"' in answer or b'"choices"' not in answer else None
@@ -245,41 +179,42 @@ class HttpUpstream:
         return answer
 
     @asynccontextmanager
-    async def open(self, method: str, path: str, headers: RawHeaders, body: bytes) -> AsyncIterator[httpx.Response]:
+    async def open(self, method: str, path: str, headers: RawHeaders, body: bytes) -> AsyncIterator[Response]:
         """An open response, to be read by ``parts``; ``path`` is below ``/v1``. Raises ``ServerError``, also in the
         block."""
         keys = [] if self._anthropic or not self._key else [(b"authorization", b"Bearer " + self._key)]
         if self._key and (self._anthropic or path.startswith("messages")):
             keys.append((b"x-api-key", self._key))
-        sent = httpx.Request(method, _url(f"{self._base}/{path}"), content=body or None, headers=[*headers, *keys])
-        server, at = f"model server at {self._base}", (asyncio.get_running_loop(), self._origin)
-        if at not in self._connections:  # a plain HTTP server is local, and asked without a proxy
-            waits, many = httpx.Timeout(None, connect=_CONNECT_SECONDS), httpx.Limits()
-            secure = self._origin[0] == "https"
-            self._connections[at] = httpx.AsyncClient(timeout=waits, limits=many) if secure else _PlainServer()
+        sent = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in (*headers, *keys))
+        server, client = f"model server at {self._base}", _connected(self._connections, self._scheme, self._origin)
         try:
-            async with asyncio.timeout(self._timeout):
-                response = await self._connections[at].send(sent, stream=True)
-                try:
-                    if response.has_redirect_location:
-                        # A client that followed it would leave with its messages.
-                        other = urlsplit(response.headers["location"]).netloc[:200] or "another path"
-                        remedy = "set --upstream or base_url to where it is"
-                        raise ServerError(421, f"The {server} redirects to {other!a}: {remedy}.")
-                    if response.is_error:
-                        raise self.error(response.status_code, await whole(response), response.headers)
-                    yield response
-                finally:
-                    await response.aclose()
-        except (TimeoutError, httpx.TimeoutException) as error:
+            async with (
+                asyncio.timeout(self._timeout),
+                client.request(
+                    method,
+                    URL(f"{self._base}/{path}", encoded=True),
+                    data=body or None,
+                    headers=sent,
+                    allow_redirects=False,
+                ) as response,
+            ):
+                if 300 <= response.status < 400 and "location" in response.headers:
+                    # A client that followed it would leave with its messages.
+                    other = urlsplit(response.headers["location"]).netloc[:200] or "another path"
+                    remedy = "set --upstream or base_url to where it is"
+                    raise ServerError(421, f"The {server} redirects to {other!a}: {remedy}.")
+                if response.status >= 400:
+                    raise self.error(response.status, await whole(response), response.headers)
+                yield response
+        except TimeoutError as error:
             problem = f"Request timed out: the {server} did not answer within {self._timeout:g} s."
             raise ServerError(408, problem) from error
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             problem = f"the {server} broke off; ask again."
-            if isinstance(error, httpx.ConnectError):
+            if isinstance(error, aiohttp.ClientConnectorError):
                 problem = f"no model server answers at {self._base} ({error!s:.100}): start it, for example with "
                 problem += "`openhands-rl serve`."
-            raise ServerError(500, f"Connection error ({type(error).__name__}): {problem}") from error
+            raise ServerError(500, f"Connection error: {problem}") from error
 
     def error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> ServerError:
         """That of an answer with this body, without the key."""
@@ -289,15 +224,15 @@ class HttpUpstream:
         return ServerError(status, f"Error code: {status} - {shown}"[:_LONGEST_MESSAGE], answer, headers)
 
 
-async def whole(response: httpx.Response) -> bytes:
+async def whole(response: Response) -> bytes:
     """The rest of an open response. Raises ``ServerError`` when it is too long."""
     return b"".join([part async for part in parts(response)])
 
 
-async def parts(response: httpx.Response) -> AsyncIterator[bytes]:
+async def parts(response: Response) -> AsyncIterator[bytes]:
     """The body as it arrives. Raises ``ServerError`` when it is too long."""
     size = 0
-    async for part in response.aiter_bytes():
+    async for part in response.content.iter_any():
         size += len(part)
         if size > MAX_ANSWER:
             raise ServerError(413, f"The response of the model server exceeds {MAX_ANSWER} bytes.")

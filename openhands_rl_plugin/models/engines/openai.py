@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import httpx
-
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import error_in, text_of
@@ -18,6 +16,7 @@ from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, EventStrea
 from openhands_rl_plugin.models.engines.client import (
     Connections,
     HttpUpstream,
+    Response,
     ServerError,
     close_connections,
     is_sent_again,
@@ -173,9 +172,7 @@ class OpenAIEngine:
             for each in completions_in(answer, self.base_model, self.model, sent, asking.failures + 1)
         ]
 
-    async def _streamed(
-        self, response: httpx.Response, shown: list[str], show: Callable[[str], None] | None
-    ) -> ChatAnswer:
+    async def _streamed(self, response: Response, shown: list[str], show: Callable[[str], None] | None) -> ChatAnswer:
         """The answer of a stream with one choice. Raises ``Unrecordable``, ``ServerError``, ``EpisodeError``."""
         events, chunks, done = EventStreamReader(), ChunkAssembler(), False
 

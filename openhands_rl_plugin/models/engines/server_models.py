@@ -6,22 +6,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from yarl import URL
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.models.engines.client import (
-    JSON,
-    Connections,
-    HttpUpstream,
-    ServerError,
-    close_connections,
-    server_error,
-    whole,
-)
+from openhands_rl_plugin.models.engines.client import JSON, HttpUpstream, ServerError, server_error, whole
 from openhands_rl_plugin.models.engines.openai_wire import dump_object
 
 _MANY = 20
@@ -71,14 +63,14 @@ class ListedModels(BaseModel):
 def normalised_url(url: str) -> str:
     """The URL up to and including ``/v1``, also when only ``http://host:port`` was given. Raises ``ConfigError``."""
     try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        parsed = URL(url)
+    except ValueError as error:
         raise ConfigError(f"{url!r:.100} is not a URL: {error}") from error
     if not parsed.host:
         raise ConfigError(f'{url!r:.100} names no host; it must look like "http://127.0.0.1:8100/v1"')
-    if parsed.userinfo:
+    if parsed.raw_user or parsed.raw_password:
         raise ConfigError("the URL of the model holds a password; name its environment variable in api_key_env instead")
-    return str(parsed.copy_with(path="/v1")) if parsed.path in ("", "/") else url.rstrip("/")
+    return str(parsed.with_path("/v1")) if parsed.path == "/" else url.rstrip("/")
 
 
 def served_base(base_url: str, wanted: str, api_key: str | None, timeout: float) -> ServedBase:
@@ -126,7 +118,7 @@ def listed_models(
                 "api_key_env, with --api-key-env, or in [llm] api_key"
             ) from error
         # The first words are those of OpenAI's client, for litellm.
-        problem = str(error).removeprefix("Connection error (ConnectError): ")
+        problem = str(error).removeprefix("Connection error: ")
         raise InfrastructureError(f"{problem} Or correct {named_by}.") from error
 
 
@@ -142,19 +134,15 @@ def _fetch(
     """The body of an answer. Raises ``ServerError``, and ``ConfigError`` for a wrong URL."""
 
     async def ask() -> bytes:
-        connections: Connections = {}
-        server = HttpUpstream(base_url, api_key, timeout, connections=connections)
-        try:
-            async with server.open("POST" if body else "GET", path, (JSON,), body) as response:
-                return await whole(response)
-        finally:
-            await close_connections(connections)
+        server = HttpUpstream(base_url, api_key, timeout)
+        async with server.open("POST" if body else "GET", path, (JSON,), body) as response:
+            return await whole(response)
 
     try:
         if (parts := urlsplit(base_url)).scheme not in ("http", "https") or parts.port == 0:
             raise ValueError("it has to begin with http:// or https://")
         return background().wait_for(ask())
-    except (ValueError, httpx.InvalidURL) as error:
+    except ValueError as error:
         raise ConfigError(f"{named_by} {base_url!r:.100} is not a URL: {error}") from error
 
 

@@ -37,5 +37,5 @@ async def test_what_comes_in_between_two_requests_is_no_answer() -> None:
         upstream = HttpUpstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", None, 5.0, connections={})
         for _ in range(3):
             async with upstream.open("GET", "models", [], b"") as response:
-                assert (response.status_code, await response.aread()) == (200, b"{}")
+                assert (response.status, await response.read()) == (200, b"{}")
             await asyncio.sleep(0.2)
