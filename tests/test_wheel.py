@@ -54,9 +54,8 @@ def test_no_extra_needs_a_compiler_for_the_demos_model(wheel: zipfile.ZipFile) -
     assert required and not [line for line in required if line.startswith(("llm", "llama"))]
 
 
-def test_the_configuration_to_start_from_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    written = wheel.read("openhands_rl_plugin/config/example.toml").decode()
-    assert written == (ROOT / "config.toml.example").read_text(encoding="utf-8")
+def test_what_starts_with_python_and_the_file_to_start_from_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    assert b"{model}" in wheel.read("openhands_rl_plugin/config/starting.toml")
     assert b"openhands_rl_plugin.hosts.v0.autoload" in wheel.read("openhands_rl_autoload.pth")
 
 

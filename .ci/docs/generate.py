@@ -114,8 +114,8 @@ def _meaning(action: argparse.Action) -> str:
 
 
 def configuration() -> None:
-    """A table for each section of ``config/example.toml``, with its comments."""
-    text = (PACKAGE / "config/example.toml").read_text(encoding="utf-8")
+    """A table for each section of ``config.toml.example``, with its comments."""
+    text = (PACKAGE.parent / "config.toml.example").read_text(encoding="utf-8")
     for section in re.split(r"^(?=\[)", text, flags=re.MULTILINE)[1:]:
         head, _, body = section.partition("\n")
         name, _, about = head.partition("]")

@@ -12,8 +12,9 @@ import shlex
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import check_plugins
-from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config, toml_of
+from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.trajectories.view.terminal import print_json
 
 CHECK, INIT = "check", "init"
 
@@ -21,7 +22,9 @@ CHECK, INIT = "check", "init"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``init [FILE]`` and ``check [FILE]``."""
     parser.add_argument(
-        "action", choices=[CHECK, INIT], help="init: write a commented config.toml; check: print what a file means"
+        "action",
+        choices=[CHECK, INIT],
+        help="init: write a config.toml to start from; check: print the effective settings of a file as JSON",
     )
     parser.add_argument(
         "file", type=Path, nargs="?", default=Path("config.toml"), metavar="FILE", help="the configuration file"
@@ -40,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a file, or print the effective settings as TOML. Raises ``ConfigError``."""
+    """Write a file, or print the effective settings as JSON. Raises ``ConfigError``."""
     if args.action == INIT:
         return _init(args)
     settings = load_settings(args.file)
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         check_plugins(settings)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{args.file}: {line}" for line in str(error).splitlines())) from error
-    print(toml_of({"rl": settings.model_dump(mode="json")}), end="")
+    print_json({"rl": settings.model_dump(mode="json")})
     return 0
 
 

@@ -11,13 +11,11 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from datetime import date, time
+from collections.abc import Mapping
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 
-from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location
 
@@ -84,41 +82,6 @@ def table_of(document: Table, name: Location) -> Table | None:
     return found
 
 
-def toml_of(document: Table) -> str:
-    """A document as TOML; without comments, and ``None`` is left out."""
-    return "\n".join(_lines((), document)).strip() + "\n"
-
-
-def _lines(name: tuple[str, ...], table: Table) -> Iterator[str]:
-    if name:
-        yield f"\n[{'.'.join(map(_key, name))}]"
-    yield from (
-        f"{_key(key)} = {_value(value)}"
-        for key, value in table.items()
-        if not isinstance(value, Mapping) and value is not None
-    )
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _lines((*name, key), value)
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, str):
-        # JSON's notation of a string is TOML's, but for this character.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {_value(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    return value.isoformat() if isinstance(value, date | time) else str(value)
-
-
 def _merge(below: Table, above: Table) -> dict[str, object]:
     both = {
         key: _merge(under, value)
@@ -136,50 +99,11 @@ def _holds(table: object, location: Location) -> bool:
     return True
 
 
-# For work on a repository; the defaults are made for the short conversations of text environments.
-_WORKSPACE_LIMITS: Mapping[str, object] = {"max_turns": 50, "max_response_length": 4096, "max_obs_length": 8192}
-
-
-def example() -> str:
-    """The commented example: every key of ``[rl]`` at its default, and what OpenHands needs beside it.
-
-    It has no section whose reader is not installed.
-    """
-    text = files("openhands_rl_plugin.config").joinpath("example.toml").read_text(encoding="utf-8")
-    for name in {*re.findall(r"(?m)^\[rl\.(\w+)\]", text)} - {*RLSettings.model_fields}:
-        try:
-            registry.find("sections", name)
-        except ConfigError:
-            text = re.sub(rf"(?ms)^\[rl\.{name}\].*?(?=^\[)", "", text)
-    return text
-
-
 def starting_config(*, model: str, base_url: str, workspace: str, prompt: str = "standard") -> str:
-    """The example for an OpenHands that works in the folder ``workspace`` with the served ``model`` at ``base_url``."""
-    return _filled_in(
-        example(),
-        {
-            "core": {"workspace_base": workspace},
-            "llm": {"model": f"openai/{model}", "base_url": base_url},
-            "rl": _WORKSPACE_LIMITS,
-            "rl.serving": {"base_url": base_url, "model": model},
-            "rl.workspace": {"prompt": prompt},
-        },
-    )
-
-
-def _filled_in(text: str, values: Mapping[str, Mapping[str, object]]) -> str:
-    """``text`` with other values for keys that it has. The comments behind them stay in their column."""
-    lines, section, filled = [], "", 0
-    for line in text.splitlines():
-        if header := re.match(r"\[([\w.]+)\]", line):
-            section = header[1]
-        key = re.match(r"(\w+) = ", line)
-        if key and key[1] in values.get(section, {}):
-            # JSON and TOML have the same notation of strings and numbers.
-            setting = f"{key[1]} = {json.dumps(values[section][key[1]])}"
-            comment = line[line.index("#") :] if "#" in line else ""
-            line, filled = f"{setting:<41} {comment}".rstrip(), filled + 1
-        lines.append(line)
-    assert filled == sum(map(len, values.values())), "the example has every key that is filled in"
-    return "\n".join(lines) + "\n"
+    """A file for an OpenHands that works in the folder ``workspace`` with the served ``model`` at ``base_url``."""
+    text = files("openhands_rl_plugin.config").joinpath("starting.toml").read_text(encoding="utf-8")
+    served = f"openai/{model}"
+    values = {"model": model, "served": served, "base_url": base_url, "workspace": workspace, "prompt": prompt}
+    # JSON's notation of a string is TOML's, but for this character.
+    escaped = {name: json.dumps(value).replace("\x7f", "\\u007f") for name, value in values.items()}
+    return re.sub(r"\{(\w+)\}", lambda found: escaped[found[1]], text)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.config.toml import example, load_settings
+from openhands_rl_plugin.config.toml import load_settings
 
 ROOT = Path(__file__).parents[2]
 URL = "http://127.0.0.1:8123/v1"
@@ -43,14 +43,12 @@ def test_the_file_names_model_server_and_workspace(written: Path) -> None:
     assert "seed" not in settings.sampling.model_fields_set, "the same task would be sampled the same way in every run"
 
 
-def test_the_file_is_the_repositorys_example_with_its_comments(written: Path) -> None:
-    assert example() == (ROOT / "config.toml.example").read_text()
-    lines, examples = written.read_text().splitlines(), example().splitlines()
-    assert len(lines) == len(examples)
-    changed = [line for line, known in zip(lines, examples, strict=True) if line != known]
-    assert len(changed) == 8 and all(
-        line.partition("#")[2] == known.partition("#")[2] for line, known in zip(lines, examples, strict=True)
-    )
+def test_the_file_is_short_and_the_repositorys_example_has_all_that_it_has(written: Path) -> None:
+    text, example = written.read_text(), tomllib.loads((ROOT / "config.toml.example").read_text())
+    assert len(text.splitlines()) <= 40
+    for name, table in tomllib.loads(text).items():
+        for key, value in table.items():
+            assert key in example[name] and (not isinstance(value, dict) or value.keys() <= example[name][key].keys())
 
 
 def test_openhands_reads_the_file_without_a_complaint(written: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from openhands_rl_plugin import FileTrajectoryStorage, RLAgentConfig
 from openhands_rl_plugin.config import fields, registry
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
-from openhands_rl_plugin.config.toml import load_settings, toml_of
+from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Limits, SamplingParams
@@ -299,22 +299,3 @@ def test_a_storage_of_another_package_has_options_of_its_own(tmp_path: Path) -> 
     assert wrong == ["[rl.storage.options] labl: unknown key; did you mean 'label'? available: label, path"]
     (line,) = refusal(tmp_path, "[rl.storage]\noptions = { durable = true }")
     assert line == "[rl.storage.options] durable: its options are those of [rl.storage] itself"
-
-
-def test_a_document_is_written_as_it_was_read() -> None:
-    text = """
-    top = 1
-    [core]
-    runtime = "a.b"
-    quoted = 'C:\\\\path "x" ü \\u007f'
-    when = 2026-01-02T03:04:05Z
-    numbers = [1, 2.5, inf, -1]
-    [core."a key"]
-    inline = {a = 1, b = [true, {c = "d"}]}
-    [[servers]]
-    url = "http://a"
-    [[servers]]
-    url = "http://b"
-    """
-    document = tomllib.loads(text)
-    assert tomllib.loads(toml_of(document)) == document

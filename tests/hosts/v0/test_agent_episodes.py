@@ -10,7 +10,7 @@ import pytest
 from scripted_model import ScriptedModel, call, refusal, says, serve, with_prompt_ids
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.config.toml import example, load_settings
+from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
@@ -161,11 +161,12 @@ async def test_the_default_prompt_length_does_not_bind_a_workspace(finished):
 
 async def test_a_copied_example_plays_in_the_runtime_that_it_names(finished, tmp_path: Path):
     finished.script("copied", [THINK, FINISH])
-    (tmp_path / "config.toml").write_text(example())
+    example = (Path(__file__).parents[3] / "config.toml.example").read_text()
+    (tmp_path / "config.toml").write_text(example)
     serving = ServingSettings(base_url=finished.url, model="copied", request_timeout=20.0)
     settings = load_settings(tmp_path / "config.toml").model_copy(update={"serving": serving})
     options = HostOptions(environment_mode=False)
-    assert tomllib.loads(example())["core"]["runtime"] == WORKSPACE_RUNTIME
+    assert tomllib.loads(example)["core"]["runtime"] == WORKSPACE_RUNTIME
     runner = ControllerRunner(settings, options)
     try:
         trajectory = await runner.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
