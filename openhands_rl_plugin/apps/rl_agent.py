@@ -235,7 +235,7 @@ class InProcessPolicy(Policy):
         self.store.point(adapter)
         loaded = [held.name for held in self._generator.adapters if held.name != adapter.name]
         for name in loaded[: max(0, len(loaded) - (self.kept - 1))]:
-            await asyncio.wrap_future(self._generator.unload_adapter(name))
+            await asyncio.to_thread(self._generator.unload_adapter, name)
 
     async def close(self) -> None:
         """Stop the generator."""
@@ -254,7 +254,7 @@ class InProcessPolicy(Policy):
                     adapter.name, served, probe, former and PreviousVersion(former[0], former[1].logprobs)
                 )
         except PublishError:
-            self._generator.unload_adapter(adapter.name).result()
+            self._generator.unload_adapter(adapter.name)
             raise
 
     def _logprobs(self, adapter: Adapter, token_ids: Sequence[int]) -> list[float]:

@@ -52,12 +52,12 @@ def writing(generator: Generator, adapter: str | None, batch: int, context: int)
             prompt(random_, generator, context),
             params,
             adapter=adapter,
-            on_delta=lambda _, mine=mine: mine.append(time.perf_counter()),
+            on_delta=lambda *_, mine=mine: mine.append(time.perf_counter()),
         )
         for mine in times
     ]
     for ticket in tickets:
-        ticket.future.result()
+        ticket.result()
     begun, ended = max(mine[0] for mine in times), min(mine[-1] for mine in times)
     sampled = sum(begun < at <= ended for mine in times for at in mine)
     return sampled / (ended - begun)

@@ -22,7 +22,7 @@ from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.servers import listening, serving
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError
-from openhands_rl_plugin.models.generator.sequence import FinishReason, Generation, SampledToken
+from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, ScoredToken
 from openhands_rl_plugin.models.server.app import PromptRenderer
 from openhands_rl_plugin.models.server.wire import (
     ERROR_HANDLERS,
@@ -113,14 +113,13 @@ class PolicyEndpoint:
             raise ServingError("verl's server gave no logprobs")
         tokens = zip(output.token_ids, output.log_probs, strict=True)
         generation = Generation(
-            prompt_ids=ids,
-            sampled=tuple(SampledToken(token=token, logprob=logprob, top=()) for token, logprob in tokens),
+            ids,
+            DecodingParams(),
+            tokenizer,
+            most,
+            sampled=[ScoredToken(*each) for each in tokens],
             text=tokenizer.decode(output.token_ids, skip_special_tokens=True),
-            finish_reason=FinishReason.LENGTH if len(output.token_ids) >= most else FinishReason.STOP,
-            stop_reason=None,
-            prompt=None,
-            cached_tokens=0,
-            adapter=None,
+            finish_reason="length" if len(output.token_ids) >= most else "stop",
         )
         choice = Formatter(tokenizer).chat_choice(0, generation, logprobs=True, token_ids=True, tools=body.callable)
         more = {"prompt_logprobs": None, "prompt_token_ids": list(ids)}

@@ -22,10 +22,10 @@ from openhands_rl_plugin.core.types import Completion, JsonObject, Message, Poli
 from openhands_rl_plugin.models.engines.openai_wire import request_body
 from openhands_rl_plugin.models.engines.seeded import merge_sampling
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.errors import Overloaded, RequestCancelled, ServingError
+from openhands_rl_plugin.models.generator.errors import Overloaded, ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.model import eos_ids
-from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, SequenceState, sample
+from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, sample
 from openhands_rl_plugin.models.server.app import PromptRenderer
 from openhands_rl_plugin.models.server.wire import ChatCompletionRequest, answer_message
 
@@ -89,7 +89,7 @@ class TransformersEngine:
         try:
             prompt_ids, params = self._request(messages, tools, n, wanted)
             answers = await self._generate(prompt_ids, params)
-        except (Overloaded, RequestCancelled) as error:
+        except Overloaded as error:
             raise InfrastructureError(str(error)) from error
         except (ServingError, ValidationError) as error:
             raise ModelError(f"the model cannot take this request: {error}") from error
@@ -115,7 +115,7 @@ class TransformersEngine:
             )
         limit = min(wanted.max_tokens or DEFAULT_MAX_TOKENS, room)
         params = self._prompts.params(request, prompt_len=len(ids), max_tokens=limit, top_logprobs=None)
-        return ids, [params.with_seed(None if wanted.seed is None else wanted.seed + at) for at in range(n)]
+        return ids, params.seeds(n)
 
     def _completion(
         self, answer: Generation, wanted: SamplingParams, turn: int, tools: Sequence[JsonObject]
@@ -124,7 +124,7 @@ class TransformersEngine:
         return Completion(
             message=message,
             tokens=Tokens.of(answer.prompt_ids, answer.token_ids, answer.logprobs),
-            finish_reason="tool_calls" if message.tool_calls else answer.finish_reason.value,
+            finish_reason="tool_calls" if message.tool_calls else answer.finish_reason,
             usage=Usage(
                 prompt_tokens=len(answer.prompt_ids),
                 cached_tokens=answer.cached_tokens,
@@ -139,12 +139,12 @@ class TransformersEngine:
 async def _generated(
     generator: Generator, adapter: str | None, prompt_ids: tuple[int, ...], params: Sequence[DecodingParams]
 ) -> list[Generation]:
-    handles = [generator.submit(prompt_ids, each, adapter=adapter) for each in params]
+    futures = [generator.submit(prompt_ids, each, adapter=adapter) for each in params]
     try:
-        return await asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in handles))
+        return await asyncio.gather(*map(asyncio.wrap_future, futures))
     finally:
-        for handle in handles:
-            handle.cancel()
+        for future in futures:
+            future.cancel()
 
 
 class _ModelBackend:
@@ -170,17 +170,13 @@ class _ModelBackend:
             was_training = self._model.training
             self._model.eval()
             try:
-                sequences = [
-                    SequenceState(prompt_ids, each, None, self._tokenizer, each.max_tokens, None) for each in params
-                ]
+                sequences = [Generation(prompt_ids, each, self._tokenizer, each.max_tokens) for each in params]
                 self._sample(prompt_ids, sequences, cancelled)
             finally:
                 self._model.train(was_training)
-        return [sequence.result() for sequence in sequences]
+        return sequences
 
-    def _sample(
-        self, prompt_ids: tuple[int, ...], sequences: Sequence[SequenceState], cancelled: threading.Event
-    ) -> None:
+    def _sample(self, prompt_ids: tuple[int, ...], sequences: Sequence[Generation], cancelled: threading.Event) -> None:
         """Grow all sequences by a token a step, after one prefill of the prompt that they share."""
         ids = torch.tensor([prompt_ids], device=self._model.device)
         output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
@@ -203,4 +199,4 @@ class _ModelBackend:
             ids = torch.tensor([token.token for token in chosen], device=self._model.device)[:, None]
             output = self._model(input_ids=ids, past_key_values=past, use_cache=True)
             logits, past = output.logits[:, -1].float(), output.past_key_values
-        raise RequestCancelled("the request was cancelled")
+        raise Overloaded("the request was cancelled")

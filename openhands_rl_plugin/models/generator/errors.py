@@ -33,10 +33,6 @@ class Overloaded(ServingError, status=503, kind="ServiceUnavailableError"):
     """The queue is full, or the server is stopping."""
 
 
-class RequestCancelled(ServingError, status=503, kind="ServiceUnavailableError"):
-    """The request was cancelled, or the generator closed, before the generation was complete."""
-
-
 class StartError(ServingError, status=500, kind="InternalServerError"):
     """The server cannot start: no such model, the port is taken, an unsupported architecture."""
 

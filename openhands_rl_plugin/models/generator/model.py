@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, count, groupby
 from pathlib import Path
 from typing import cast
 
@@ -111,6 +111,7 @@ ATTENTION_NAME = "openhands_rl_slots"
 # A kernel call costs as much as attending to about this many tokens (measured on 2 cores: 90 us per call, 0.11 us per
 # token and row), so rows are batched while their padding costs less.
 CALL_COST_TOKENS = 400
+SHORT_ROW_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -135,38 +136,41 @@ class StepRow:
         """Tokens in the slot after the step."""
         return self.start + len(self.ids)
 
+    @property
+    def short(self) -> bool:
+        """Whether it is computed in a batch with others: it decodes, or is the end of a cached prompt."""
+        return len(self.ids) <= SHORT_ROW_TOKENS
+
 
 class StepPlan:
-    """Where each token of a flat step goes: those of rows with one token come first, then prompt chunks.
+    """Where each token of a flat step goes: those of short rows come first, then prompt chunks.
 
-    ``groups``: rows with one token that lie in neighbouring slots, as (their places in the step, the rows).
+    ``groups``: short rows of one length that lie in neighbouring slots, as (the places of their tokens, the rows).
     ``chunks``: (first place, row).
     """
 
     def __init__(self, store: KVCache, rows: Sequence[StepRow]) -> None:
         self.store = store
-        decoding = [row for row in rows if row.count == 1]
-        self.decoding = len(decoding)
-        self.slots = torch.tensor([row.slot for row in decoding], device=store.device)
-        self.positions = torch.tensor([row.start for row in decoding], device=store.device)
-        placed = sorted(enumerate(decoding), key=lambda item: item[1].slot)
+        placed = list(zip(accumulate((row.count for row in rows), initial=0), rows, strict=False))
+        short = [(at, row) for at, row in placed if row.short]
+        self.chunks = placed[len(short) :]
+        self.short = sum(row.count for _, row in short)
+        self.slots = self._indices(row.slot for _, row in short for _ in row.ids)
+        self.positions = self._indices(place for _, row in short for place in range(row.start, row.stop))
         self.groups = [
-            (torch.tensor([at for at, _ in group], device=store.device), [row for _, row in group])
-            for group in _groups(placed)
+            (self._indices(at + i for at, row in group for i in range(row.count)), [row for _, row in group])
+            for group in _groups(sorted(short, key=lambda item: (item[1].count, item[1].slot)))
         ]
-        self.chunks: list[tuple[int, StepRow]] = []
-        offset = self.decoding
-        for row in rows[self.decoding :]:
-            self.chunks.append((offset, row))
-            offset += row.count
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def _indices(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), device=self.store.device)
 
     def mask(self, rows: Sequence[StepRow], window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive [tokens of the rows, longest]: what each token does not see. All layers have the same."""
         key = (rows[0].slot, window)
         if key not in self._masks:
-            positions = [position for row in rows for position in range(row.start, row.stop)]
-            query = torch.tensor(positions, device=self.store.device)[:, None]
+            query = self._indices(place for row in rows for place in range(row.start, row.stop))[:, None]
             at = torch.arange(max(row.stop for row in rows), device=self.store.device)
             hidden = at > query if window is None else (at > query) | (at <= query - window)
             zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
@@ -178,10 +182,10 @@ def _groups(placed: Sequence[tuple[int, StepRow]]) -> Iterator[Sequence[tuple[in
     """Batch rows of neighbouring slots while the padding costs less than another call would."""
     first = 0
     for index in range(1, len(placed) + 1):
-        if index < len(placed) and placed[index][1].slot == placed[index - 1][1].slot + 1:
-            longest, following = max(row.stop for _, row in placed[first:index]), placed[index][1].stop
-            rows = index - first
-            if (rows + 1) * max(longest, following) - rows * longest - following <= CALL_COST_TOKENS:
+        before, row = placed[index - 1][1], placed[min(index, len(placed) - 1)][1]
+        if (row.slot, row.count) == (before.slot + 1, before.count):
+            longest, rows = max(row.stop for _, row in placed[first:index]), index - first
+            if (rows + 1) * max(longest, row.stop) - rows * longest - row.stop <= CALL_COST_TOKENS:
                 continue
         yield placed[first:index]
         first = index
@@ -213,9 +217,9 @@ def attend(
     keys, values = plan.store.keys[layer], plan.store.values[layer]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if plan.decoding:
-        keys[plan.slots, :, plan.positions] = k[: plan.decoding].to(keys.dtype)
-        values[plan.slots, :, plan.positions] = v[: plan.decoding]
+    if plan.short:
+        keys[plan.slots, :, plan.positions] = k[: plan.short].to(keys.dtype)
+        values[plan.slots, :, plan.positions] = v[: plan.short]
     for tokens, rows in plan.groups:
         out[tokens] = _attend_group(plan, rows, q.index_select(0, tokens), keys, values, scaling, sliding_window)
     for offset, row in plan.chunks:
@@ -235,20 +239,24 @@ def _attend_group(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """q: [rows, heads, dim], one query a row -> the same. Heads that share keys become further queries."""
-    rows, heads, dim = q.shape
+    """q: [rows * count, heads, dim] -> the same. Heads that share keys become further queries."""
+    (tokens, heads, dim), (rows, width, kv_heads) = q.shape, (len(group), group[0].count, keys.shape[1])
+    shared = heads // kv_heads
     slots, longest = slice(group[0].slot, group[0].slot + rows), max(row.stop for row in group)
     key, value = keys[slots, :, :longest], values[slots, :, :longest]
-    query = q.view(rows, keys.shape[1], heads // keys.shape[1], dim)
+    query = q.view(rows, width, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
     mask = None
-    if len({row.stop for row in group}) > 1 or (window is not None and longest > window):
-        mask = plan.mask(group, window, keys.dtype)[:, None, None]
-    if not plan.store.float32_keys:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale).reshape(rows, heads, dim)
-    scores = torch.matmul(query.float().mul_(dim**-0.5 if scale is None else scale), key.transpose(-1, -2))
-    if mask is not None:
-        scores += mask
-    return torch.matmul(scores.softmax(-1).to(value.dtype), value).reshape(rows, heads, dim)
+    if width > 1 or len({row.stop for row in group}) > 1 or (window is not None and longest > window):
+        mask = plan.mask(group, window, keys.dtype).view(rows, 1, 1, width, longest)
+        mask = mask.expand(-1, -1, shared, -1, -1).reshape(rows, 1, -1, longest)
+    if plan.store.float32_keys:
+        scores = torch.matmul(query.float().mul_(dim**-0.5 if scale is None else scale), key.transpose(-1, -2))
+        if mask is not None:
+            scores += mask
+        out = torch.matmul(scores.softmax(-1).to(value.dtype), value)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out.view(rows, kv_heads, shared, width, dim).permute(0, 3, 1, 2, 4).reshape(tokens, heads, dim)
 
 
 def _attend_chunk(
@@ -276,19 +284,25 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 PACK_ROWS = 16
 _PREFIX = "base_model.model."
 type LoRAPair = tuple[Tensor, Tensor]
-"""One adapter in one layer: [rank, in], and [out, rank] already multiplied by the adapter's scaling."""
+"""One adapter in one layer: [in, rank], and [rank, out] already multiplied by the adapter's scaling."""
+# On a CPU, bfloat16 products with a low rank are slower than float32 ones for few rows (2 to 5 times with one to 16,
+# rank 8 to 32), and faster for many.
+FEW_ROWS = 32
+_numbers = count(1)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter:
     """One loaded adapter version. Immutable: requests in flight keep the version they started with.
 
-    ``layers``: layer name -> its low-rank pair. Compared and hashed by identity.
+    ``layers``: layer name -> its low-rank pair, and that in float32 where few rows are computed with it. ``number``:
+    different for each. Compared and hashed by identity.
     """
 
     name: str
     path: str
-    layers: dict[str, LoRAPair] = field(repr=False)
+    layers: dict[str, tuple[LoRAPair, LoRAPair]] = field(repr=False)
+    number: int = field(default_factory=lambda: next(_numbers))
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -323,8 +337,9 @@ class Projection(nn.Module):
             y = F.linear(x, self._weight, self._bias)
         for rows, adapter in self._segments:
             if (pair := adapter.layers.get(self.name)) is not None:
-                hidden = F.linear(x.view(-1, x.shape[-1])[rows], pair[0])
-                y.view(-1, y.shape[-1])[rows].addmm_(hidden, pair[1].t())
+                x_rows, y_rows = x.view(-1, x.shape[-1])[rows], y.view(-1, y.shape[-1])[rows]
+                a, b = pair[len(x_rows) <= FEW_ROWS]
+                y_rows.add_(x_rows.to(a.dtype) @ a @ b)
         return y
 
 
@@ -410,7 +425,7 @@ class ServedModel:
         except ConfigError as error:
             raise ServingError(f"Loading lora {name} failed: {error}", param="lora_path") from error
 
-    def _read_pairs(self, path: Path) -> dict[str, LoRAPair]:
+    def _read_pairs(self, path: Path) -> dict[str, tuple[LoRAPair, LoRAPair]]:
         """Raises ``ConfigError`` for what does not fit."""
         if not is_file(path / WEIGHTS_FILE):
             raise ConfigError(f"{path} has no {WEIGHTS_FILE} (pickled weights are not loaded)")
@@ -437,17 +452,18 @@ class ServedModel:
             for module, both in halves.items()
         }
 
-    def _pair(self, module: str, a: Tensor, b: Tensor, rank: int, scaling: float) -> LoRAPair:
+    def _pair(self, module: str, a: Tensor, b: Tensor, rank: int, scaling: float) -> tuple[LoRAPair, LoRAPair]:
         layer = self._projections[module]
         if a.shape != (rank, layer.in_features) or b.shape != (layer.out_features, rank):
             raise ConfigError(
                 f"{module} is {layer.in_features} -> {layer.out_features} in the model and the rank {rank} in "
                 f"{CONFIG_FILE}, but {a.shape[1]} -> {a.shape[0]}, {b.shape[1]} -> {b.shape[0]} in the adapter"
             )
-        made = a.float().to(self.device, self.dtype), (b.float() * scaling).to(self.device, self.dtype)
-        if not all(half.isfinite().all() for half in made):
+        a, b = a.float().t().contiguous(), (b.float() * scaling).t().contiguous()
+        pair = a.to(self.device, self.dtype), b.to(self.device, self.dtype)
+        if not all(half.isfinite().all() for half in pair):
             raise ConfigError(f"{module} has weights that are not finite, or that {self.dtype} cannot hold")
-        return made
+        return pair, (a, b) if self.slots.float32_keys else pair
 
     @torch.inference_mode()
     def step(self, rows: Sequence[StepRow]) -> Tensor:
@@ -456,7 +472,9 @@ class ServedModel:
         Stores the new tokens' keys and values in the slots. Returns float32 logits [wanted positions, vocabulary]
         in the order of ``rows``, each row's in the order of its ``wanted``.
         """
-        order = sorted(range(len(rows)), key=lambda i: (rows[i].count > 1, id(rows[i].adapter), rows[i].slot))
+        order = sorted(
+            range(len(rows)), key=lambda i: (rows[i].count > SHORT_ROW_TOKENS, id(rows[i].adapter), rows[i].slot)
+        )
         self.slots.ensure(max(row.stop for row in rows))
         ids: list[int] = []
         positions: list[int] = []

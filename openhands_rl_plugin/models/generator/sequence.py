@@ -1,11 +1,11 @@
-"""One request inside the generator: its handle, its state, its result."""
+"""One request inside the generator: its parameters, its state, and how its tokens are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -44,41 +44,22 @@ class DecodingParams:
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
 
-    @property
-    def warm(self) -> bool:
-        """Whether anything is drawn at random."""
-        return self.temperature >= _COLDEST
-
-    @property
-    def restricted(self) -> bool:
-        """Whether some tokens are excluded from sampling."""
-        return self.warm and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-
-    def with_seed(self, seed: int | None) -> DecodingParams:
-        """The same parameters with another seed."""
-        return replace(self, seed=seed)
-
-
-TopTokens = tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class SampledToken:
-    """One chosen token. ``logprob`` and ``top`` (most likely first) are of the model's own distribution."""
-
-    token: int
-    logprob: float
-    top: TopTokens
+    def seeds(self, n: int) -> list[DecodingParams]:
+        """Those of ``n`` answers to one prompt: with a seed, answer i has seed + i (as in vLLM)."""
+        return [self if self.seed is None else replace(self, seed=self.seed + at) for at in range(n)]
 
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A prompt token's logprob under the model; ``rank`` 1 is the most likely token."""
+    """A token with its logprob in the model's own distribution; ``top``: the likeliest tokens there, likeliest first.
+
+    ``rank`` of a prompt token: 1 is the likeliest. It is 0 for a sampled token.
+    """
 
     token: int
     logprob: float
-    rank: int
-    top: TopTokens
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 def random_numbers(seed: int | None) -> torch.Generator:
@@ -91,50 +72,55 @@ def random_numbers(seed: int | None) -> torch.Generator:
     return generator
 
 
-def sample(logits: Tensor, params: Sequence[DecodingParams], random: Sequence[torch.Generator]) -> list[SampledToken]:
+def sample(logits: Tensor, params: Sequence[DecodingParams], random: Sequence[torch.Generator]) -> list[ScoredToken]:
     """logits: float32 [rows, vocabulary], one row per element of ``params``.
 
     The reported logprobs are ``log_softmax(logits)``: temperature 1, before top_p and top_k, whatever was sampled
     with (vLLM's default, ``raw_logprobs``). One uniform number is drawn per sampled token, none for a greedy one.
     """
-    normaliser = logits.logsumexp(-1)
     chosen = logits.argmax(-1)
-    warm = [i for i, p in enumerate(params) if p.warm]
+    warm = [i for i, p in enumerate(params) if p.temperature >= _COLDEST]
     if warm:
         uniform = torch.cat([torch.rand(1, generator=random[i]) for i in warm]).to(logits.device)
         temperature = torch.tensor([params[i].temperature for i in warm], device=logits.device)
         scaled = (logits if len(warm) == len(params) else logits[warm]) / temperature[:, None]
-        picked = _draw(scaled, uniform)
-        restricted = [j for j, i in enumerate(warm) if params[i].restricted]
-        if restricted:
-            picked[restricted] = _draw_restricted(
-                scaled[restricted], [params[warm[j]] for j in restricted], uniform[restricted]
-            )
+        picked = _draw(torch.softmax(scaled, -1), uniform)
+        some = [j for j, i in enumerate(warm) if params[i].top_p < 1 or params[i].top_k > 0 or params[i].min_p > 0]
+        if some:
+            picked[some] = _draw_restricted(scaled[some], [params[warm[j]] for j in some], uniform[some])
         chosen[warm] = picked
-    logprobs = (logits.gather(-1, chosen[:, None])[:, 0] - normaliser).tolist()
-    tops = _tops(logits, normaliser, [p.top_logprobs for p in params])
-    return [SampledToken(*row) for row in zip(chosen.tolist(), logprobs, tops, strict=True)]
+    return _scored(logits, chosen, [p.top_logprobs for p in params])
 
 
 def score_tokens(logits: Tensor, tokens: Sequence[int], count: int) -> list[ScoredToken]:
     """logits: float32 [rows, vocabulary]; the logprob and rank of each row's token, with ``count`` alternatives."""
+    given = torch.tensor(tokens, device=logits.device)
+    ranks = ((logits > logits.gather(-1, given[:, None])).sum(-1) + 1).tolist()
+    scored = _scored(logits, given, [count] * len(ranks))
+    return [replace(one, rank=rank) for one, rank in zip(scored, ranks, strict=True)]
+
+
+def _scored(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> list[ScoredToken]:
     normaliser = logits.logsumexp(-1)
-    given = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
-    ranks = ((logits > given).sum(-1) + 1).tolist()
-    logprobs = (given[:, 0] - normaliser).tolist()
-    tops = _tops(logits, normaliser, [count] * len(tokens))
-    return [ScoredToken(*row) for row in zip(tokens, logprobs, ranks, tops, strict=True)]
+    logprobs = (logits.gather(-1, tokens[:, None])[:, 0] - normaliser).tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(counts)
+    if rows := [i for i, count in enumerate(counts) if count]:
+        values, others = logits[rows].topk(min(max(counts[i] or 0 for i in rows), logits.shape[-1]), -1)
+        found = zip(others.tolist(), (values - normaliser[rows][:, None]).tolist(), strict=True)
+        for i, (ids, scores) in zip(rows, found, strict=True):
+            tops[i] = tuple(zip(ids, scores, strict=True))[: counts[i]]
+    return [ScoredToken(*row) for row in zip(tokens.tolist(), logprobs, tops, strict=True)]
 
 
-def _draw(scaled: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution at ``uniform`` [rows], for logits ``scaled`` [rows, vocabulary]."""
-    cumulative = torch.softmax(scaled, -1).cumsum(-1)
-    target = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=scaled.shape[-1] - 1)
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first index at which the running sum of ``weights`` [rows, tokens] passes ``uniform`` [rows] of the whole."""
+    cumulative = weights.cumsum(-1)
+    index = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    return index.clamp_(max=weights.shape[-1] - 1)
 
 
 def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: Tensor) -> Tensor:
-    """``_draw`` among the tokens that min_p, top_k and top_p leave, in vLLM's order; looks at few candidates first.
+    """Draw among the tokens that min_p, top_k and top_p leave, in vLLM's order; looks at few candidates first.
 
     min_p: Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling", after the temperature.
     """
@@ -161,88 +147,48 @@ def _draw_restricted(scaled: Tensor, params: Sequence[DecodingParams], uniform: 
         width *= 16
     keep = inside & (cumulative - probabilities < top_p * whole)
     keep[:, 0] = True
-    kept = (probabilities * keep).cumsum(-1)
-    index = torch.searchsorted(kept, uniform[:, None] * kept[:, -1:], right=True)
-    return tokens.gather(-1, torch.minimum(index, keep.sum(-1, keepdim=True) - 1))[:, 0]
+    index = torch.minimum(_draw(probabilities * keep, uniform), keep.sum(-1) - 1)
+    return tokens.gather(-1, index[:, None])[:, 0]
 
 
-def _tops(logits: Tensor, normaliser: Tensor, counts: Sequence[int | None]) -> list[TopTokens]:
-    rows = [i for i, count in enumerate(counts) if count]
-    tops: list[TopTokens] = [()] * len(counts)
-    if rows:
-        widest = min(max(counts[i] or 0 for i in rows), logits.shape[-1])
-        values, tokens = logits[rows].topk(widest, -1)
-        logprobs = (values - normaliser[rows][:, None]).tolist()
-        for i, row_tokens, row_logprobs in zip(rows, tokens.tolist(), logprobs, strict=True):
-            tops[i] = tuple(zip(row_tokens, row_logprobs, strict=True))[: counts[i]]
-    return tops
+DeltaCallback = Callable[[ScoredToken, str], None]
+"""Takes a new token, and the text that can be shown with it."""
 
 
-class Detokenizer:
-    """Turns sampled token ids into text as they come and finds stop strings.
-
-    ``text`` is what may be shown. Until ``finish``, an end that might grow into a stop string is withheld from it.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str]) -> None:
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop = tuple(stop)
-        self._whole = ""
-        self.text = ""
-        self.stopped_by: str | None = None
-
-    def add(self, token: int) -> bool:
-        """Take one more token; True when a stop string is complete (it and what follows are cut)."""
-        piece = self._stream.step(self._backend, token)
-        if not piece:
-            return False
-        searched = max(0, len(self._whole) - max((len(s) for s in self._stop), default=0))
-        self._whole += piece
-        hits = [(at, s) for s in self._stop if (at := self._whole.find(s, searched)) >= 0]
-        if hits:
-            at, self.stopped_by = min(hits)
-            self.text = self._whole[:at]
-            return True
-        self.text = self._whole[: len(self._whole) - self._withheld()]
-        return False
-
-    def finish(self, whole: str) -> None:
-        """Settle on the final text; ``whole`` is all tokens decoded at once (unfinished characters included)."""
-        if self.stopped_by is None:
-            self.text = whole
-
-    def _withheld(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        begun = (n for stop in self._stop for n in range(1, len(stop)) if self._whole.endswith(stop[:n]))
-        return max(begun, default=0)
-
-
-class FinishReason(StrEnum):
-    """Why a sequence ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Generation:
-    """A finished answer.
+    """One request and its answer, which is complete when ``finish_reason`` is set.
 
-    ``token_ids`` are exactly the sampled ids, including the end-of-sequence token; ``sampled[i]`` has the logprob of
-    ``token_ids[i]`` at temperature 1, before top-p and top-k. ``text`` has special tokens and stop strings removed.
+    ``sampled``: exactly the sampled tokens, the end of the sequence included. ``text``: what may be shown of them,
+    without special tokens and stop strings; an end that might grow into a stop string is withheld until then.
     ``prompt``: the prompt tokens' logprobs, ``None`` for the first token; only with ``prompt_logprobs``.
     ``cached_tokens``: prompt tokens whose keys and values were re-used. ``adapter``: the version sampled from.
+    ``limit``: most tokens to sample. ``computed``: tokens whose keys and values are in ``slot``.
     """
 
     prompt_ids: tuple[int, ...]
-    sampled: tuple[SampledToken, ...]
-    text: str
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    prompt: tuple[ScoredToken | None, ...] | None
-    cached_tokens: int
-    adapter: str | None
+    params: DecodingParams
+    tokenizer: PreTrainedTokenizerFast = field(repr=False)
+    limit: int
+    adapter: LoadedAdapter | None = None
+    on_delta: DeltaCallback | None = None
+    sampled: list[ScoredToken] = field(default_factory=list)
+    text: str = ""
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    prompt: list[ScoredToken | None] | None = None
+    cached_tokens: int = 0
+    computed: int = 0
+    slot: int = -1
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.prompt_ids)
+        self.future: Future[Generation] = Future()
+        self.random = random_numbers(self.params.seed)
+        if self.params.prompt_logprobs is not None:
+            self.prompt = [None]
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._whole = ""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -254,106 +200,38 @@ class Generation:
         """The sampled ids' logprobs."""
         return tuple(s.logprob for s in self.sampled)
 
-
-@dataclass(frozen=True)
-class Delta:
-    """New tokens of an unfinished generation, and the text that can be shown with them."""
-
-    sampled: tuple[SampledToken, ...]
-    text: str
-
-
-DeltaCallback = Callable[[Delta], None]
-
-
-@dataclass(eq=False)
-class RequestHandle:
-    """A submitted request: wait for ``future``, or ``cancel()`` it."""
-
-    future: Future[Generation]
-    cancelled: bool = False
-
-    def __post_init__(self) -> None:
-        # The scheduler sets the result; a caller that stops waiting must not cancel the future under it.
-        self.future.set_running_or_notify_cancel()
-
-    def cancel(self) -> None:
-        """Stop at the next step; ``future`` then raises ``RequestCancelled``. No effect when finished."""
-        self.cancelled = True
-
-
-class SequenceState:
-    """A request's state in the scheduler."""
-
-    def __init__(
-        self,
-        prompt_ids: tuple[int, ...],
-        params: DecodingParams,
-        adapter: LoadedAdapter | None,
-        tokenizer: PreTrainedTokenizerFast,
-        limit: int,
-        on_delta: DeltaCallback | None,
-    ) -> None:
-        """``limit``: most tokens to sample, so that prompt and answer fit the model."""
-        self.prompt_len = len(prompt_ids)
-        self.ids = list(prompt_ids)
-        self.params = params
-        self.adapter = adapter
-        self.random = random_numbers(params.seed)
-        self.handle = RequestHandle(Future())
-        self.slot = -1
-        self.computed = 0
-        self.cached = 0
-        self.observed: list[ScoredToken | None] = [None]
-        self._sampled: list[SampledToken] = []
-        self._tokenizer = tokenizer
-        self._text = Detokenizer(tokenizer, params.stop)
-        self._limit = limit
-        self._on_delta = on_delta
-        self._shown = 0
-        self.finish_reason: FinishReason | None = None
-        """Why the answer is complete; ``None`` while it is not."""
-        self._stop_reason: str | int | None = None
-
     @property
     def pending(self) -> int:
         """Tokens whose keys and values are still to be computed."""
         return len(self.ids) - self.computed
 
-    @property
-    def finished(self) -> bool:
-        """Whether the answer is complete."""
-        return self.finish_reason is not None
-
-    def append(self, sampled: SampledToken, eos_ids: frozenset[int]) -> None:
+    def append(self, token: ScoredToken, eos_ids: frozenset[int]) -> None:
         """Take the next sampled token and decide whether the answer ends with it."""
-        self.ids.append(sampled.token)
-        self._sampled.append(sampled)
-        if sampled.token in eos_ids and not self.params.ignore_eos:
-            self.finish_reason = FinishReason.STOP
-        elif sampled.token in self.params.stop_token_ids:
-            self.finish_reason, self._stop_reason = FinishReason.STOP, sampled.token
-        elif self._text.add(sampled.token):
-            self.finish_reason, self._stop_reason = FinishReason.STOP, self._text.stopped_by
-        elif len(self._sampled) >= self._limit:
-            self.finish_reason = FinishReason.LENGTH
-        if self.finish_reason is not None:
-            whole = self._tokenizer.decode([s.token for s in self._sampled], skip_special_tokens=True)
-            self._text.finish(str(whole))
-        if self._on_delta is not None:
-            self._on_delta(Delta((sampled,), self._text.text[self._shown :]))
-            self._shown = len(self._text.text)
+        self.ids.append(token.token)
+        self.sampled.append(token)
+        shown, stop = len(self.text), None
+        if token.token in eos_ids and not self.params.ignore_eos:
+            self.finish_reason = "stop"
+        elif token.token in self.params.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token.token
+        elif (stop := self._read(token.token)) is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+        elif len(self.sampled) >= self.limit:
+            self.finish_reason = "length"
+        if self.finish_reason is not None and stop is None:  # with characters that are not complete
+            self.text = str(self.tokenizer.decode(list(self.token_ids), skip_special_tokens=True))
+        if self.on_delta is not None:
+            self.on_delta(token, self.text[shown:])
 
-    def result(self) -> Generation:
-        """The finished answer."""
-        assert self.finish_reason is not None
-        return Generation(
-            prompt_ids=tuple(self.ids[: self.prompt_len]),
-            sampled=tuple(self._sampled),
-            text=self._text.text,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            prompt=None if self.params.prompt_logprobs is None else tuple(self.observed),
-            cached_tokens=self.cached,
-            adapter=self.adapter.name if self.adapter else None,
-        )
+    def _read(self, token: int) -> str | None:
+        """Add the text of one more token; the stop string that is complete with it, if any."""
+        piece = self._stream.step(self.tokenizer.backend_tokenizer, token)
+        if not piece:
+            return None
+        searched = max(0, len(self._whole) - max(map(len, self.params.stop), default=0))
+        self._whole += piece
+        begun = (n for stop in self.params.stop for n in range(1, len(stop)) if self._whole.endswith(stop[:n]))
+        found = [(at, stop) for stop in self.params.stop if (at := self._whole.find(stop, searched)) >= 0]
+        end, stop = min(found, default=(len(self._whole) - max(begun, default=0), None))
+        self.text = self._whole[:end]
+        return stop

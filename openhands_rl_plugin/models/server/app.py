@@ -7,12 +7,11 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import cast
 
-from anyio import CapacityLimiter, to_thread
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -37,7 +36,7 @@ from openhands_rl_plugin.models.generator.errors import (
 )
 from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
 from openhands_rl_plugin.models.generator.model import LoadedAdapter
-from openhands_rl_plugin.models.generator.sequence import DecodingParams, Delta, Generation, RequestHandle
+from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, ScoredToken
 from openhands_rl_plugin.models.server.wire import (
     ERROR_HANDLERS,
     SSE_DONE,
@@ -68,14 +67,13 @@ from openhands_rl_plugin.models.server.wire import (
 log = redacting_logger(__name__)
 # Seconds that an adapter keeps taking requests after it was asked to be unloaded.
 _UNLOAD_GRACE = 0.25
-_LONG_BODY = 256 * 1024
 _LEAST_PER_TOKEN = 16
 """Characters that a token may stand for at least, whatever the longest one in the vocabulary has."""
 _BEGINS_CALL = re.compile(r"[<`{]")
 _SAMPLED = {field.name for field in fields(DecodingParams)} - {"max_tokens", "top_logprobs"}
 Ids = tuple[int, ...]
-Events = asyncio.Queue[tuple[int, Delta | Future[Generation]]]
-"""What the generator makes of the choices of a stream: (index of the choice, new tokens, or its end)."""
+Events = asyncio.Queue[tuple[int, ScoredToken | Future[Generation], str]]
+"""What the generator makes of the choices of a stream: (index of the choice, new token or its end, text to show)."""
 
 
 class PromptRenderer:
@@ -161,19 +159,6 @@ def build_app(config: ServerConfig, generator: Generator) -> Starlette:
     )
 
 
-@dataclass(frozen=True)
-class _Submitted:
-    """A request under way: the name to answer with, its prompts, ``n`` handles for each of them."""
-
-    model: str
-    prompts: Sequence[Ids]
-    handles: Sequence[RequestHandle]
-
-    def cancel(self) -> None:
-        for handle in self.handles:
-            handle.cancel()
-
-
 class ModelEndpoints:
     """One method per path."""
 
@@ -181,7 +166,6 @@ class ModelEndpoints:
         self._config = config
         self._generator = generator
         self._adapters = Path(config.adapters or DEFAULT_ADAPTERS).expanduser().absolute()
-        self._long_prompts = CapacityLimiter(1)
         self._prompts = PromptRenderer(generator.tokenizer, generator.max_model_len, config.chat_template)
 
     async def chat(self, request: Request) -> Response:
@@ -190,21 +174,22 @@ class ModelEndpoints:
         events: Events | None = asyncio.Queue() if body.stream else None
         top = (body.top_logprobs or 0) if body.logprobs else None
         limit = body.max_completion_tokens or body.max_tokens
-        submitted = await self._submit(request, body, lambda: [self._prompts.chat(body)], limit, top, events)
+        model, prompts, futures = await self._submit(body, lambda: [self._prompts.chat(body)], limit, top, events)
         formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         if events is not None:
-            return StreamingResponse(_chat_events(events, body, submitted, formatter), media_type="text/event-stream")
-        answers = await self._answers(request, submitted)
+            stream = _chat_events(events, body, model, prompts[0], futures, formatter)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        answers = await _answers(request, futures)
         logprobs, token_ids = bool(body.logprobs), bool(body.return_token_ids)
         choices = [
             formatter.chat_choice(index, answer, logprobs=logprobs, token_ids=token_ids, tools=body.callable)
             for index, answer in enumerate(answers)
         ]
-        observed = formatter.prompt_logprobs(answers[0].prompt)
-        more = {"prompt_logprobs": observed, "prompt_token_ids": list(submitted.prompts[0]) if token_ids else None}
-        return json_response(
-            chat_body(new_id("chatcmpl"), submitted.model, choices, usage(answers, len(answers)), **more)
-        )
+        more = {
+            "prompt_logprobs": formatter.prompt_logprobs(answers[0]),
+            "prompt_token_ids": list(prompts[0]) if token_ids else None,
+        }
+        return json_response(chat_body(new_id("chatcmpl"), model, choices, usage(answers, len(answers)), **more))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -214,24 +199,23 @@ class ModelEndpoints:
             special = body.add_special_tokens
             return [self._prompts.text(p, special=special) if isinstance(p, str) else p for p in body.prompt]
 
-        submitted = await self._submit(request, body, prompts, body.max_tokens or 16, body.logprobs)
+        model, _, futures = await self._submit(body, prompts, body.max_tokens or 16, body.logprobs)
         formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        answers = await self._answers(request, submitted)
+        answers = await _answers(request, futures)
         choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
-        head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": submitted.model}
+        head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": model}
         return json_response({**head, "choices": choices, "usage": usage(answers, body.n or 1)})
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         body = await self._read(request, TokenizeRequest)
-
-        def prompt() -> Ids:
-            if body.prompt is None:
-                return self._prompts.chat(body)
-            return self._prompts.text(body.prompt, special=body.add_special_tokens is not False)
-
-        with self._model(body.model):
-            ids = await self._render(request, prompt)
+        self._adapter(body.model)
+        if (body.prompt is None) == (not body.messages):
+            raise ServingError("give either prompt or messages", param="prompt")
+        if body.prompt is None:
+            ids = await run_in_threadpool(self._prompts.chat, body)
+        else:
+            ids = await run_in_threadpool(self._prompts.text, body.prompt, special=body.add_special_tokens is not False)
         longest = self._generator.max_model_len
         return json_response({"count": len(ids), "max_model_len": longest, "tokens": list(ids)})
 
@@ -266,7 +250,7 @@ class ModelEndpoints:
         if all(adapter.name != body.lora_name for adapter in self._generator.adapters):
             raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name")
         await asyncio.sleep(_UNLOAD_GRACE)
-        await asyncio.wrap_future(self._generator.unload_adapter(body.lora_name))
+        await run_in_threadpool(self._generator.unload_adapter, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def update_weights(self, request: Request) -> Response:
@@ -307,20 +291,9 @@ class ModelEndpoints:
     async def _read[B: BaseModel](self, request: Request, kind: type[B]) -> B:
         return await read_body(await request.body(), kind.model_validate_json)
 
-    async def _render[P](self, request: Request, make: Callable[[], P]) -> P:
-        """Token ids, made off the event loop: of long requests one after another, so that short ones pass them."""
-        limiter = self._long_prompts if len(await request.body()) > _LONG_BODY else None
-        return await to_thread.run_sync(make, limiter=limiter)
-
-    @contextmanager
-    def _model(self, name: str | None) -> Iterator[tuple[LoadedAdapter | None, str]]:
-        """(adapter or None for the base model, name to answer with); the adapter stays loaded meanwhile."""
-        base = self._base_name
-        if not name or name == base:
-            yield None, base
-        else:
-            with self._generator.pin_adapter(name) as adapter:
-                yield adapter, name
+    def _adapter(self, name: str | None) -> LoadedAdapter | None:
+        """That of a requested model; ``None`` for the base model. Raises ``NotFound``."""
+        return None if not name or name == self._base_name else self._generator.adapter(name)
 
     @property
     def _base_name(self) -> str:
@@ -328,83 +301,82 @@ class ModelEndpoints:
 
     async def _submit(
         self,
-        request: Request,
         body: SamplingFields,
-        prompts: Callable[[], list[Ids]],
+        render: Callable[[], list[Ids]],
         limit: int | None,
         top: int | None,
         events: Events | None = None,
-    ) -> _Submitted:
-        """Submit ``n`` choices of each prompt, or none. With a seed, choice i has seed + i (as in vLLM)."""
-        weights, loop = self._generator.weights, asyncio.get_running_loop()
+    ) -> tuple[str, list[Ids], list[Future[Generation]]]:
+        """Submit ``n`` choices of each prompt, or none; gives the model's name, the prompts, and the choices."""
+        loop, weights, base = asyncio.get_running_loop(), self._generator.weights, self._base_name
+        adapter = self._adapter(body.model)
+        futures: list[Future[Generation]] = []
 
-        def put(index: int, event: Delta | Future[Generation]) -> None:
+        def put(index: int, event: ScoredToken | Future[Generation], text: str = "") -> None:
             # A closed loop means that the server is shutting down and the stream has no reader.
             if events is not None and not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+                loop.call_soon_threadsafe(events.put_nowait, (index, event, text))
 
-        with self._model(body.model) as (adapter, model):
-            handles: list[RequestHandle] = []
-            submitted = _Submitted(model, await self._render(request, prompts), handles)
-            if not submitted.prompts:
-                raise ServingError("The prompt is empty.", param="prompt")
-            try:
-                for ids in submitted.prompts:
-                    params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
-                    for at in range(body.n or 1):
-                        own = params.with_seed(None if params.seed is None else params.seed + at)
-                        show = None if events is None else partial(put, len(handles))
-                        submit = self._generator.submit
-                        handles.append(submit(ids, own, adapter=adapter, weights=weights, on_delta=show))
-            except ServingError:
-                submitted.cancel()
-                raise
-        for index, handle in enumerate(handles):
-            handle.future.add_done_callback(partial(put, index))
-        return submitted
-
-    async def _answers(self, request: Request, submitted: _Submitted) -> list[Generation]:
-        """Wait for all choices; cancel them when the client disconnects."""
+        prompts = await run_in_threadpool(render)
+        if not prompts:
+            raise ServingError("The prompt is empty.", param="prompt")
         try:
-            return await unless_disconnected(
-                request, asyncio.gather(*(asyncio.wrap_future(handle.future) for handle in submitted.handles))
-            )
-        finally:
-            submitted.cancel()
+            for ids in prompts:
+                params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
+                for own in params.seeds(body.n or 1):
+                    show = partial(put, len(futures))
+                    futures.append(
+                        self._generator.submit(
+                            ids, own, adapter=adapter, weights=weights, on_delta=None if events is None else show
+                        )
+                    )
+                    futures[-1].add_done_callback(show)
+        except ServingError:
+            _cancel(futures)
+            raise
+        return adapter.name if adapter else base, prompts, futures
+
+
+async def _answers(request: Request, futures: Sequence[Future[Generation]]) -> list[Generation]:
+    """Wait for all choices; cancel them when one fails or the client disconnects."""
+    try:
+        return await unless_disconnected(request, asyncio.gather(*map(asyncio.wrap_future, futures)))
+    finally:
+        _cancel(futures)
+
+
+def _cancel(futures: Sequence[Future[Generation]]) -> None:
+    for future in futures:
+        future.cancel()
 
 
 async def _chat_events(
-    events: Events, request: ChatCompletionRequest, submitted: _Submitted, formatter: Formatter
+    events: Events,
+    request: ChatCompletionRequest,
+    model: str,
+    prompt: Ids,
+    futures: Sequence[Future[Generation]],
+    formatter: Formatter,
 ) -> AsyncIterator[str]:
     """The events of a chat completion, up to and including ``[DONE]``; an error event where a choice fails.
 
     Where tools are offered, text behind a sign that a call may begin with waits for the end of the choice. Cancels the
     choices when the client disconnects.
     """
-    head = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk", "created": now(), "model": submitted.model}
-    tools, count = request.callable, len(submitted.handles)
+    head = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk", "created": now(), "model": model}
+    tools, count = request.callable, len(futures)
     texts, sent = [""] * count, [0] * count
-    finished: dict[int, Generation] = {}
+    left = set(range(count))
     try:
         for index in range(count):
             first = chunk_choice(index, delta={"role": "assistant", "content": ""})
-            ids = list(submitted.prompts[0]) if index == 0 and request.return_token_ids else None
+            ids = list(prompt) if index == 0 and request.return_token_ids else None
             yield sse_event(chunk_body(head, [first], prompt_token_ids=ids))
-        while len(finished) < count:
-            index, event = await events.get()
-            if isinstance(event, Delta):
-                texts[index] += event.text
-                held = _BEGINS_CALL.search(texts[index]) if tools else None
-                text = texts[index][sent[index] : held.start() if held else None]
-                sent[index] += len(text)
-                choice = chunk_choice(
-                    index,
-                    delta=present({"content": text or None}),
-                    logprobs=formatter.chat_logprobs(event.sampled) if request.logprobs else None,
-                    token_ids=[one.token for one in event.sampled] if request.return_token_ids else None,
-                )
-            else:
-                finished[index] = answer = event.result()
+        while left:
+            index, event, text = await events.get()
+            if isinstance(event, Future):
+                left.remove(index)
+                answer = event.result()
                 parsed = parse_tool_calls(answer.text, tools)
                 calls = [{"index": at, **call} for at, call in enumerate(tool_call_bodies(parsed.calls))]
                 rest = parsed.text[sent[index] :]
@@ -414,15 +386,25 @@ async def _chat_events(
                     delta=present({"content": rest or None, "tool_calls": calls or None}),
                     stop_reason=answer.stop_reason,
                 )
+            else:
+                texts[index] += text
+                held = _BEGINS_CALL.search(texts[index]) if tools else None
+                text = texts[index][sent[index] : held.start() if held else None]
+                sent[index] += len(text)
+                choice = chunk_choice(
+                    index,
+                    delta=present({"content": text or None}),
+                    logprobs=formatter.chat_logprobs([event]) if request.logprobs else None,
+                    token_ids=[event.token] if request.return_token_ids else None,
+                )
             yield sse_event(chunk_body(head, [choice]))
         if request.stream_options and request.stream_options.include_usage:
-            counts = usage([finished[at] for at in range(count)], count)
-            yield sse_event(chunk_body(head, [], usage=counts))
+            yield sse_event(chunk_body(head, [], usage=usage([each.result() for each in futures], count)))
         yield SSE_DONE
     except ServingError as error:
         yield sse_event(error_body(error.status, error.message, error.kind))
     finally:
-        submitted.cancel()
+        _cancel(futures)
 
 
 def load_versions_in_use(generator: Generator, store: AdapterStore) -> None:

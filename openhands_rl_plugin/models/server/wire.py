@@ -23,7 +23,7 @@ from openhands_rl_plugin.models.generator.errors import ServingError
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and clients of this module need neither
     from transformers import PreTrainedTokenizerFast
 
-    from openhands_rl_plugin.models.generator.sequence import Generation, SampledToken, ScoredToken
+    from openhands_rl_plugin.models.generator.sequence import Generation, ScoredToken
 
 Body = dict[str, Any]
 """A JSON object of a response."""
@@ -44,23 +44,19 @@ def sse_event(body: Mapping[str, Any]) -> str:
 async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T:
     """The result of ``work``; raises ``ClientDisconnect``, with ``work`` cancelled, when the client disconnects."""
     working = asyncio.ensure_future(work)
-    disconnected = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
         working.cancel()
-        disconnected.cancel()
-        await asyncio.wait({working, disconnected})
-        if not working.cancelled():
-            working.exception()  # a gather that is cancelled ends with an error, which the log would have otherwise
 
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    watching = asyncio.create_task(watch())
+    try:
+        return await working
+    except asyncio.CancelledError:
+        raise ClientDisconnect if watching.done() else asyncio.CancelledError from None
+    finally:
+        watching.cancel()
 
 
 def error_body(status: int, message: str, kind: str, param: str | None = None) -> Body:
@@ -90,22 +86,15 @@ ERROR_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]
 )
 """The ``exception_handlers`` of a Starlette application."""
 
-MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
-MAX_STOPS = 16
-LONGEST_STOP = 1024
-MAX_STOP_IDS = 1024
-MAX_PROMPTS = 1024
-MAX_MESSAGES = 10_000
 LARGEST = 2**31 - 1
 """Of every number without a narrower bound: what 32 bits hold fits wherever it is used."""
-TokenId = Annotated[int, Field(ge=-1, le=LARGEST)]
 ModelName = Annotated[str, Field(max_length=1024)]
 # A list ends at its first wrong element: a million of them would be a million errors.
-TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]
-_Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-_Stops = Annotated[tuple[_Stop, ...], Field(fail_fast=True), Field(max_length=MAX_STOPS)]
-_Prompts = Annotated[tuple[str | TokenIds, ...], Field(fail_fast=True), Field(max_length=MAX_PROMPTS)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=-1, le=LARGEST)], ...], Field(fail_fast=True)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+_Stops = Annotated[tuple[_Stop, ...], Field(fail_fast=True), Field(max_length=16)]
+_Prompts = Annotated[tuple[str | TokenIds, ...], Field(fail_fast=True), Field(max_length=1024)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _One = Annotated[float, Field(ge=1, le=1)]
 
@@ -159,7 +148,7 @@ class ChatMessage(OpenAIModel):
         return self
 
 
-Messages = Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), Field(max_length=MAX_MESSAGES)]
+Messages = Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), Field(max_length=10_000)]
 
 
 class FunctionDefinition(OpenAIModel):
@@ -186,11 +175,11 @@ class SamplingFields(OpenAIModel):
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=LARGEST, description="0 and -1 are off.")
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(None, ge=1, le=64)
     max_tokens: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[_Stops, BeforeValidator(_listed)] = ()
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
     ignore_eos: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     return_token_ids: bool | None = False
@@ -200,13 +189,7 @@ class SamplingFields(OpenAIModel):
     repetition_penalty: _One | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     logit_bias: dict[str, JsonValue] | None = Field(None, max_length=0)
-    response_format: dict[str, JsonValue] | None = None
-
-    @model_validator(mode="after")
-    def _check_format(self) -> Self:
-        if self.response_format and self.response_format.get("type") != "text":
-            raise ValueError("response_format other than text is not supported by this server")
-        return self
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
 
 
 class Conversation(OpenAIModel):
@@ -217,12 +200,6 @@ class Conversation(OpenAIModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, JsonValue] | None = None
-
-    @model_validator(mode="after")
-    def _check_cue(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
-        return self
 
 
 class ChatCompletionRequest(Conversation, SamplingFields):
@@ -267,12 +244,6 @@ class TokenizeRequest(Conversation):
     prompt: str | None = None
     add_special_tokens: bool | None = None
 
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if (self.prompt is None) == (not self.messages):
-            raise ValueError("give either prompt or messages")
-        return self
-
 
 class LoRAAdapterRequest(OpenAIModel):
     """POST /v1/load_lora_adapter; with the name alone, /v1/unload_lora_adapter."""
@@ -295,35 +266,18 @@ class Formatter:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
-    def chat_logprobs(self, sampled: Sequence[SampledToken]) -> Body:
+    def chat_logprobs(self, sampled: Sequence[ScoredToken]) -> Body:
         """OpenAI's ``logprobs`` object of chat choices."""
-        content = [
-            {**self._token(one.token, one.logprob), "top_logprobs": [self._token(*each) for each in one.top]}
-            for one in sampled
-        ]
-        return {"content": content}
 
-    def text_logprobs(self, sampled: Sequence[SampledToken]) -> Body:
-        """OpenAI's ``logprobs`` object of text choices.
+        def entry(token: int, logprob: float) -> Body:
+            text = self._text(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", errors="replace"))}
 
-        As in vLLM, the sampled token is always among the alternatives.
-        """
-        tokens = [self._text(one.token) for one in sampled]
         return {
-            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
-            "token_logprobs": [one.logprob for one in sampled],
-            "tokens": tokens,
-            "top_logprobs": [
-                {self._text(token): logprob for token, logprob in ((one.token, one.logprob), *one.top)}
-                for one in sampled
-            ],
+            "content": [
+                {**entry(one.token, one.logprob), "top_logprobs": [entry(*each) for each in one.top]} for one in sampled
+            ]
         }
-
-    def prompt_logprobs(self, observed: Sequence[ScoredToken | None] | None) -> list[Body | None] | None:
-        """vLLM's shape: None for the first token, then the token (and alternatives) by id; rank 1 is the likeliest."""
-        if observed is None:
-            return None
-        return [None if one is None else self._prompt_entry(one) for one in observed]
 
     def chat_choice(
         self, index: int, answer: Generation, *, logprobs: bool, token_ids: bool, tools: Sequence[JsonObject]
@@ -344,24 +298,40 @@ class Formatter:
         return {
             "index": index,
             "text": answer.text,
-            "logprobs": self.text_logprobs(answer.sampled) if request.logprobs is not None else None,
+            "logprobs": self._text_logprobs(answer.sampled) if request.logprobs is not None else None,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
-            "prompt_logprobs": self.prompt_logprobs(answer.prompt),
+            "prompt_logprobs": self.prompt_logprobs(answer),
             "token_ids": list(answer.token_ids) if request.return_token_ids else None,
             "prompt_token_ids": list(answer.prompt_ids) if request.return_token_ids else None,
         }
 
-    def _prompt_entry(self, one: ScoredToken) -> Body:
-        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)]
-        return {
-            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._decode(token)}
-            for token, logprob, rank in (*ranked, (one.token, one.logprob, one.rank))
-        }
+    def prompt_logprobs(self, answer: Generation) -> list[Body | None] | None:
+        """vLLM's shape: None for the first token, then the token (and alternatives) by id; rank 1 is the likeliest."""
+        if answer.prompt is None:
+            return None
+        entries: list[Body | None] = []
+        for one in answer.prompt:
+            ranked = [] if one is None else [(*each, rank) for rank, each in enumerate(one.top, 1)]
+            entries.append(
+                one
+                and {
+                    str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._decode(token)}
+                    for token, logprob, rank in (*ranked, (one.token, one.logprob, one.rank))
+                }
+            )
+        return entries
 
-    def _token(self, token: int, logprob: float) -> Body:
-        text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", errors="replace"))}
+    def _text_logprobs(self, sampled: Sequence[ScoredToken]) -> Body:
+        """OpenAI's ``logprobs`` object; as in vLLM, the sampled token is always among the alternatives."""
+        tokens = [self._text(one.token) for one in sampled]
+        tops = [((one.token, one.logprob), *one.top) for one in sampled]
+        return {
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+            "token_logprobs": [one.logprob for one in sampled],
+            "tokens": tokens,
+            "top_logprobs": [{self._text(token): logprob for token, logprob in top} for top in tops],
+        }
 
     def _text(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._decode(token)
@@ -386,10 +356,9 @@ def assistant_body(content: str | None, calls: Sequence[ToolCall]) -> Body:
 def usage(answers: Sequence[Generation], choices_per_prompt: int) -> Body:
     """Counts of a request's answers: each prompt once, all sampled tokens, prompt tokens from the prefix cache."""
     firsts = answers[::choices_per_prompt]
-    counted = usage_body(
-        sum(len(answer.prompt_ids) for answer in firsts), sum(len(answer.sampled) for answer in answers)
-    )
-    return counted | {"prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in firsts)}}
+    cached = {"cached_tokens": sum(answer.cached_tokens for answer in firsts)}
+    prompt, sampled = sum(len(each.prompt_ids) for each in firsts), sum(len(each.sampled) for each in answers)
+    return {**usage_body(prompt, sampled), "prompt_tokens_details": cached}
 
 
 def usage_body(prompt: int, sampled: int) -> Body:

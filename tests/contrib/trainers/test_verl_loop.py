@@ -38,7 +38,7 @@ class Servers:
             self.fails -= 1
             return SimpleNamespace(token_ids=[], log_probs=[], stop_reason="aborted")
         params = DecodingParams(temperature=sampling_params["temperature"], max_tokens=sampling_params["max_tokens"])
-        made = await asyncio.wrap_future(self.generator.submit(tuple(prompt_ids), params).future)
+        made = await asyncio.wrap_future(self.generator.submit(tuple(prompt_ids), params))
         return SimpleNamespace(
             token_ids=list(made.token_ids),
             log_probs=None if self.blind else list(made.logprobs),

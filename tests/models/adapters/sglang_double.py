@@ -83,7 +83,7 @@ class SGLangDouble:
         name = (await request.json())["lora_name"]
         if name not in self.adapters:
             return self._updated(f"LoRA adapter {name} is not loaded.")
-        await run_in_threadpool(lambda: self.generator.unload_adapter(name).result(30))
+        await run_in_threadpool(self.generator.unload_adapter, name)
         del self.adapters[name]
         return self._updated()
 

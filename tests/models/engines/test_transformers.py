@@ -121,7 +121,7 @@ async def test_an_adapter_is_sampled_and_named(generator: Generator, path: Path,
     generator.load_adapter("policy-v000002", write_adapter(tmp_path / "a", path, seed=1))
     base = (await TransformersEngine(generator).complete(ASK, sampling=GREEDY))[0]
     tuned = (await TransformersEngine(generator, adapter="policy-v000002").complete(ASK, sampling=GREEDY))[0]
-    generator.unload_adapter("policy-v000002").result()
+    generator.unload_adapter("policy-v000002")
     assert tuned.policy == PolicyRef(base_model=str(path), adapter="policy", version=2)
     assert tokens_of(tuned).logprobs != tokens_of(base).logprobs
     with pytest.raises(ModelError, match="policy-v000002"):

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.model import KVCache
-from openhands_rl_plugin.models.generator.sequence import DecodingParams, FinishReason, Generation, RequestHandle
+from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation
 
 pytestmark = pytest.mark.contract
 
@@ -61,8 +61,8 @@ def test_greedy_equals_the_original_model(
     answer = generator.generate(prompt(37), GREEDY, adapter=adapter)
     assert list(answer.token_ids) == tokens
     assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert answer.finish_reason is FinishReason.LENGTH
-    assert answer.adapter == adapter
+    assert answer.finish_reason == "length"
+    assert (answer.adapter and answer.adapter.name) == adapter
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_batched_equals_alone(generator: Generator) -> None:
     alone = [generator.generate(prompt(n, n), GREEDY) for n in lengths]
     tickets = [generator.submit(prompt(n, n), GREEDY) for n in lengths]
     for ticket, expected in zip(tickets, alone, strict=True):
-        same(ticket.future.result(), expected)
+        same(ticket.result(), expected)
 
 
 def test_adapters_mixed_in_one_batch_equal_alone(generator: Generator) -> None:
@@ -98,7 +98,7 @@ def test_adapters_mixed_in_one_batch_equal_alone(generator: Generator) -> None:
     alone = [generator.generate(prompt(n), GREEDY, adapter=adapter) for n, adapter in wanted]
     tickets = [generator.submit(prompt(n), GREEDY, adapter=adapter) for n, adapter in wanted]
     for ticket, expected in zip(tickets, alone, strict=True):
-        same(ticket.future.result(), expected)
+        same(ticket.result(), expected)
     assert len({answer.token_ids for answer in alone[:3]}) == 3
 
 
@@ -119,7 +119,7 @@ def test_a_conversation_reuses_what_was_computed(generator: Generator) -> None:
 
 def test_equal_prompts_together_are_computed_once(generator: Generator) -> None:
     tickets = [generator.submit(prompt(100, 77), GREEDY) for _ in range(4)]
-    answers = [ticket.future.result() for ticket in tickets]
+    answers = [ticket.result() for ticket in tickets]
     assert sorted(answer.cached_tokens for answer in answers) == [0, 96, 96, 96]
     assert len({answer.token_ids for answer in answers}) == 1
 
@@ -139,11 +139,11 @@ def test_the_cache_keeps_to_its_bound(tiny_model: Path) -> None:
 def test_a_seed_fixes_the_answer_in_any_batch(generator: Generator) -> None:
     params = DecodingParams(temperature=1.3, top_p=0.95, max_tokens=20, seed=5, ignore_eos=True)
     alone = generator.generate(prompt(30), params)
-    tickets = [generator.submit(prompt(30, i), params.with_seed(i), adapter=["a", None][i % 2]) for i in range(6)]
+    tickets = [generator.submit(prompt(30, i), replace(params, seed=i), adapter=["a", None][i % 2]) for i in range(6)]
     again = generator.submit(prompt(30), params)
-    same(again.future.result(), alone)
-    assert len({ticket.future.result().token_ids for ticket in tickets}) == 6
-    assert generator.generate(prompt(30), params.with_seed(6)).token_ids != alone.token_ids
+    same(again.result(), alone)
+    assert len({ticket.result().token_ids for ticket in tickets}) == 6
+    assert generator.generate(prompt(30), replace(params, seed=6)).token_ids != alone.token_ids
 
 
 def test_logprobs_are_of_the_models_own_distribution(generator: Generator, tiny_model: Path) -> None:
@@ -181,10 +181,10 @@ def test_stop_strings_are_cut_and_their_tokens_reported(generator: Generator) ->
     stop = whole.text[6:9]
     deltas: list[str] = []
     params = DecodingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=(stop, "never there"))
-    ticket = generator.submit(prompt(25), params, on_delta=lambda delta: deltas.append(delta.text))
-    answer = ticket.future.result()
+    ticket = generator.submit(prompt(25), params, on_delta=lambda _, text: deltas.append(text))
+    answer = ticket.result()
     assert answer.text == whole.text[: whole.text.index(stop)]
-    assert answer.finish_reason is FinishReason.STOP and answer.stop_reason == stop
+    assert answer.finish_reason == "stop" and answer.stop_reason == stop
     assert answer.token_ids == whole.token_ids[: len(answer.token_ids)] and len(answer.token_ids) < 30
     assert "".join(deltas) == answer.text
 
@@ -201,7 +201,7 @@ def test_stop_tokens(generator: Generator) -> None:
 def test_answers_end_where_the_context_ends(generator: Generator) -> None:
     answer = generator.generate(prompt(500), DecodingParams(max_tokens=100, ignore_eos=True))
     assert len(answer.token_ids) == 12
-    assert answer.finish_reason is FinishReason.LENGTH
+    assert answer.finish_reason == "length"
 
 
 def test_bfloat16_stays_near_float32(tiny_model: Path, generator: Generator) -> None:
@@ -255,8 +255,3 @@ def test_the_number_of_threads_changes_nothing_but_the_pace(tiny_model: Path, ge
         one, two = generator.generate(prompt(33), params), other.generate(prompt(33), params)
     assert one.token_ids == two.token_ids and len(one.token_ids) == 100
     assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
-
-
-def test_somebody_who_stops_waiting_does_not_cancel_the_future_below_the_scheduler() -> None:
-    ticket = RequestHandle(Future())
-    assert not ticket.future.cancel() and not ticket.future.cancelled()

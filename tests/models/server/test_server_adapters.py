@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -170,14 +171,17 @@ def test_requests_in_flight_finish_on_their_version(generator: Generator, adapte
     expected = generator.generate([5, 6, 7], params, adapter="a")
     generator.load_adapter("same-name", adapter_a)
     ticket = generator.submit([5, 6, 7], params, adapter="same-name")
-    drained = generator.unload_adapter("same-name")
-    generator.load_adapter("same-name", adapter_b)
-    newer = generator.submit([5, 6, 7], params, adapter="same-name")
-    drained.result(timeout=30)
-    assert ticket.future.done()
-    assert ticket.future.result().token_ids == expected.token_ids
-    assert newer.future.result().token_ids == generator.generate([5, 6, 7], params, adapter="b").token_ids
-    generator.unload_adapter("same-name").result(timeout=30)
+    with ThreadPoolExecutor(1) as pool:
+        unloading = pool.submit(generator.unload_adapter, "same-name")
+        while any(each.name == "same-name" for each in generator.adapters):
+            pass
+        generator.load_adapter("same-name", adapter_b)
+        newer = generator.submit([5, 6, 7], params, adapter="same-name")
+        unloading.result(timeout=30)
+    assert ticket.done()
+    assert ticket.result().token_ids == expected.token_ids
+    assert newer.result().token_ids == generator.generate([5, 6, 7], params, adapter="b").token_ids
+    generator.unload_adapter("same-name")
 
 
 def test_a_server_starts_with_the_versions_in_use(
