@@ -86,7 +86,9 @@ class AgentGymClient(BaseEnvClient):
 
     async def act(self, action: str) -> ServerAnswer:
         """``POST /step``."""
-        answer = ServerAnswer.parse(await self.post("/step", {**self._key(), "action": action}), "/step").told("/step")
+        answer = ServerAnswer.parse(await self.post("/step", {**self._key(), "action": action}), "/step").as_step(
+            "/step"
+        )
         dialect = self._known_dialect()
         earned = answer.reward / dialect.full_score
         gained = earned - self._level if dialect.reward_is_level else earned

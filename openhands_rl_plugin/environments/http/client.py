@@ -8,7 +8,6 @@ import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import ClassVar, Self
 
 import httpx
@@ -58,7 +57,7 @@ class ServerAnswer(BaseModel):
             field = ".".join(str(part) for part in first["loc"][:3])
             raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
 
-    def told(self, path: str) -> Self:
+    def as_step(self, path: str) -> Self:
         """This answer to a step. Raises ``BadEnvironmentError`` when it does not say what the step was worth."""
         if "reward" not in self.model_fields_set:
             inside = isinstance(self.info, dict) and "reward" in self.info
@@ -96,61 +95,6 @@ class SessionAnswer(ServerAnswer):
     """The answer to ``/reset``, with a session where the server can run several episodes of one task."""
 
     session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
-
-
-class Claim(Enum):
-    """The decision on a client's request to start an episode."""
-
-    GRANTED = auto()
-    """Start: no other client runs this task, or the server has sessions."""
-    UNDECIDED = auto()
-    """Wait: another client is starting this task; its answer will show whether the server has sessions."""
-    TAKEN = auto()
-    """Refused: the server has no sessions and another client runs this task."""
-
-
-class EpisodeLedger:
-    """Claims on (server, task index) within this process; safe to use from several threads.
-
-    Players (clients) are referenced weakly, so one that was dropped without ``close`` blocks no other.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._players: weakref.WeakValueDictionary[tuple[str, int], object] = weakref.WeakValueDictionary()
-        self._playing: weakref.WeakSet[object] = weakref.WeakSet()
-        self._with_sessions: set[str] = set()
-
-    def claim(self, server: str, index: int, player: object) -> Claim:
-        """Request a claim before an episode is opened; repeated requests are allowed."""
-        with self._lock:
-            if server in self._with_sessions:
-                return Claim.GRANTED
-            holder = self._players.setdefault((server, index), player)
-            if holder is player:
-                return Claim.GRANTED
-            return Claim.TAKEN if holder in self._playing else Claim.UNDECIDED
-
-    def opened_with_session(self, server: str, index: int, player: object) -> None:
-        """The server returned a session, so it needs no claims."""
-        with self._lock:
-            self._with_sessions.add(server)
-        self.release(server, index, player)
-
-    def opened_without_session(self, server: str, index: int, player: object) -> Claim:
-        """The server returned no session: the claim of ``player``, which shares the episode unless it is granted."""
-        with self._lock:
-            self._with_sessions.discard(server)
-        if (claim := self.claim(server, index, player)) is Claim.GRANTED:
-            self._playing.add(player)
-        return claim
-
-    def release(self, server: str, index: int, player: object) -> None:
-        """Release the claim, if ``player`` holds it."""
-        with self._lock:
-            self._playing.discard(player)
-            if self._players.get((server, index)) is player:
-                del self._players[(server, index)]
 
 
 ACTION_LANGUAGES = {
@@ -209,8 +153,12 @@ def opening_messages(
 
 
 _LONGEST_PAUSE = 5.0
-_CLAIM_POLL = 0.01
-_LEDGER = EpisodeLedger()
+_POLL = 0.01
+# Servers that answer a reset with a session; and of the others, whose episode runs by server and index. A client that
+# was dropped without ``close`` blocks no other.
+_WITH_SESSIONS: set[str] = set()
+_HOLDERS: weakref.WeakValueDictionary[tuple[str, int], WebEnvClient] = weakref.WeakValueDictionary()
+_CLAIMS = threading.Lock()
 _WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
 
 
@@ -346,7 +294,7 @@ class BaseEnvClient(ABC):
         if parsed.action is None:
             return self._malformed(action, parsed.error)
         try:
-            answer = (await self.act(parsed.action)).told("/step")
+            answer = (await self.act(parsed.action)).as_step("/step")
         except RefusedActionError as refused:
             return self._malformed(action, str(refused))
         self._last = answer
@@ -489,22 +437,21 @@ class WebEnvClient(BaseEnvClient):
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``."""
-        server, index = self.options.base_url, episode_index(task)
-        self._index = index
-        while (claim := _LEDGER.claim(server, index, self)) is Claim.UNDECIDED:
-            await asyncio.sleep(_CLAIM_POLL)
-        if claim is Claim.GRANTED:
-            answer = SessionAnswer.parse(await self.post("/reset", {"idx": index}), "/reset")
-            self._session = answer.session
-            if self._session is not None:
-                _LEDGER.opened_with_session(server, index, self)
-                return answer
-            if _LEDGER.opened_without_session(server, index, self) is Claim.GRANTED:
-                return answer
-        raise InfrastructureError(
-            f"{server} has no sessions and an episode of idx {index} is running already: run its episodes one at a time"
-            " (max_workers = 1) or use a server whose /reset answers a session"
-        )
+        server, self._index = self.options.base_url, episode_index(task)
+        while server not in _WITH_SESSIONS and (holder := self._holder()) is not self:
+            if holder._last is not None:
+                raise self._taken()
+            await asyncio.sleep(_POLL)  # its reset will show whether the server has sessions
+        answer = SessionAnswer.parse(await self.post("/reset", {"idx": self._index}), "/reset")
+        self._session = answer.session
+        if self._session is not None:
+            _WITH_SESSIONS.add(server)
+            self._give_up()
+        else:
+            _WITH_SESSIONS.discard(server)
+            if self._holder() is not self:
+                raise self._taken()
+        return answer
 
     async def act(self, action: str) -> ServerAnswer:
         """``POST /step``."""
@@ -536,7 +483,7 @@ class WebEnvClient(BaseEnvClient):
 
     async def release(self) -> None:
         """``POST /close`` where the server returned a session; otherwise release the index."""
-        _LEDGER.release(self.options.base_url, self._index, self)
+        self._give_up()
         if self._session is not None:
             # The simple protocol has no /close; a server without one lets its sessions expire.
             with suppress(EndpointMissingError):
@@ -544,3 +491,19 @@ class WebEnvClient(BaseEnvClient):
 
     def _key(self) -> JsonObject:
         return {"idx": self._index} if self._session is None else {"idx": self._index, "session": self._session}
+
+    def _holder(self) -> WebEnvClient:
+        """Whose episode runs on the server; this one's where no other does."""
+        with _CLAIMS:
+            return _HOLDERS.setdefault((self.options.base_url, self._index), self)
+
+    def _give_up(self) -> None:
+        with _CLAIMS:
+            if _HOLDERS.get((self.options.base_url, self._index)) is self:
+                del _HOLDERS[self.options.base_url, self._index]
+
+    def _taken(self) -> InfrastructureError:
+        return InfrastructureError(
+            f"{self.options.base_url} has no sessions and an episode of idx {self._index} is running already: run its "
+            "episodes one at a time (max_workers = 1) or use a server whose /reset answers a session"
+        )

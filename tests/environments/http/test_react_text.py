@@ -53,31 +53,15 @@ def test_an_action_of_several_lines_arrives_whole(action: str):
     assert parse_plain(answer).action == answer, "what stands between fences is kept, and so are they"
 
 
-README = "cat > README.md <<'EOF'\n# Title\n```\ncode\n```\nAction: no\nObservation: 3 stars\nEOF\nls"
-DOCSTRING = 'def f():\n    """Like\n    ```\n    f()\n    ```\n    """'
-
-
-@pytest.mark.parametrize("action", [README, DOCSTRING, "echo a\n# Observation: b\necho c"])
-def test_fences_and_labels_in_what_an_action_writes_are_its_text(action: str):
-    for text in (f"Thought: x\nAction:\n```bash\n{action}\n```", f"Action:\n````\n{action}\n````\nSo it is."):
-        assert parse_react(text).action == action, text
-    assert parse_plain(f"```bash\n{action}\n```").action == action
-    if "Action:" not in action:
-        assert parse_react(f"Action: {action}\nObservation: made up").action == action.rstrip()
-
-
-def test_an_action_that_would_lose_a_part_is_no_action():
+def test_several_fences_are_no_action():
     document = "# T\n```\ncode\n```\nmore"
-    assert parse_react(f"Action:\n```markdown\n{document}\n```").action == document
-    nested = "see\n```python\nx\n```\nend"
-    assert parse_react(f"Action:\n```text\n{nested}\n```\nObservation:\n```\nno\n```").action == nested
+    assert parse_react(f"Action:\n````markdown\n{document}\n````").action == document
     for text in (
+        f"Action:\n```markdown\n{document}\n```",
         "Action: ```python\nx = 1\n```\nand then\n```python\ny = 2\n```",
         "Action:\n```\na\n```\nthen\n```\nb\n```",
     ):
         assert parse_react(text).action is None and "several code fences" in (parse_react(text).error or "")
-    for text in ('Action: echo "a\nObservation: b\n"', "Action: cat <<EOF\nObservation: b"):
-        assert parse_react(text).action is None and "begins with 'Observation:'" in (parse_react(text).error or "")
 
 
 def test_a_line_of_code_is_no_action_line():
@@ -106,10 +90,6 @@ def test_what_is_wrong_is_said(text: str | None, complaint: str):
     parsed = parse_react(text)
     assert parsed.action is None
     assert parsed.error is not None and complaint in parsed.error
-
-
-def test_the_thought_is_what_stands_before():
-    assert parse_react("Thought: first\nsecond\nAction: go").thought == "first\nsecond"
 
 
 @pytest.mark.parametrize(
