@@ -15,9 +15,9 @@ from small_shop import running_shop
 from transformers import AutoTokenizer
 
 from openhands_rl_plugin.apps.loop.reporting import RunReport
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings, TrainingSettings
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, StorageSettings, TrainingSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import SamplingParams, StrategySpec, Task
+from openhands_rl_plugin.core.types import StrategySpec, Task
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.hosts.pool import local_runner
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
@@ -89,25 +89,17 @@ def settings(model: Path, tmp_path: Path) -> Iterator[RLSettings]:
         )
 
 
-def plan(model: Path) -> LoopPlan:
-    training = {"batch_size": 8, "num_epochs": 1, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8}
-    sampled = SamplingParams(temperature=1.0, max_tokens=48)
+def plan(settings: RLSettings) -> LoopPlan:
+    usual = {"batch_size": 8, "num_epochs": 1, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8}
+    training = TrainingSettings(learning_rate=1e-2, **usual)
+    loop = LoopSettings(iterations=1, tasks_per_iteration=1, samples_per_task=8, base_held_out=1)
     return LoopPlan(
+        settings=settings.model_copy(update={"training": training, "loop": loop}),
         run_id="flow",
-        base_model=MODEL,
-        adapter="flow",
         demonstrations=(TASK,),
         training=(TASK,),
         held_out=(TASK, TASK.model_copy(update={"id": f"webshop-{GOAL + 1}", "data": {"idx": GOAL + 1}})),
-        base_held_out=1,
-        iterations=1,
-        tasks_per_iteration=1,
-        samples_per_task=8,
-        warm_start=TrainingSettings(algorithm="sft", learning_rate=1e-4, **training),
-        reinforcement=TrainingSettings(learning_rate=1e-2, **training),
-        sampling=sampled,
-        evaluation=sampled,
-        concurrency=8,
+        warm_start=TrainingSettings(algorithm="sft", learning_rate=1e-4, **usual),
         probe_ids=tuple(range(2, 30)),
     )
 
@@ -148,11 +140,11 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
     """Stopped after the warm start and begun again, the loop ends with the adapter that it trained in service."""
     first = parts(settings, model, tmp_path)
     with pytest.raises(Killed):
-        await TrainingLoop(plan(model), first, listener=KillAfter("warm-start")).run()
+        await TrainingLoop(plan(settings), first, listener=KillAfter("warm-start")).run()
     await finish(first)
 
     again, seen = parts(settings, model, tmp_path), Collector()
-    state = await TrainingLoop(plan(model), again, listener=seen, on_saved=seen.save).run()
+    state = await TrainingLoop(plan(settings), again, listener=seen, on_saved=seen.save).run()
     assert seen.played == STAGES[3:]
     assert [record.name for record in state.records] == STAGES
     assert seen.saved == STAGES[3:]
@@ -161,10 +153,10 @@ async def test_one_task_through_everything(settings: RLSettings, model: Path, tm
 
     await check_trajectories(again, state)
     await check_service(settings, again, state)
-    facts = RunFacts.begin(tmp_path, plan(model), title="flow", stages=len(STAGES))
+    facts = RunFacts.begin(tmp_path, plan(settings), title="flow", stages=len(STAGES))
     report = RunReport(
         facts,
-        plan(model),
+        plan(settings),
         directory=tmp_path,
         storage=again.storage,
         adapters=again.adapters.root,

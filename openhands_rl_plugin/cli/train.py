@@ -53,7 +53,7 @@ from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings, VerifierSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.config.training import LOCAL
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError, UsageError, from_extra
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, from_extra
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -106,13 +106,8 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
 
     if not args.dry_run:
         raise ConfigError("STORE: training needs a store of episodes; only --dry-run works without")
-    for name in ("tasks", "reward", "reward_options", "publish"):
-        if getattr(args, name) is not None:
-            raise ConfigError(f"{option_of(name)} has no effect without a STORE: give one, or leave the option out")
     settings = settings_from(args, config.training)
     settings.check_engine()
-    if args.verifier and settings.method != "lora":
-        raise ConfigError(f"--method {settings.method} trains no verifier; use lora")
     longest = settings_from(args, config.verifier).max_length if args.verifier else 0
     size = model_size(args.model, settings)
     print(f"{args.model.name}: {size.parameters:,} parameters, {_trained(settings)}: {size.trained:,}")
@@ -120,11 +115,10 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
     print(f"  a micro-batch: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
     print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
     print(memory_line(args.model, settings, longest))
-    if settings.engine == LOCAL and settings.method != "qlora" and settings.sharding != "none":
-        print("  split among processes (--sharding layers), each a GPU; at start, each holds the whole base model:")
-        for count in _PROCESSES:
-            share = estimate_memory(args.model, settings, longest, count)
-            print(f"    {count:2}: {memory_words(share)}{'' if share.total > _GPU else '; fits 80 GB'}")
+    for count in _PROCESSES if settings.engine == LOCAL and settings.method != "qlora" else ():
+        share = estimate_memory(args.model, settings, longest, count)
+        fits = "" if share.total > _GPU else "; fits 80 GB"
+        print(f"    {count:2} processes, --sharding layers: {memory_words(share)}{fits}")
     return 0
 
 
@@ -147,14 +141,6 @@ VERIFIER_TRAINING = TrainingSettings(
 """Those of SWE-Gym's verifier of 32B, which also had batches of 8: the defaults of --verifier without --config."""
 
 
-def _check_targets(model: Path, settings: TrainingSettings) -> None:
-    """Raise ``UsageError`` where the model in a folder has no such layers."""
-    from openhands_rl_plugin.training.trainer.memory_estimate import model_size
-
-    if (model / "config.json").is_file() and not model_size(model, settings).trained:
-        raise UsageError(f"--target-modules: {model} has no layers {', '.join(settings.target_modules)}")
-
-
 class TrainingRun:
     """One ``openhands-rl train``, in one of its processes."""
 
@@ -167,8 +153,6 @@ class TrainingRun:
         self._leads = ranks is None or ranks.rank == 0
         self._training = settings_from(args, config.training)
         self._training.check_engine()
-        if "target_modules" in given_fields(args, TrainingSettings):
-            _check_targets(args.model, self._training)
         self._name = check_name(args.adapter)
         self._where = filter_of(args).model_copy(update={"adapter": None})
         self._adapters = AdapterStore(args.adapters)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -31,9 +29,6 @@ AlgorithmName = Literal[
 
 LOCAL = "local"
 """The training engine of this machine."""
-
-# PEFT's options for weights beside the low-rank ones.
-_UNSERVABLE = ("modules_to_save", "bias", "lora_bias", "use_dora", "trainable_token_indices")
 
 
 @dataclass(frozen=True)
@@ -107,9 +102,6 @@ class TrainingSettings(Settings):
     adapt_experts: bool = Field(
         default=False,
         description="add the adapter to the experts of a mixture too, where vLLM can load it; `serve` cannot",
-    )
-    router_aux_loss_coef: float = Field(
-        default=0.0, ge=0, le=1, description="weight of the load balancing loss of a mixture's routers; 0: off"
     )
     clip_low: Annotated[float, _Only(_RL)] = Field(
         default=0.0,
@@ -237,55 +229,28 @@ class TrainingSettings(Settings):
         default="none", description="experiment tracker besides metrics.jsonl"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _servable(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and (found := [key for key in _UNSERVABLE if key in data]):
-            raise ValueError(f"{', '.join(found)}: only LoRA's own weights are trained, as servers load nothing else")
-        return data
-
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        idle = [name for name, only in _ONLY.items() if name in self.model_fields_set and self.algorithm not in only]
-        if idle := [name for name in idle if getattr(self, name) != type(self).model_fields[name].default]:
-            warn_once(f'[rl.training] {", ".join(idle)}: no effect on algorithm = "{self.algorithm}"')
+        changed = {
+            name for name in self.model_fields_set if getattr(self, name) != type(self).model_fields[name].default
+        }
+        idle = {name for name, only in _ONLY.items() if self.algorithm not in only}
+        if self.step_rewards == "episode" and not self.state_weight:
+            idle.add("discount")
+        if self.method == "full":
+            idle.add("adapt_experts")
+        if self.tree == "proposals":
+            idle |= {"step_rewards", "state_weight", "condensations"}
+        if idle := changed & idle:
+            how = f'algorithm = "{self.algorithm}", method = "{self.method}", tree = "{self.tree}"'
+            warn_once(f"[rl.training] {', '.join(sorted(idle))}: no effect with {how}")
         if self.old_logprobs == "recorded" and self.correction != "none":
             raise ValueError(
                 'old_logprobs = "recorded" leaves no importance weights to correct by: leave "auto", or set correction '
                 '= "none"'
             )
-        if self.discount < 1 and self.step_rewards == "episode" and not self.state_weight:
-            raise ValueError(
-                'discount needs rewards of steps: set step_rewards = "environment" or "search", or a state_weight, or '
-                "leave 1"
-            )
         if self.algorithm == "opd" and not self.teacher:
             raise ValueError('algorithm = "opd" learns from a teacher: set teacher, or algorithm = "opsd" with a hint')
-        of_turns = self.step_rewards != "episode" or self.state_weight or self.condensations
-        if self.tree == "proposals" and self.algorithm in _RL and of_turns:
-            raise ValueError(
-                'tree = "proposals" credits each proposal with its value, not the acted turns: leave step_rewards = '
-                '"episode", state_weight = 0.0 and condensations = false'
-            )
-        if self.method == "full" and self.adapt_experts:
-            raise ValueError(
-                'adapt_experts = true has no effect on method = "full", which trains all weights: leave false'
-            )
-        if self.method == "full" and self.kl != "none":
-            raise ValueError(
-                f'kl = "{self.kl}" is the divergence from the base model, of which method = "full" keeps no copy: set '
-                'kl = "none", or train an adapter with method = "lora"'
-            )
-        if self.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError(
-                'method = "qlora" needs bitsandbytes, which is not installed here: pip install bitsandbytes, or set '
-                'method = "lora"'
-            )
-        if self.tracker != "none" and importlib.util.find_spec(self.tracker) is None:
-            raise ValueError(
-                f'tracker = "{self.tracker}" needs {self.tracker}, which is not installed here: pip install '
-                f'{self.tracker}, or set tracker = "none"'
-            )
         return self
 
     def check_engine(self) -> None:

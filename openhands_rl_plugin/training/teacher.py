@@ -130,25 +130,22 @@ async def taught_dataset(
         return dataset
     from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 
-    tokenizer, attempts = load_tokenizer(str(model)), (episodes.trajectories, episodes.returns)
     async with aclosing(teacher_of(settings, model, parent)) as teacher:
-        samples, untaught = await with_teacher(dataset.samples, *attempts, settings, teacher, tokenizer)
-    used = len({sample.trajectory_id for sample in samples})
-    return replace(dataset, samples=tuple(samples), used=used, untaught=untaught)
+        return await with_teacher(dataset, episodes, settings, teacher, load_tokenizer(str(model)))
 
 
 async def with_teacher(
-    samples: Sequence[Sample],
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
+    dataset: TrainingDataset,
+    episodes: Episodes,
     settings: TrainingSettings,
     teacher: Teacher,
     tokenizer: ChatTokenizer,
-) -> tuple[list[Sample], int]:
-    """The samples with the teacher's logprobs, and how many sampled tokens are left out, as they have none.
+) -> TrainingDataset:
+    """The dataset of these episodes with the teacher's logprobs, without the sampled tokens that have none.
 
     Raises ``TrainingError`` for another tokenizer, and for what was not sampled at temperature 1.
     """
+    samples = dataset.samples
     theirs = await teacher.encode(_PROBE)
     if theirs is not None and theirs != tokenizer.encode(_PROBE, add_special_tokens=False):
         raise TrainingError(
@@ -156,8 +153,12 @@ async def with_teacher(
         )
     if any({sample.temperature, *sample.token_temperatures} != {1.0} for sample in samples):
         raise TrainingError("a teacher scores at temperature 1: roll out at [rl.sampling] temperature = 1.0")
-    prompts = hints(trajectories, rewards, settings.hint) if settings.algorithm == "opsd" else None
-    of, maker, limit = {each.id: each for each in trajectories}, TokenMaker(tokenizer), asyncio.Semaphore(_AT_ONCE)
+    prompts = hints(episodes, settings.hint) if settings.algorithm == "opsd" else None
+    of, maker, limit = (
+        {each.id: each for each in episodes.trajectories},
+        TokenMaker(tokenizer),
+        asyncio.Semaphore(_AT_ONCE),
+    )
 
     async def scored(sample: Sample) -> Sample | None:
         ids: Sequence[int] = sample.input_ids
@@ -176,15 +177,17 @@ async def with_teacher(
 
     made = await asyncio.gather(*map(scored, samples))
     kept = [sample for sample in made if sample is not None]
-    return kept, sum(sum(each.mask) for each in samples) - sum(sum(each.mask) for each in kept)
+    untaught = sum(sum(each.mask) for each in samples) - sum(sum(each.mask) for each in kept)
+    used = len({sample.trajectory_id for sample in kept})
+    return replace(dataset, samples=tuple(kept), used=used, untaught=untaught)
 
 
-def hints(trajectories: Sequence[Trajectory], rewards: Sequence[float | None], path: str) -> dict[str, str]:
+def hints(episodes: Episodes, path: str) -> dict[str, str]:
     """The hint of each episode that has one, by its id. ``path``: ``task.KEY`` of the task's data, ``evidence.KEY``
     with more keys behind it, or ``solved``, the best other attempt of the same group with a reward above 0."""
     found: dict[str, str] = {}
-    scored = list(zip(trajectories, rewards, strict=True))
-    for one in trajectories:
+    scored = list(zip(episodes.trajectories, episodes.returns, strict=True))
+    for one in episodes.trajectories:
         if path == SOLVED:
             others = [(reward, each.id, each) for each, reward in scored if each.group_id == one.group_id and reward]
             best = max((other for other in others if other[0] > 0 and other[1] != one.id), default=None)

@@ -218,6 +218,18 @@ def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[st
 
 
 @pytest.mark.timeout(400)
+def test_a_loop_learns_from_a_teacher(served: tuple[str, str], tmp_path: Path) -> None:
+    config = write_config(tmp_path, shop=served[0], server=served[1])
+    teacher = f'[rl.training]\nalgorithm = "opd"\nteacher = "{served[1]}"\nteacher_model = "{MODEL}"'
+    config.write_text(config.read_text().replace("[rl.training]", teacher))
+    assert cli.main(words(config)) == 0
+    first, second = (record.metrics for record in LoopState.load(tmp_path / "run" / "state.json").records[1:3])
+    assert first["episodes_used"] == second["episodes_used"] == 6, "whatever their rewards are"
+    assert abs(first["kl"]) < 1e-4, "the policy begins as its teacher"
+    assert first["steps"] == second["steps"] == 1
+
+
+@pytest.mark.timeout(400)
 def test_a_run_goes_on_from_an_adapter_that_is_there(
     served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,8 +381,7 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_episode
         assert cli.main(command) == 1
         assert len(stored(tmp_path / "trajectories")) == 1, "what comes after it would be wasted, too"
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-        what = "token ids" if field == "return_token_ids" else "logprobs"
-        assert f"{deaf.url} answers: no {what}: the model server ignores {field}; serve the model with" in line
+        assert "hold no token ids (and logprobs, to reinforce); use a server that returns them" in line
         if field == "logprobs":  # which nobody who imitates needs
             config.write_text(config.read_text().replace("[rl.training]", '[rl.training]\nalgorithm = "sft"'))
             assert cli.main([*command, "--fresh", "--held-out", "1"]) == 0
@@ -390,18 +401,6 @@ def test_servers_that_are_not_there_end_it_before_it_begins(
     assert cli.main(words(write_config(tmp_path, shop=nobody, server=served[1]), "--fresh")) == 1
     assert "127.0.0.1:9" in capsys.readouterr().err
     assert not (tmp_path / "run" / "state.json").exists() and stored(tmp_path / "trajectories") == []
-
-
-def test_a_correction_by_logprobs_that_were_not_sampled_from_is_refused_before_any_episode(
-    served: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``server = "auto"``: which kind it is, and what its logprobs are of, is asked first."""
-    shop, server = served
-    config = write_config(tmp_path, shop=shop, server=server, more="[rl.sampling]\ntemperature = 0.7")
-    config.write_text(config.read_text().replace("[rl.training]", '[rl.training]\ncorrection = "truncate"'))
-    assert cli.main(words(config)) == 1
-    assert f"{server} reports logprobs of temperature 1, which were not sampled from" in capsys.readouterr().err
-    assert stored(tmp_path / "trajectories") == []
 
 
 @needs_contrib
@@ -434,12 +433,10 @@ def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -
     tasks = loop_tasks(TaskSource(suite="webshop"), settings)
     job = LoopJob(settings, tasks, tmp_path, tmp_path / "run", "loop-0", settings.limits())
     plan = loop_plan(job, (1, 2))
-    assert len(plan.demonstrations) == 2 and plan.reinforcement == settings.training
+    assert len(plan.demonstrations) == 2 and plan.settings == settings
     fine_tuning = TrainingSettings.model_validate(plan.warm_start.model_dump())
     assert (fine_tuning.algorithm, fine_tuning.lora_rank, fine_tuning.tree) == ("sft", 4, "path")
-    assert (fine_tuning.batch_size, fine_tuning.schedule, plan.reinforcement.schedule) == (2, "linear", "constant")
-    assert (plan.evaluation.temperature, plan.sampling.temperature) == (0.0, settings.sampling.temperature)
-    assert plan.evaluation.max_tokens == plan.sampling.max_tokens
+    assert (fine_tuning.batch_size, fine_tuning.schedule, settings.training.schedule) == (2, "linear", "constant")
 
 
 def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> None:

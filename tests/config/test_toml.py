@@ -145,8 +145,6 @@ WRONG = [
     ("[extended]\nrl = 3", "[extended.rl] must be a table, got 3"),
     ('[rl.training]\nalgorithm = "ppo"', "[rl.training] algorithm: must be 'sft', 'rejection-sampling', "),
     ('[rl.training]\nlora_variant = "full"', "[rl.training] lora_variant: must be 'lora', 'rslora' or 'dora'"),
-    ('[rl.training]\nmethod = "full"\nkl = "k3"', '[rl] training: kl = "k3" is the divergence from the base model'),
-    ("[rl.training]\ndiscount = 0.9", "[rl] training: discount needs rewards of steps: set step_rewards"),
     ('[rl.training]\nkl = "k4"', "[rl.training] kl: must be 'none', 'k1', 'k2' or 'k3', got 'k4'"),
     ("[rl.training]\nlearning_rate = nan", "[rl.training] learning_rate: "),
     ("[agent.RLAgent.rl.sampling]\ntop_p = 0", "[agent.RLAgent.rl.sampling] top_p: must be greater than 0, got 0"),
@@ -180,9 +178,12 @@ def test_a_wrong_value_gives_one_line(tmp_path: Path, text: str, expected: str) 
 
 def test_options_that_do_not_apply_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields.warn_once.cache_clear()
-    text = 'algorithm = "dpo"\nkl = "k3"\nclip_low = 0.1\ncorrection = "none"\ndpo_beta = 0.2\ntree = "proposals"'
+    text = 'algorithm = "dpo"\nkl = "k3"\nclip_low = 0.1\ncorrection = "none"\ndpo_beta = 0.2'
+    text += '\ntree = "proposals"\ndiscount = 0.9'
     assert load(tmp_path, f"[rl.training]\n{text}\n").training.kl == "k3"
-    assert caplog.messages == ['[rl.training] clip_low, kl: no effect on algorithm = "dpo"']
+    assert caplog.messages == [
+        '[rl.training] clip_low, discount, kl: no effect with algorithm = "dpo", method = "lora", tree = "proposals"'
+    ]
 
 
 def test_renamed_keys_and_values_are_read_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

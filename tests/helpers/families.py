@@ -274,8 +274,7 @@ what is in the experts, which are left out by default. `adapt_experts = true` gi
 in the format that vLLM loads (0.32: loading is tested for Qwen3-MoE and GLM-4-MoE, the other names are from
 its source; its kernels for them need a GPU); `openhands-rl serve` has no
 adapters of experts. Which experts a server chose is not recorded, because chat completions do not return it: the
-trainer routes anew, and a difference is not corrected. `router_aux_loss_coef` adds the load balancing loss where the
-family's configuration has one.
+trainer routes anew, and a difference is not corrected.
 
 | family | `model_type` | trained | adapter served by | touched | in experts | `adapt_experts` |
 |---|---|---|---|---|---|---|

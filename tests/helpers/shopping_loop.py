@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shopper_model import GOAL, INSTRUCTION, ORACLE
 from tiny_model import write_model
 from transformers import AutoTokenizer
 
-from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, TrainingSettings
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine
-from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Score, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -53,29 +54,26 @@ def write_talker(path: Path) -> Path:
     return write_model(path, max_position_embeddings=4096, initializer_range=0.05)
 
 
-def make_plan(adapter: str, **changes: object) -> LoopPlan:
-    """Three iterations of two tasks, four episodes each."""
-    training = {"batch_size": 8, "num_epochs": 1, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8}
-    sampled = SamplingParams(temperature=1.0, max_tokens=12)
-    return LoopPlan.model_validate(
-        {
-            "run_id": "shopping",
-            "base_model": MODEL,
-            "adapter": adapter,
-            "demonstrations": TASKS[:1],
-            "training": TASKS,
-            "held_out": TASKS[:2],
-            "iterations": 3,
-            "tasks_per_iteration": 2,
-            "samples_per_task": 4,
-            "warm_start": TrainingSettings(algorithm="sft", learning_rate=1e-5, **training),
-            "reinforcement": TrainingSettings(learning_rate=1e-3, correction="truncate", **training),
-            "sampling": sampled,
-            "evaluation": sampled,
-            "concurrency": 8,
-            "probe_ids": tuple(range(2, 30)),
-            **changes,
-        }
+def make_plan(adapter: str, training: Any = None, *, run_id: str = "shopping", **loop: Any) -> LoopPlan:
+    """Three iterations of two tasks, four episodes each. ``loop`` and ``training``: other settings than these."""
+    usual = {"batch_size": 8, "num_epochs": 1, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8}
+    chosen = {**usual, "learning_rate": 1e-3, "correction": "truncate", **(training or {})}
+    sizes = {"iterations": 3, "tasks_per_iteration": 2, "samples_per_task": 4, "demonstrations": 1, **loop}
+    settings = RLSettings(
+        max_workers=8,
+        max_response_length=12,
+        training=TrainingSettings.model_validate(chosen),
+        loop=LoopSettings.model_validate(sizes),
+        serving=ServingSettings(model=MODEL, adapter=adapter),
+    )
+    return LoopPlan(
+        settings=settings,
+        run_id=run_id,
+        demonstrations=TASKS[: settings.loop.demonstrations],
+        training=TASKS,
+        held_out=TASKS[:2],
+        warm_start=TrainingSettings.model_validate({**usual, "algorithm": "sft", "learning_rate": 1e-5}),
+        probe_ids=tuple(range(2, 30)),
     )
 
 

@@ -32,12 +32,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.cli.jobs import free_port, running_command
-from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
+from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, TrainingSettings
 from openhands_rl_plugin.contrib.webshop import WebShop
 from openhands_rl_plugin.contrib.webshop.engine import oracle_actions
 from openhands_rl_plugin.contrib.webshop.suite import WebShopDemonstrator
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward
-from openhands_rl_plugin.core.types import EpisodeRequest, Limits, SamplingParams, Score, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Score, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -82,28 +82,26 @@ class World:
     objective: Reward
     options: argparse.Namespace
 
-    def plan(self, adapter: str) -> LoopPlan:
+    def plan(self, adapter: str, loop: LoopSettings) -> LoopPlan:
         """Few demonstrations and evaluations, as many iterations as asked for."""
         tasks = tuple(Task(id=f"webshop-{at}", environment="webshop", data={"idx": at}) for at in range(200))
         options = self.options
         training = TrainingSettings(max_tokens_per_micro_batch=2048, batch_size=16, num_epochs=1)
-        sampled = SamplingParams(temperature=1.0, max_tokens=options.answer_tokens)
         correction = "truncate" if adapter.startswith("async") else "none"
+        sizes = {"iterations": options.iterations, "tasks_per_iteration": options.tasks}
         return LoopPlan(
+            settings=RLSettings(
+                max_workers=options.concurrency,
+                max_response_length=options.answer_tokens,
+                training=training.model_copy(update={"learning_rate": 1e-5, "correction": correction}),
+                loop=loop.model_copy(update={**sizes, "samples_per_task": options.samples}),
+                serving=ServingSettings(model=MODEL, adapter=adapter),
+            ),
             run_id=adapter,
-            base_model=MODEL,
-            adapter=adapter,
             demonstrations=tasks[:2],
             training=tasks[2:],
             held_out=tasks[:1],
-            iterations=options.iterations,
-            tasks_per_iteration=options.tasks,
-            samples_per_task=options.samples,
             warm_start=training.model_copy(update={"algorithm": "sft", "learning_rate": 1e-6}),
-            reinforcement=training.model_copy(update={"learning_rate": 1e-5, "correction": correction}),
-            sampling=sampled,
-            evaluation=sampled,
-            concurrency=options.concurrency,
             probe_ids=tuple(range(30, 60)),
         )
 
@@ -151,9 +149,9 @@ class World:
 
 async def measure(world: World, settings: LoopSettings, name: str, directory: Path) -> dict[str, float]:
     """One run; its figures are those of the iterations."""
-    plan, parts = world.plan(name), world.parts(directory, settings.kept_versions)
+    plan, parts = world.plan(name, settings), world.parts(directory, settings.kept_versions)
     try:
-        state = await TrainingLoop(plan, parts, settings).run()
+        state = await TrainingLoop(plan, parts).run()
     finally:
         await parts.runner.close()
         await parts.storage.close()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
@@ -159,7 +158,7 @@ def claim(directory: Path, options: JsonObject) -> None:
     noted = directory / OPTIONS
     if not noted.exists():
         write_file(noted, json.dumps(options, indent=1))
-    elif different := [*_differences(_renamed(noted_options(directory)), options, _usual())]:
+    elif different := [*_differences(noted_options(directory), options)]:
         raise ConfigError(
             f"{directory} holds a run with other options ({'; '.join(different[:_SHOWN])}): give the same ones to "
             "resume it, another --run-dir, or --fresh to start over"
@@ -198,24 +197,10 @@ def _make(directory: Path) -> None:
         raise ConfigError(f"{directory} cannot be made ({describe(error)}): choose another --run-dir") from error
 
 
-def _renamed(options: JsonObject) -> JsonObject:
-    """The options of a run that an older version began, with today's names."""
-    rl = options.get("rl")
-    if isinstance(rl, dict) and isinstance(training := rl.get("training"), dict):
-        return {**options, "rl": {**rl, "training": TrainingSettings.with_new_names(training)}}
-    return options
-
-
-def _usual() -> JsonObject:
-    return {"rl": RLSettings().model_dump(mode="json")}
-
-
-def _differences(before: object, now: object, usual: object, at: str = "") -> Iterator[str]:
-    """``"training.seed: 0, now 1"`` for each value that differs. ``usual``: what was so before it could be set."""
+def _differences(before: object, now: object, at: str = "") -> Iterator[str]:
+    """``"training.seed: 0, now 1"`` for each value that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
-        known = usual if isinstance(usual, dict) else {}
         for key in dict.fromkeys((*before, *now)):
-            former = before.get(key, known.get(key) if key in now else None)
-            yield from _differences(former, now.get(key), known.get(key), f"{at}.{key}" if at else key)
+            yield from _differences(before.get(key), now.get(key), f"{at}.{key}" if at else key)
     elif before != now:
         yield f"{at}: {json.dumps(before):.40}, now {json.dumps(now):.40}"

@@ -18,6 +18,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import NOTHING, Estimate, paired_difference
 from openhands_rl_plugin.core.types import FailureKind, Frozen
+from openhands_rl_plugin.training.data.dataset import CAUSES
 from openhands_rl_plugin.training.loop.loop import LoopListener
 from openhands_rl_plugin.training.loop.plan import (
     EVALUATIONS,
@@ -120,7 +121,7 @@ def stage_line(record: StageRecord) -> str:
     if "states" in metrics:
         figures.append(_of_proposals(metrics))
     elif metrics.get("episodes_used") == 0:
-        causes = [f"{metrics[key]:.0f} {why}" for key, why in _UNUSED.items() if metrics.get(key)]
+        causes = [f"{metrics[key]:.0f} {why}" for name, why in CAUSES.items() if metrics.get(key := f"episodes_{name}")]
         figures.append(f"nothing learnt: {', '.join(causes) or 'no episode ended'}")
     return (
         f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
@@ -136,13 +137,6 @@ def _of_proposals(metrics: Mapping[str, float]) -> str:
     return f"answers differ in {metrics['states_differing']:.0f} of {metrics['states']:.0f} states{nothing}"
 
 
-_UNUSED = {
-    "episodes_failed": "failed or cut short by a timeout",
-    "episodes_unscored": "without a reward",
-    "episodes_overlong": "overlong",
-    "episodes_flat": "of tasks whose attempts have equal rewards (easier or harder tasks, or more samples_per_task)",
-    "episodes_alone": "without another attempt to compare with",
-}
 _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
 
 

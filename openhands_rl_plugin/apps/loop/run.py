@@ -23,7 +23,6 @@ from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     FailureKind,
     Limits,
-    SamplingParams,
     Task,
     Trajectory,
 )
@@ -37,13 +36,11 @@ from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher, publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
-from openhands_rl_plugin.training.algorithms import needs_logprobs
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.training.learn import check_fits
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, RunFacts, StageChange
 from openhands_rl_plugin.training.teacher import ServedTeacher, teacher_of
-from openhands_rl_plugin.trajectories.view.figures import causes_of
 
 STATE = "state.json"
 PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
@@ -68,44 +65,6 @@ class GradedRunner:
 
     async def close(self) -> None:
         """Does nothing: the caller owns the ``EvalRunner`` and closes it."""
-
-
-class RecordedRunner:
-    """An ``EpisodeRunner`` over another, until one of whose episodes has token ids and logprobs none may lack them.
-
-    Answers that lost theirs with a secret do not count: the server sent them. ``server``: its address, for the message.
-    ``logprobs``: whether they are needed, which imitation does without.
-    """
-
-    def __init__(self, runner: EpisodeRunner, server: str, *, logprobs: bool = True) -> None:
-        self._runner = runner
-        self._server = server
-        self._logprobs = logprobs
-        self._proven = False
-
-    async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Run one episode. Raises ``ConfigError`` where all of its answers came without what training needs."""
-        trajectory = await self._runner.run(request)
-        if not self._proven:
-            self._look(trajectory)
-        return trajectory
-
-    async def close(self) -> None:
-        """Close the wrapped runner."""
-        await self._runner.close()
-
-    def _look(self, trajectory: Trajectory) -> None:
-        own = [*trajectory.sampled()]
-        if any(node.tokens is not None and (node.tokens.logprobs or not self._logprobs) for node in own):
-            self._proven = True
-            return
-        causes = [[*causes_of(node.metadata)] for node in own]
-        if causes and all(causes):
-            raise ConfigError(
-                f"nothing can be learnt from what {self._server} answers: {'; '.join(causes[0])}; serve the model with "
-                "`openhands-rl serve`, or vLLM 0.10.2 or newer and no proxy in between that drops these fields, then "
-                "start the same command again"
-            )
 
 
 RETURN = "return"
@@ -162,39 +121,17 @@ def _is_verdict(tasks: LoopTasks, settings: RLSettings) -> bool:
 
 def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
     """The plan of the settings."""
-    settings = job.settings
-    loop, training, sampling = settings.loop, settings.training, settings.sampling_params()
-    turns = {"max_turns": loop.training_max_turns or job.limits.max_turns}
+    turns = {"max_turns": job.settings.loop.training_max_turns or job.limits.max_turns}
     return LoopPlan(
+        settings=job.settings,
         run_id=job.run_id,
-        base_model=settings.serving.model,
-        adapter=settings.serving.adapter,
         demonstrations=_bounded(job.tasks.demonstrations, job.limits),
         training=_bounded(job.tasks.training, job.limits.model_copy(update=turns)),
         held_out=_bounded(job.tasks.held_out, job.limits),
-        iterations=loop.iterations,
-        tasks_per_iteration=loop.tasks_per_iteration,
-        samples_per_task=loop.samples_per_task,
-        base_held_out=loop.base_held_out or None,
-        warm_start=job.warm_start or _warm_start(settings),
-        reinforcement=training,
-        sampling=sampling,
-        evaluation=_evaluation(settings),
-        concurrency=settings.max_workers,
-        seed=settings.sampling.seed,
-        success_at=loop.success_at,
+        warm_start=job.warm_start or _warm_start(job.settings),
         success=_criterion(job),
         probe_ids=canary,
-        save_total_limit=loop.save_total_limit,
     )
-
-
-def _evaluation(settings: RLSettings) -> SamplingParams:
-    """The sampling of held-out tasks: as in training, or at a temperature of their own."""
-    chosen = settings.loop.evaluation_temperature
-    if chosen < 0:
-        return settings.sampling_params()
-    return settings.sampling_params().model_copy(update={"temperature": chosen})
 
 
 def _warm_start(settings: RLSettings) -> TrainingSettings:
@@ -280,7 +217,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 reward_version=reward.version,
                 noted=listener.noted,
             )
-            state = await TrainingLoop(plan, parts, job.settings.loop, listener, reporting.write).run()
+            state = await TrainingLoop(plan, parts, listener, reporting.write).run()
             await reporting.write(state)
             return LoopResult(state, reporting.facts.changes, reporting.written)
     finally:
@@ -317,8 +254,7 @@ async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterato
         await job.backend.check()
         remove_tree(job.directory / CHECKOUTS)  # left by a killed process
     async with open_player(job, job.settings, storage) as runner:
-        server = job.settings.serving.base_url or "the model in this process"
-        yield RecordedRunner(runner, server, logprobs=needs_logprobs(job.settings.training))
+        yield runner
 
 
 @asynccontextmanager

@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.types import Frozen, Trajectory
+from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.rollout.strategies.search import notes, times_merged
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.estimators import RolloutBatch, dr_grpo
-from openhands_rl_plugin.training.data.batch import is_interrupted, is_overlong, trained_nodes
+from openhands_rl_plugin.training.data.batch import trained_nodes
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Turn:
 def turn_advantages(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
-    chosen: ValidGroups,
+    groups: Groups,
     settings: TrainingSettings,
 ) -> dict[int, NodeAdvantages]:
     """Return to go of every turn relative to the same turn of the other episodes of the group.
@@ -48,9 +48,9 @@ def turn_advantages(
     2004, JMLR 5: 1471; from the other samples: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!").
     A baseline from those that got so far scales each turn by how many did, and to 0 where one did.
     """
-    turns = _turns(trajectories, rewards, chosen, settings)
+    turns = _turns(trajectories, rewards, groups, settings)
     counts = Counter(turn.index for turn in turns)
-    for group, members in enumerate(chosen.groups):
+    for group, members in enumerate(groups):
         reached = {index: counts[index] for index in members}
         turns += [
             _Turn(index, None, group, number, 0, 0.0)
@@ -64,7 +64,7 @@ def turn_advantages(
 def state_advantages(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
-    chosen: ValidGroups,
+    groups: Groups,
     settings: TrainingSettings,
 ) -> dict[int, NodeAdvantages]:
     """Return to go of every turn relative to the group's turns in the same state, at whatever step.
@@ -74,7 +74,7 @@ def state_advantages(
     mean of the state is the baseline.
     """
     turns, states = [], []
-    for turn in _turns(trajectories, rewards, chosen, settings):
+    for turn in _turns(trajectories, rewards, groups, settings):
         if turn.at is not None:
             turns.append(turn)
             states.append((turn.group, state_before(trajectories[turn.index], turn.at)))
@@ -85,12 +85,12 @@ def state_advantages(
 def _turns(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
-    chosen: ValidGroups,
+    groups: Groups,
     settings: TrainingSettings,
 ) -> list[_Turn]:
     """The turns that were acted on."""
     turns: list[_Turn] = []
-    for group, members in enumerate(chosen.groups):
+    for group, members in enumerate(groups):
         for index in members:
             one = trajectories[index]
             trained = set(trained_nodes(one))
@@ -140,75 +140,25 @@ EQUAL = 1e-9
 """Rewards that differ by at most this much are equal: sums of step rewards, such as 10 x 0.1, have rounding errors."""
 
 
-class ValidGroups(Frozen):
-    """Indices of the episodes that can be compared, one tuple per group, and counts of the others by reason.
-
-    ``valid``: all episodes with a valid reward, in groups or not. ``flat`` counts the episodes of groups whose rewards
-    are all equal; ``alone`` those that are the only valid one of their group and so have no baseline; ``overlong``
-    those that were cut short by a limit, where ``overlong`` excludes them.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    valid: tuple[int, ...]
-    failed: int
-    unscored: int
-    overlong: int
-    flat: int
-    alone: int
+Groups = Sequence[Sequence[int]]
+"""Indices of the episodes that are compared with each other."""
 
 
-class GroupAdvantages(ValidGroups):
-    """One advantage per trajectory, in the order given; ``None`` for the excluded ones, which are counted by reason.
-
-    ``used``: the number of advantages.
-    """
-
-    advantages: tuple[float | None, ...]
-    used: int
-
-    def as_floats(self) -> dict[str, float]:
-        """The counts, for an adapter's manifest."""
-        return {
-            f"episodes_{name}": float(getattr(self, name))
-            for name in ("used", "failed", "unscored", "overlong", "flat", "alone")
-        }
-
-
-def valid_groups(
+def groups_with_signal(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
-) -> ValidGroups:
-    """The groups with a signal; failed, timed-out, unfinished and unscored episodes are excluded and counted.
+) -> Groups:
+    """The groups whose rewards differ; without a group are those that are the only one of theirs, too.
 
-    An algorithm without groups compares all valid episodes with each other: equal rewards of all are no signal.
+    An algorithm without groups compares all episodes with each other: equal rewards of all are no signal.
     """
-    failed = [trajectory.failure is not None or is_interrupted(trajectory) for trajectory in trajectories]
     groups: dict[str, list[int]] = {}
-    unscored = overlong = 0
-    rewarded = algorithm_of(settings).rewarded
-    for index, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
-        if failed[index]:
-            continue
-        if reward is None and rewarded:
-            unscored += 1
-        elif is_overlong(trajectory, settings):
-            overlong += 1
-        else:
-            groups.setdefault(trajectory.group_id, []).append(index)
-    members = list(groups.values())
-    grouped = algorithm_of(settings).estimator.grouped
-    alone = [each for each in members if grouped and len(each) == 1]
-    flat = [each for each in members if grouped and len(each) > 1 and _all_equal([rewards[i] for i in each])]
-    if members and not grouped and rewarded and settings.step_rewards == "episode":
-        flat = members if _all_equal([rewards[i] for each in members for i in each]) else []
-    return ValidGroups(
-        groups=tuple(tuple(each) for each in members if each not in alone and each not in flat),
-        valid=tuple(index for each in members for index in each),
-        failed=sum(failed),
-        unscored=unscored,
-        overlong=overlong,
-        flat=sum(len(each) for each in flat),
-        alone=len(alone),
-    )
+    for index, trajectory in enumerate(trajectories):
+        groups.setdefault(trajectory.group_id, []).append(index)
+    members, chosen = list(groups.values()), algorithm_of(settings)
+    if chosen.estimator.grouped:
+        return [each for each in members if not _all_equal([rewards[i] for i in each])]
+    flat = members and chosen.rewarded and settings.step_rewards == "episode" and _all_equal(rewards)
+    return [] if flat else members
 
 
 def group_advantages(
@@ -217,15 +167,15 @@ def group_advantages(
     settings: TrainingSettings | None = None,
     *,
     whitened: bool = True,
-) -> GroupAdvantages:
-    """Advantages of whole episodes; ``rewards[i]`` is the reward of ``trajectories[i]``, ``None`` if it has none.
+) -> list[float | None]:
+    """Advantages of whole episodes; ``rewards[i]`` is the reward of ``trajectories[i]``; ``None`` without a signal.
 
     The formulas are in ``estimators``. ``whitened=False`` skips the whitening, for callers that add other advantages
-    before it. See ``valid_groups`` for the episodes that are excluded.
+    before it.
     """
     settings = settings or TrainingSettings()
-    chosen = valid_groups(trajectories, rewards, settings)
-    order = [(index, number) for number, members in enumerate(chosen.groups) for index in members]
+    groups = groups_with_signal(trajectories, rewards, settings)
+    order = [(index, number) for number, members in enumerate(groups) for index in members]
     rollouts = RolloutBatch(
         rewards=[float(rewards[index] or 0.0) for index, _ in order],
         groups=[number for _, number in order],
@@ -236,7 +186,7 @@ def group_advantages(
     advantages: list[float | None] = [None] * len(trajectories)
     for (index, _), advantage in zip(order, values, strict=True):
         advantages[index] = advantage
-    return GroupAdvantages(**dict(chosen), advantages=tuple(advantages), used=len(order))
+    return advantages
 
 
 def _all_equal(rewards: Sequence[float | None]) -> bool:

@@ -8,7 +8,6 @@ that a search proposed, whatever was chosen.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import TURN, Node, Sample, Trajectory, kind_of
@@ -16,45 +15,32 @@ from openhands_rl_plugin.rollout.strategies.search import notes
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.credit.advantages import (
     EQUAL,
-    GroupAdvantages,
     NodeAdvantages,
     group_advantages,
+    groups_with_signal,
     sampled_tokens,
     state_advantages,
     times_sampled,
     turn_advantages,
-    valid_groups,
 )
 from openhands_rl_plugin.training.credit.estimators import RolloutBatch, dr_grpo, whiten
 from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree, trained_nodes
 
 
-@dataclass(frozen=True)
-class Credit:
-    """The sequences with advantages, and the group advantages with the counts of excluded episodes.
-
-    The sequences may come from more episodes than have a group advantage, because siblings in a tree can be compared
-    where there is no other episode to compare with.
-    """
-
-    baseline: GroupAdvantages
-    samples: list[Sample]
-
-
 def credited_samples(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
-) -> Credit:
-    """The training sequences of scored episodes by the algorithm of ``settings``.
+) -> list[Sample]:
+    """The training sequences of scored episodes, with advantages, by the algorithm of ``settings``.
 
-    Where the KL divergence from the base model is part of the reward, advantages are not whitened here: the trainer
-    subtracts the divergence first, and whitens then. Raises ``TrainingError`` as ``samples_of`` does.
+    Siblings in a tree are compared also where there is no other episode to compare with. Where the KL divergence from
+    the base model is part of the reward, advantages are not whitened here: the trainer subtracts the divergence first,
+    and whitens then. Raises ``TrainingError`` as ``samples_of`` does.
     """
     late = settings.kl != "none" and settings.kl_in == "reward"
-    baseline = group_advantages(trajectories, rewards, settings, whitened=not late)
     if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
-        weighted = [(t, a) for t, a in zip(trajectories, baseline.advantages, strict=True) if a is not None]
-        summaries = settings.condensations
-        return Credit(baseline, [s for t, a in weighted for s in samples_of(t, a, condensations=summaries)])
+        whole = group_advantages(trajectories, rewards, settings, whitened=not late)
+        weighted = [(t, a) for t, a in zip(trajectories, whole, strict=True) if a is not None]
+        return [s for t, a in weighted for s in samples_of(t, a, condensations=settings.condensations)]
     first, again = _node_advantages(trajectories, rewards, settings)
     times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
     if algorithm_of(settings).estimator.whitened and not late:
@@ -63,30 +49,30 @@ def credited_samples(
     for index, of_nodes in first.items():
         more = {at: (times[index][at] - 1, value) for at, value in again.get(index, {}).items()}
         samples += samples_of_tree(trajectories[index], of_nodes, again=more)
-    return Credit(baseline, samples)
+    return samples
 
 
 def _node_advantages(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
 ) -> tuple[dict[int, NodeAdvantages], dict[int, NodeAdvantages]]:
     """``trajectory index -> node -> advantage``, before whitening; and of what was sampled again and merged into it."""
-    chosen = valid_groups(trajectories, rewards, settings)
     if settings.tree == "proposals":
-        proposed = {index: proposal_advantages(trajectories[index], settings) for index in chosen.valid}
+        proposed = {index: proposal_advantages(each, settings) for index, each in enumerate(trajectories)}
         return _filled(proposed), _sampled_again(trajectories, proposed)
+    groups = groups_with_signal(trajectories, rewards, settings)
     if settings.step_rewards == "episode":
-        whole = group_advantages(trajectories, rewards, settings, whitened=False).advantages
+        whole = group_advantages(trajectories, rewards, settings, whitened=False)
         nodes = {
             index: dict.fromkeys(trained_nodes(trajectories[index], condensations=settings.condensations), advantage)
             for index, advantage in enumerate(whole)
             if advantage is not None
         }
     else:
-        nodes = turn_advantages(trajectories, rewards, chosen, settings)
+        nodes = turn_advantages(trajectories, rewards, groups, settings)
         if settings.condensations:
             _credit_condensations(trajectories, nodes)
     if settings.state_weight:
-        _add(nodes, state_advantages(trajectories, rewards, chosen, settings), settings.state_weight)
+        _add(nodes, state_advantages(trajectories, rewards, groups, settings), settings.state_weight)
     return _filled(nodes), {}
 
 

@@ -83,17 +83,6 @@ def _altering(params: SamplingParams) -> dict[str, float]:
     return altering_parameters({name: getattr(params, name, None) for name in ("top_p", *NEUTRAL_PARAMETERS)})
 
 
-def mixed_prompts(prompts: Mapping[str, int]) -> list[str]:
-    """A line where episodes had different instructions: of each ``[rl.workspace] prompt`` how many."""
-    if len(prompts) < 2:
-        return []
-    counts = ", ".join(f"{count} {prompt}" for prompt, count in sorted(prompts.items()))
-    return [
-        f"the episodes had different instructions ([rl.workspace] prompt: {counts}): all are trained, and only those "
-        "with the same are compared; a model that will have one of them learns best from that one alone"
-    ]
-
-
 def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
     """The episode, with a group id for all episodes of one task and one policy version, across runs.
 

@@ -12,7 +12,7 @@ from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, labels_of, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, TrajectoryFilter, prompt_of, sub_agent_of
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import (
     Adapter,
     Failure,
@@ -31,7 +31,6 @@ from openhands_rl_plugin.training.data.batch import (
     is_overlong,
     is_recorded,
     may_be_shortened,
-    mixed_prompts,
     off_policy_sampling,
     regrouped,
     samples_of,
@@ -77,7 +76,7 @@ class ExcludedEpisodes(Frozen):
 
     def causes(self) -> list[str]:
         """For each reason how many, why, and what to do about it: ``"3 have no reward (say one: ...)"``."""
-        told = [f"{count} {_CAUSES[name]}" for name, count in self if name in _CAUSES and count]
+        told = [f"{count} {CAUSES[name]}" for name, count in self if name in CAUSES and count]
         if self.no_reward:
             told.insert(0, f"{self.no_reward} {'has' if self.no_reward == 1 else 'have'} no reward ({self.unjudged})")
         return [*told, *(f"{count} failed: {kind}" for kind, count in self.failures.items())]
@@ -92,7 +91,7 @@ class ExcludedEpisodes(Frozen):
         return ", ".join(self.causes()) or "none"
 
 
-_CAUSES = {
+CAUSES = {
     "held_out": "held out (of evaluation splits: name one with --split)",
     "other_policy": "by other models or adapters (choose with --base-model and --adapter)",
     "sub_agents": "of sub-agents (a reward of the parent's task is none of theirs; say one: openhands-rl score STORE "
@@ -142,7 +141,7 @@ class TrainingDataset:
     """Training sequences with advantages, or preference pairs; ``used``: the number of their episodes.
 
     For DPO ``samples`` are those of the ``pairs``. ``searched``: how many of the episodes are reinforced as if the
-    policy had sampled what a search chose. ``prompts``: how many had which ``[rl.workspace] prompt``.
+    policy had sampled what a search chose.
     ``untaught``: the sampled tokens that are left out, as a teacher gave them no logprob.
     """
 
@@ -152,22 +151,25 @@ class TrainingDataset:
     excluded: ExcludedEpisodes
     pairs: tuple[PreferencePair, ...] = ()
     searched: int = 0
-    prompts: Mapping[str, int] = field(default_factory=dict)
     untaught: int = 0
+
+    def as_floats(self) -> dict[str, float]:
+        """How many episodes are used, and how many are not for which reason: metrics of a stage of a loop."""
+        counts = {name: count for name, count in self.excluded if isinstance(count, int) and count}
+        return {f"episodes_{name}": float(count) for name, count in {"used": self.used, **counts}.items()}
 
     def warnings(self) -> list[str]:
         """What is wrong with the data, and what to do about it, a line each."""
-        told = mixed_prompts(self.prompts)
+        found: list[str] = []
         if self.untaught:
-            told.append(f"{self.untaught:,} sampled tokens are left out: the teacher gave them no logprob")
-        if not self.searched:
-            return told
-        return [
-            *told,
-            f"a search chose the answers of {self.searched} of {self.used} episodes, and they are trained as if the "
-            'policy had sampled them: train what was sampled with tree = "proposals", or imitate what '
-            'was chosen with algorithm = "sft"',
-        ]
+            found.append(f"{self.untaught:,} sampled tokens are left out: the teacher gave them no logprob")
+        if self.searched:
+            found.append(
+                f"a search chose the answers of {self.searched} of {self.used} episodes, and they are trained as if "
+                'the policy had sampled them: train what was sampled with tree = "proposals", or imitate what was '
+                'chosen with algorithm = "sft"'
+            )
+        return found
 
 
 async def load_episodes(
@@ -304,10 +306,7 @@ def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | Algori
     if dataset.samples:
         return dataset
     if dataset.excluded.no_tokens:
-        raise TrainingError(
-            "the recorded episodes hold no token ids; use a server that returns them (vLLM or `openhands-rl serve`) "
-            "and run again"
-        )
+        raise TrainingError(NO_TOKENS)
     raise TrainingError(
         f"nothing can be learnt from {len(episodes.trajectories)} episodes: no task has episodes with different "
         f"returns, and none succeeded (return > {chosen.imitate_above:g}); left out: {dataset.excluded.in_words()}. "
@@ -315,9 +314,18 @@ def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | Algori
     )
 
 
-def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDataset:
-    """The dataset for the algorithm of ``settings``; it may be empty."""
-    usable = _usable(episodes, settings)
+NO_TOKENS = (
+    "the recorded episodes hold no token ids (and logprobs, to reinforce); use a server that returns them (vLLM 0.10.2 "
+    "or newer, or `openhands-rl serve`, and no proxy in between that drops them) and run again"
+)
+
+
+def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bool = True) -> TrainingDataset:
+    """The dataset for the algorithm of ``settings``; it may be empty.
+
+    ``regroup``: compare all episodes of a task and a version, sampled alike, else those of one group.
+    """
+    usable = _usable(episodes, settings, regroup=regroup)
     trajectories = usable.trajectories
     rewards = [value or 0.0 for value in usable.returns]  # for pairs and a teacher some have none
     pairs: list[PreferencePair] = []
@@ -330,7 +338,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDat
             pairs = preference_pairs(trajectories, usable.returns, settings, usable.said)
             samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]
         case "reinforcement":
-            samples = credited_samples(trajectories, rewards, settings).samples
+            samples = credited_samples(trajectories, rewards, settings)
     trained = {sample.trajectory_id for sample in samples}
     used = len(trained)
     as_sampled = algorithm_of(settings).kind == "reinforcement" and settings.tree == "path"
@@ -340,13 +348,12 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings) -> TrainingDat
         used=used,
         excluded=usable.excluded.model_copy(update={"no_signal": len(trajectories) - used}),
         pairs=tuple(pairs),
-        prompts=Counter(prompt_of(each) for each in trajectories if each.id in trained),
         searched=sum(is_searched(each) for each in trajectories if each.id in trained) if as_sampled else 0,
     )
 
 
-def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
-    """The episodes that the algorithm of ``settings`` may use, grouped, and counts of the others.
+def _usable(episodes: Episodes, settings: TrainingSettings, *, regroup: bool) -> Episodes:
+    """The episodes that the algorithm of ``settings`` may use, and counts of the others.
 
     An episode that timed out after its success is a success: SFT may use it, algorithms that compare may not.
     """
@@ -371,7 +378,8 @@ def _usable(episodes: Episodes, settings: TrainingSettings) -> Episodes:
             excluded["shortened"] += short is not trajectory
             left = len(trained_nodes(short, need_logprobs=needs_logprobs(settings))) < len(short.acted())
             excluded["partial"] += left and short is trajectory
-            kept.append((until_secret(regrouped(trajectory, kind)) if shortens else regrouped(trajectory, kind), value))
+            whole = regrouped(trajectory, kind) if regroup else trajectory
+            kept.append((until_secret(whole) if shortens else whole, value))
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in kept),
         returns=tuple(value for _, value in kept),

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.judgements import Preferences
 from openhands_rl_plugin.core.types import Sample, Trajectory
-from openhands_rl_plugin.training.credit.advantages import EQUAL, GroupAdvantages, valid_groups
-from openhands_rl_plugin.training.credit.credit import Credit
+from openhands_rl_plugin.training.credit.advantages import EQUAL
 from openhands_rl_plugin.training.data.batch import recorded_nodes, samples_of, samples_of_tree
 
 
@@ -42,26 +41,6 @@ def select_for_sft(
         if taken[group] <= settings.keep_best:
             kept.append(index)
     return tuple(sorted(kept))
-
-
-def imitated(trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings) -> Credit:
-    """The training sequences of an iteration that imitates what ``select_for_sft`` takes of its valid episodes (expert
-    iteration, Anthony et al. 2017, arXiv 1705.08439; STaR, Zelikman et al. 2022, arXiv 2203.14465).
-
-    What a search chose is imitated like any other answer. Raises ``TrainingError`` as ``samples_of`` does.
-    """
-    chosen = valid_groups(trajectories, rewards, settings)
-    valid = [trajectories[at] for at in chosen.valid]
-    good = {chosen.valid[at] for at in select_for_sft(valid, [rewards[at] or 0.0 for at in chosen.valid], settings)}
-    options = {"need_logprobs": False, "condensations": settings.condensations}
-    return Credit(
-        GroupAdvantages(
-            **{**dict(chosen), "flat": 0, "alone": 0},
-            advantages=tuple(1.0 if at in good else None for at in range(len(trajectories))),
-            used=len(good),
-        ),
-        [sample for at in sorted(good) for sample in samples_of(trajectories[at], **options)],
-    )
 
 
 def preference_pairs(

@@ -20,12 +20,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.config.rl import LoopSettings
 from openhands_rl_plugin.core.errors import InfrastructureError, StorageError, TrainingError
 from openhands_rl_plugin.core.machine import forget_unused
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Reward, TrajectoryStorage
@@ -34,10 +33,15 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Sample, SamplingParams, Task, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
-from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.credit.credit import Credit, credited_samples, proposal_figures
+from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
+from openhands_rl_plugin.training.credit.credit import proposal_figures
+from openhands_rl_plugin.training.data.dataset import (
+    Episodes,
+    ExcludedEpisodes,
+    TrainingDataset,
+    build_dataset,
+)
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
-from openhands_rl_plugin.training.data.imitation import imitated
 from openhands_rl_plugin.training.learn import create_version, report_notes
 from openhands_rl_plugin.training.loop.plan import (
     ChosenBatch,
@@ -120,7 +124,8 @@ class LoopParts:
 class TrainingLoop:
     """Runs a plan to its end, from the state in its state file.
 
-    The publisher must keep ``settings.kept_versions`` loaded, so that episodes end on the version that they started on.
+    The publisher must keep ``kept_versions`` of ``[rl.loop]`` loaded, so that episodes end on the version that they
+    started on.
     ``on_saved`` gets the state after each stage, and the loop waits for it.
     """
 
@@ -128,21 +133,21 @@ class TrainingLoop:
         self,
         plan: LoopPlan,
         parts: LoopParts,
-        settings: LoopSettings | None = None,
         listener: LoopListener | None = None,
         on_saved: Callable[[LoopState], Awaitable[None]] | None = None,
     ) -> None:
         self._plan = plan
         self._parts = parts
-        self._settings = settings or LoopSettings()
+        self._settings, self._loop = plan.settings, plan.settings.loop
         self._listener = listener or LoopListener()
         self._on_saved = on_saved
         self._state = LoopState.load(parts.state_file)
         self._trainer: Trainer | None = None
         self._served: dict[str, str] = {}  # version -> its model name on the server
-        self._server = OutageTolerantServer(parts.publisher, self._settings.patience, self._note_outage)
-        self._runner = OutageTolerantRunner(parts.runner, self._server)
-        self._evaluator = OutageTolerantRunner(parts.evaluator or parts.runner, self._server)
+        self._server = OutageTolerantServer(parts.publisher, self._loop.patience, self._note_outage)
+        logprobs = needs_logprobs(plan.settings.training)
+        self._runner = OutageTolerantRunner(parts.runner, self._server, logprobs=logprobs)
+        self._evaluator = OutageTolerantRunner(parts.evaluator or parts.runner, self._server, logprobs=logprobs)
         self._stage_name = ""
         self._awaited: str | None = None
         self._ahead = 0  # episodes that ended, and are in no batch yet
@@ -179,7 +184,7 @@ class TrainingLoop:
         """The stages before reinforcement learning."""
         if self._state.record("evaluate-base") is None:
             await self._check_training()
-        await self._stage("evaluate-base", partial(self._evaluate, first=self._plan.base_held_out))
+        await self._stage("evaluate-base", partial(self._evaluate, first=self._loop.base_held_out or None))
         if not self._plan.demonstrations:
             return
         await self._stage("demonstrate", self._demonstrate)
@@ -188,7 +193,7 @@ class TrainingLoop:
 
     async def _check_training(self) -> None:
         """Load the model for training and let go of it: what cannot be trained or served is said before any episode."""
-        trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, self._adapter())
+        trainer = await asyncio.to_thread(self._parts.make_trainer, self._settings.training, self._adapter())
         report_notes(trainer, self._listener.noted)
         if (able := getattr(trainer, "servers", None)) is not None:  # of an adapter
             await self._parts.publisher.check_servers(able)
@@ -198,7 +203,9 @@ class TrainingLoop:
     async def _evaluate(self, stage: str, first: int | None = None) -> StageRecord:
         """Evaluate on the held-out tasks, or on the ``first`` of them."""
         started = time.time()
-        held_out, sampling = self._plan.held_out[:first], self._plan.evaluation
+        held_out, sampling = self._plan.held_out[:first], self._settings.sampling_params()
+        if (heat := self._loop.evaluation_temperature) >= 0:
+            sampling = sampling.model_copy(update={"temperature": heat})
         episodes = await self._roll_out(stage, held_out, sampling, self._evaluator)
         return self._record(stage, started, await self._judge(self._where(stage), episodes))
 
@@ -230,8 +237,8 @@ class TrainingLoop:
         return self._record(stage, started, metrics.as_floats(), adapter)
 
     async def _reinforce(self) -> None:
-        plan, bounds = self._plan, (self._settings.min_success, self._settings.max_success)
-        pool = DifficultyPool(plan.training, bounds, newest=plan.samples_per_task, enough=plan.batch_size)
+        plan, bounds = self._plan, (self._loop.min_success, self._loop.max_success)
+        pool = DifficultyPool(plan.training, bounds, newest=self._loop.samples_per_task, enough=plan.batch_size)
         groups = GroupRunner(
             plan, self._runner, self._parts.storage, self._server, self._newest, pool, self._count_episode
         )
@@ -245,7 +252,7 @@ class TrainingLoop:
         try:
             async with asyncio.TaskGroup() as tasks:
                 buffer.start(tasks)
-                for index in range(plan.iterations):
+                for index in range(self._loop.iterations):
                     if await self._stage(iteration_name(index), partial(self._iterate, buffer=buffer, pool=pool)):
                         buffer.close(plan.batch_size, self._limit)
                 buffer.stop()
@@ -263,18 +270,18 @@ class TrainingLoop:
         for trajectory, reward in zip(episodes, rewards, strict=True):
             if reward is not None:
                 pool.note(trajectory.task.id, trajectory.id, self._plan.succeeded(trajectory, reward))
-        credit = await self._credit(where, episodes)
+        dataset = await self._dataset(where, episodes)
         metrics = {
             **success_metrics(episodes, rewards, self._plan.succeeded),
-            **credit.baseline.as_floats(),
+            **dataset.as_floats(),
             **self._of_proposals(episodes),
             "rollout_seconds": chosen - started,
         }
-        if not credit.samples:
+        if not dataset.samples:
             adapter, metrics = None, metrics | self._staleness(batch, episodes)
         else:
             trainer = await self._reinforcement_trainer()
-            learned = await self._learn(stage, trainer, credit.samples, sft=self._imitates)
+            learned = await self._learn(stage, trainer, dataset.samples, sft=self._imitates)
             metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
             metrics |= self._staleness(batch, episodes)
             adapter = await self._publish(stage, trainer, learned.steps, metrics)
@@ -303,9 +310,9 @@ class TrainingLoop:
 
     async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
         """Enough groups without their stale episodes, the numbers of wholly stale groups, and the stale episodes."""
-        lineage = PolicyLineage.of_run(self._plan.base_model, self._state)
+        lineage = PolicyLineage.of_run(self._settings.serving.model, self._state)
         # By turns nothing is sampled ahead, so that nothing can be stale.
-        most = self._settings.max_staleness if self._settings.kind == "async" else None
+        most = self._loop.max_staleness if self._loop.kind == "async" else None
         groups: list[Group] = []
         dropped: list[int] = []
         stale = 0
@@ -322,11 +329,11 @@ class TrainingLoop:
             if len(fresh) < len(group.trajectories) and all(each.failure for each in fresh):
                 dropped.append(group.number)
                 buffer.close(1)
-                self._ahead -= self._plan.samples_per_task
+                self._ahead -= self._loop.samples_per_task
             else:
                 groups.append(Group(group.number, fresh))
         self._awaited = None
-        self._ahead -= self._plan.samples_per_task * len(groups)
+        self._ahead -= self._loop.samples_per_task * len(groups)
         return sorted(groups, key=lambda group: group.number), dropped, stale
 
     def _count_episode(self) -> None:
@@ -335,7 +342,7 @@ class TrainingLoop:
 
     def _show_awaited(self) -> None:
         if self._awaited is not None:
-            total = self._plan.batch_size * self._plan.samples_per_task
+            total = self._plan.batch_size * self._loop.samples_per_task
             self._listener.advanced(self._awaited, "episodes", min(self._ahead, total), total)
 
     async def _stored(self, batch: ChosenBatch) -> list[Trajectory]:
@@ -350,46 +357,47 @@ class TrainingLoop:
 
     def _staleness(self, batch: ChosenBatch, episodes: Sequence[Trajectory]) -> dict[str, float]:
         valid = [trajectory for trajectory in episodes if trajectory.failure is None]
-        lineage = PolicyLineage.of_run(self._plan.base_model, self._state)
+        lineage = PolicyLineage.of_run(self._settings.serving.model, self._state)
         dropped = {"episodes_stale": float(batch.stale), "groups_dropped": float(len(batch.dropped))}
         return lineage.staleness(valid) | dropped
 
     @property
     def _limit(self) -> int:
         """Number of groups that may be open now; none is started that no iteration will train on."""
-        done = sum(self._state.record(iteration_name(index)) is not None for index in range(self._plan.iterations))
-        return min(self._settings.staleness + 1, self._plan.iterations - done) * self._plan.batch_size
+        done = sum(self._state.record(iteration_name(index)) is not None for index in range(self._loop.iterations))
+        return min(self._loop.staleness + 1, self._loop.iterations - done) * self._plan.batch_size
 
     def _newest(self) -> str:
         adapter = self._state.adapter
-        return self._plan.base_model if adapter is None else self._served.get(adapter, adapter)
+        return self._settings.serving.model if adapter is None else self._served.get(adapter, adapter)
 
     def _note_outage(self, why: str) -> None:
         self._listener.advanced(self._stage_name, f"paused: {why}" if why else "going on", 0, 1)
 
-    async def _credit(self, where: TrajectoryFilter, episodes: Sequence[Trajectory]) -> Credit:
+    async def _dataset(self, where: TrajectoryFilter, episodes: Sequence[Trajectory]) -> TrainingDataset:
+        """What is trained of a batch, which may be nothing."""
+        settings = self._settings.training
         rewards = await self._rewards(self._parts.objective, where, episodes)
-        credited = imitated if self._imitates else credited_samples
-        settings = self._plan.reinforcement
-        credit = credited(episodes, rewards, settings)
-        if self._imitates or self._parts.make_teacher is None or not settings.taught or not credit.samples:
-            return credit
+        valid = [(each, reward) for each, reward in zip(episodes, rewards, strict=True) if each.failure is None]
+        scored = Episodes(tuple(each for each, _ in valid), tuple(reward for _, reward in valid), ExcludedEpisodes())
+        dataset = build_dataset(scored, settings, regroup=False)
+        if self._imitates or self._parts.make_teacher is None or not settings.taught or not dataset.samples:
+            return dataset
         async with aclosing(self._parts.make_teacher(self._adapter(), await self._served_model())) as teacher:
-            tokenizer = self._parts.tokenizer
-            samples, untaught = await with_teacher(credit.samples, episodes, rewards, settings, teacher, tokenizer)
-        if untaught:
-            self._listener.noted(f"{untaught:,} sampled tokens are left out: the teacher gave them no logprob")
-        return replace(credit, samples=samples)
+            dataset = await with_teacher(dataset, scored, settings, teacher, self._parts.tokenizer)
+        for line in dataset.warnings():
+            self._listener.noted(line)
+        return dataset
 
     def _of_proposals(self, episodes: Sequence[Trajectory]) -> dict[str, float]:
         """Where a search's proposals are trained, figures on them."""
-        if self._imitates or self._plan.reinforcement.tree != "proposals":
+        if self._imitates or self._settings.training.tree != "proposals":
             return {}
         return proposal_figures(episodes)
 
     @property
     def _imitates(self) -> bool:
-        return algorithm_of(self._plan.reinforcement).kind == "imitation"
+        return algorithm_of(self._settings.training).kind == "imitation"
 
     async def _roll_out(
         self, stage: str, tasks: Sequence[Task], sampling: SamplingParams, runner: EpisodeRunner
@@ -400,8 +408,8 @@ class TrainingLoop:
             tasks=tuple(tasks),
             served_model=await self._served_model(),
             sampling=sampling,
-            seed=self._plan.seed,
-            concurrency=self._plan.concurrency,
+            seed=self._settings.sampling.seed,
+            concurrency=self._settings.max_workers,
         )
         finished = 0
 
@@ -428,7 +436,7 @@ class TrainingLoop:
         if self._trainer is None:
             forget_unused()  # frees the warm start's model before the next one is loaded
             adapter = self._adapter()
-            trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.reinforcement, adapter)
+            trainer = await asyncio.to_thread(self._parts.make_trainer, self._settings.training, adapter)
             if adapter is not None and (saved := self._trainer_directory(adapter)).exists():
                 await asyncio.to_thread(trainer.load_state, saved)
             self._trainer = trainer
@@ -440,8 +448,8 @@ class TrainingLoop:
             create_version,
             trainer,
             self._parts.adapters,
-            self._plan.adapter,
-            base_model=self._plan.base_model,
+            self._settings.serving.adapter,
+            base_model=self._settings.serving.model,
             parent=self._adapter(),
             steps=steps,
             metrics=metrics,
@@ -462,7 +470,7 @@ class TrainingLoop:
     async def _served_model(self) -> str:
         """The name of the run's current weights on the model server."""
         adapter = self._adapter()
-        return self._plan.base_model if adapter is None else await self._parts.publisher.served_model(adapter)
+        return self._settings.serving.model if adapter is None else await self._parts.publisher.served_model(adapter)
 
     def _adapter(self) -> Adapter | None:
         # The state decides, not the pointer: a killed stage may have published a version that is not in the state.
@@ -494,10 +502,10 @@ class TrainingLoop:
 
     def _remove_older(self) -> None:
         """Of whole models, keep on disk what the plan says. The one in use is what the last stage ended with."""
-        if self._plan.reinforcement.method != "full":
+        if self._settings.training.method != "full":
             return
         gone: list[str] = []
-        for name in self._state.superfluous(self._plan.save_total_limit):
+        for name in self._state.superfluous(self._loop.save_total_limit):
             try:
                 self._parts.adapters.remove(name)
                 gone.append(name)
@@ -526,7 +534,7 @@ class TrainingLoop:
         """Save the optimiser's state for the stage after this one. Of all weights it is so large that only this one and
         that of the last finished stage are kept."""
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
-        if self._plan.reinforcement.method == "full":
+        if self._settings.training.method == "full":
             kept = {adapter.name, self._state.adapter}
             for other in self._trainer_directory(adapter).parent.iterdir():
                 if other.name not in kept:

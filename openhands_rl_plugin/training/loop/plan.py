@@ -9,45 +9,31 @@ from typing import Self
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.machine import machine, versions
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.statistics import Estimate, wilson
-from openhands_rl_plugin.core.types import Frozen, PolicyRef, SamplingParams, StopReason, Task, Trajectory
+from openhands_rl_plugin.core.types import Frozen, PolicyRef, StopReason, Task, Trajectory
 
 
 class LoopPlan(Frozen):
-    """A whole run. ``base_model``: the name of the trained model on the server.
+    """A whole run, by its ``settings``.
 
-    ``success_at``: the least reward of a success; ``success``: the criterion on the return that takes its place.
-    ``probe_ids``: the token ids on whose logprobs server and trainer must agree after each publication.
-    ``base_held_out``: the number of held-out tasks that the policy is evaluated on before training (``None``: all).
-    ``save_total_limit``: the versions that are kept on disk where each is a whole model.
+    ``success``: the criterion on the return that takes the place of ``[rl.loop] success_at``. ``probe_ids``: the token
+    ids on whose logprobs server and trainer must agree after each publication.
     """
 
+    settings: RLSettings
     run_id: str
-    base_model: str
-    adapter: str
     demonstrations: tuple[Task, ...]
     training: tuple[Task, ...]
     held_out: tuple[Task, ...]
-    base_held_out: int | None = Field(default=None, ge=1)
-    iterations: int = Field(ge=0)
-    tasks_per_iteration: int = Field(ge=1)
-    samples_per_task: int = Field(ge=1)
     warm_start: TrainingSettings
-    reinforcement: TrainingSettings
-    sampling: SamplingParams
-    evaluation: SamplingParams
-    concurrency: int = Field(ge=1)
-    seed: int = 0
-    success_at: float = 0.999
     success: SuccessRule | None = None
     probe_ids: tuple[int, ...] = Field(min_length=2)
-    save_total_limit: int = Field(default=3, ge=2)
 
     def succeeded(self, trajectory: Trajectory, reward: float) -> bool:
         """Whether an episode with this reward is a success."""
@@ -56,13 +42,13 @@ class LoopPlan(Frozen):
     def is_success(self, total: float | None, stop: StopReason, reward: float) -> bool:
         """Whether an episode with this return (``None``: unknown), end and reward is one."""
         if self.success is None or total is None:
-            return reward >= self.success_at
+            return reward >= self.settings.loop.success_at
         return self.success.holds(total, stop)
 
     @property
     def batch_size(self) -> int:
         """Number of groups, each of another task, in the batch of an iteration."""
-        return min(self.tasks_per_iteration, len(self.training))
+        return min(self.settings.loop.tasks_per_iteration, len(self.training))
 
 
 def iteration_name(index: int) -> str:
@@ -270,8 +256,8 @@ class RunFacts(Frozen):
         facts = cls(
             run_id=plan.run_id,
             title=title,
-            base_model=plan.base_model,
-            seed=plan.seed,
+            base_model=plan.settings.serving.model,
+            seed=plan.settings.sampling.seed,
             stages=stages,
             command=redact_text(command)[:_LONGEST_COMMAND],
             machine=machine(),

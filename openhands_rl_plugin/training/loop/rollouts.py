@@ -15,13 +15,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
+from openhands_rl_plugin.core.errors import InfrastructureError, PublishError, TrainingError
 from openhands_rl_plugin.core.judgements import scores_of
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Task, Trajectory
 from openhands_rl_plugin.models.engines.client import ServerError
 from openhands_rl_plugin.rollout.many import RolloutPlan, play_until_valid
+from openhands_rl_plugin.training.data.dataset import NO_TOKENS
 from openhands_rl_plugin.training.loop.plan import LoopPlan, iteration_name
 
 if TYPE_CHECKING:
@@ -113,17 +114,28 @@ class OutageTolerantServer:
 class OutageTolerantRunner:
     """An ``EpisodeRunner`` that starts no episode during an outage.
 
-    An episode that failed because of the server is returned after the outage.
+    An episode that failed because of the server is returned after the outage. ``logprobs``: whether training needs
+    them, beside token ids.
     """
 
-    def __init__(self, runner: EpisodeRunner, server: OutageTolerantServer) -> None:
+    def __init__(self, runner: EpisodeRunner, server: OutageTolerantServer, *, logprobs: bool) -> None:
         self._runner = runner
         self._server = server
+        self._logprobs = logprobs
+        self._proven = False
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Run one episode. Raises ``InfrastructureError`` when the server stays unavailable."""
+        """Run one episode.
+
+        Raises ``InfrastructureError`` when the server stays unavailable, ``TrainingError`` when its first completions
+        came without what training needs.
+        """
         await self._server.available()
         trajectory = await self._runner.run(request)
+        if not self._proven and (own := [*trajectory.sampled()]):
+            self._proven = any(each.tokens and (each.tokens.logprobs or not self._logprobs) for each in own)
+            if not self._proven:
+                raise TrainingError(NO_TOKENS)
         if trajectory.failure is not None and trajectory.failure.kind in _MODEL_SERVER:
             await self._server.check()
         return trajectory
@@ -233,7 +245,7 @@ _LEAST_ATTEMPTS = 4  # fewer say little: of two attempts at a task of even odds,
 class GroupRunner:
     """Rolls out groups by number, under the name of the iteration that they are begun for.
 
-    ``newest`` returns the weights that an episode starts on. All groups together run ``plan.concurrency`` episodes at a
+    ``newest`` returns the weights that an episode starts on. All groups together run ``[rl] max_workers`` episodes at a
     time; ``on_episode`` is called at the end of each.
     """
 
@@ -247,14 +259,14 @@ class GroupRunner:
         pool: DifficultyPool,
         on_episode: Callable[[], None],
     ) -> None:
-        self._plan = plan
+        self._plan, self._loop = plan, plan.settings.loop
         self._runner = runner
         self._storage = storage
         self._server = server
         self._newest = newest
         self._pool = pool
         self._on_episode = on_episode
-        self._gate = asyncio.Semaphore(plan.concurrency)
+        self._gate = asyncio.Semaphore(plan.settings.max_workers)
         self._begun: dict[int, Task] = {}
         self._lost: set[str] = set()  # episodes that failed because the server or their version went away
 
@@ -263,8 +275,9 @@ class GroupRunner:
 
         Raises ``StorageError``.
         """
-        runs = {f"{self._plan.run_id}/{iteration_name(index)}" for index in range(self._plan.iterations)}
-        wheres = TrajectoryFilter(adapter=self._plan.adapter), *(TrajectoryFilter(run_id=run) for run in runs)
+        runs = {f"{self._plan.run_id}/{iteration_name(index)}" for index in range(self._loop.iterations)}
+        adapter = self._plan.settings.serving.adapter
+        wheres = TrajectoryFilter(adapter=adapter), *(TrajectoryFilter(run_id=run) for run in runs)
         found = {each.id: each for where in wheres async for each in self._storage.summaries(where)}
         tasks = {task.id: task for task in self._plan.training}
         known = {(task.environment, task.id) for task in self._plan.training}
@@ -300,14 +313,14 @@ class GroupRunner:
                 episode.cancel()
 
     def _requests(self, number: int, task: Task) -> tuple[EpisodeRequest, ...]:
-        iteration = min(number // self._plan.batch_size, self._plan.iterations - 1)
+        iteration = min(number // self._plan.batch_size, self._loop.iterations - 1)
         run_id = f"{self._plan.run_id}/{iteration_name(iteration)}"
         plan = RolloutPlan(
             run_id=f"{run_id}/{number:06d}",
             tasks=(task,),
-            samples_per_task=self._plan.samples_per_task,
-            sampling=self._plan.sampling,
-            seed=self._plan.seed,
+            samples_per_task=self._loop.samples_per_task,
+            sampling=self._plan.settings.sampling_params(),
+            seed=self._plan.settings.sampling.seed,
         )
         return tuple(request.model_copy(update={"run_id": run_id}) for request in plan.requests())
 

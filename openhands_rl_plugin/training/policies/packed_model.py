@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
@@ -169,21 +168,6 @@ def _ids(seed: int, count: int, vocabulary: int) -> tuple[int, ...]:
     return tuple(source.randrange(7, min(vocabulary, _LARGEST_ID)) for _ in range(count))
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def experts_of(model: PreTrainedModel, decoder: nn.Module) -> tuple[int, int]:
-    """The experts of a layer, and those a token. Raises ``TrainingError`` for a model without a loss of its routers."""
-    config = model.config.get_text_config()
-    found = [getattr(config, name) for name in _EXPERTS if getattr(config, name, None)]
-    recorded: dict[str, Any] = getattr(decoder, "_can_record_outputs", None) or {}
-    if not found or not hasattr(config, "router_aux_loss_coef") or "router_logits" not in recorded:
-        raise TrainingError(
-            f"{config.model_type} has no auxiliary loss of routers: set [rl.training] router_aux_loss_coef = 0"
-        )
-    return found[0], config.num_experts_per_tok
-
-
 @dataclass(frozen=True)
 class OutputScale:
     """``logits = cap * tanh(factor * z / cap)`` of the output layer's ``z``; without ``cap``, ``factor * z``.
@@ -276,8 +260,6 @@ class PackedModel(ABC):
         self.longest: int = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
         """The model's maximal context length, in tokens."""
         self.vocabulary: int = config.vocab_size
-        self._experts: tuple[int, int] | None = None
-        self._balance, self._balances = settings.router_aux_loss_coef, list[Tensor]()
         self.sharded = False
         """Whether every rank has only its shard of the trained parameters, in ``weights`` and ``parameters``."""
         drop_nothing(self._base)
@@ -290,8 +272,6 @@ class PackedModel(ABC):
             self.packing: Packing = PACKED
             """Whether sequences are computed together; where not, the trainer gives one a micro-batch."""
             self._check(plain)
-        if self._balance:
-            self._experts = experts_of(self._base, _decoder(self._base))
         if settings.gradient_checkpointing:
             _checkpoint_layers(self._base, self.model_path)
         self.parameters = self._trained()
@@ -357,11 +337,9 @@ class PackedModel(ABC):
             values, _ = self.logprobs(lay_out([token_ids]), [(0, t) for t in range(1, len(token_ids))])
         return values.tolist()
 
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        """Use the reference model inside the block, where it is still available."""
-        raise TrainingError('full fine-tuning keeps no reference model; set kl = "none", or train an adapter')
-        yield
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Compute with the base model inside the block; only where an adapter is trained."""
+        raise NotImplementedError
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
@@ -410,24 +388,8 @@ class PackedModel(ABC):
     def _hidden(self, packed: PackedRows) -> Tensor:
         """[N, width] last hidden states, in the dtype of the weights: those of Mamba-2 are wider."""
         wanted: dict[str, Any] = {"position_ids": packed.positions, "rows": packed} if self.packing.packed else {}
-        routed = self._experts is not None and torch.is_grad_enabled()
-        if routed:
-            wanted["output_router_logits"] = True
         found = _decoder(self._base)(input_ids=packed.ids, use_cache=False, **wanted)
-        if self._experts is not None and routed:
-            value = load_balancing_loss_func(found.router_logits, *self._experts)
-            assert isinstance(value, Tensor)
-            self._balances.append(value)
         return found.last_hidden_state[0].to(self.dtype)
-
-    def router_loss(self) -> Tensor | float:
-        """The weighted auxiliary loss of the routers in the forward passes since the last call; 0 where it is off.
-
-        It is the mean load balancing loss of these (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6): 1 where
-        tokens are spread evenly, times the experts a token.
-        """
-        values, self._balances = self._balances, []
-        return self._balance * sum(values) / len(values) if values else 0.0
 
     @torch.no_grad()
     def _plain_logprobs(self) -> list[Tensor]:

@@ -286,7 +286,7 @@ class Trainer:
         mine, idle = shard_micro_batches(self._ranks, live, self._micro_batch_tokens, whole_units=loss.whole_units)
         for group in mine:
             each = [share_of[id(item)] for item in group]
-            share, found = self._backward(group, each, loss, len(group) / len(live))
+            share, found = self._backward(group, each, loss)
             total, diagnostics = total + share, diagnostics + found
         for group in idle:
             self._backward(group, [0.0] * len(group), loss)
@@ -308,13 +308,10 @@ class Trainer:
         self._optimizer.step()
         return total, norm, diagnostics
 
-    def _backward(
-        self, group: list[TrainingSample], weights: list[float], loss: Loss, portion: float = 0.0
-    ) -> tuple[float, Diagnostics]:
-        """Accumulate the gradient of one micro-batch, ``portion`` of the batch; returns its share of the loss."""
+    def _backward(self, group: list[TrainingSample], weights: list[float], loss: Loss) -> tuple[float, Diagnostics]:
+        """Accumulate the gradient of one micro-batch; returns its share of the loss."""
         logprobs, entropies = micro_batch_logprobs(self._policy, group)
         share, diagnostics = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
-        share = share + portion * self._policy.router_loss()
         share.backward()
         return share.item(), diagnostics
 

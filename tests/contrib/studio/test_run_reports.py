@@ -18,7 +18,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 BEFORE = {"goal-a": 0.0, "goal-b": 0.5, "goal-c": 0.0, "goal-d": 0.25, "goal-e": 1.0}
 AFTER = {"goal-a": 1.0, "goal-b": 0.75, "goal-c": 0.5, "goal-d": 0.25, "goal-e": 0.0}
-PLAN = make_plan("shop", run_id="run", base_model="base")
+PLAN = make_plan("shop", run_id="run")
 ADAPTERS = ("shop-v000001", "shop-v000002", "shop-v000003")
 
 
@@ -91,7 +91,7 @@ async def test_a_report_has_what_the_run_was_and_what_became_of_it(tmp_path: Pat
     assert file.stat().st_mode & 0o077 == 0 and data["export"]["start"] == "/r/night"
     run = data["runs/night"]
     facts = run["facts"]
-    assert (facts["base_model"], facts["seed"], facts["title"], facts["stages"]) == ("base", 0, "learns", 8)
+    assert (facts["base_model"], facts["seed"], facts["title"], facts["stages"]) == ("talker", 0, "learns", 8)
     assert facts["command"].startswith("openhands-rl demo --seed 3") and "sk-ant" not in file.read_text()
     assert "cores" in facts["machine"] and facts["versions"]["python"] and facts["began"] > 0
     stages = [each["name"] for each in run["records"]]

@@ -43,7 +43,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "entropy": {**{"algorithm": "grpo", "entropy_coefficient": 0.01, "batch_size": 3}, "gradient_checkpointing": True},
     "heated": {"algorithm": "grpo", "old_logprobs": "recomputed", "kl": "k1", "kl_in": "reward", "batch_size": 3},
-    "router": {"algorithm": "grpo", "router_aux_loss_coef": 0.5, "batch_size": 3},
     "gspo": {"algorithm": "gspo", "aggregation": "rollout", "num_epochs": 3, "checkpoint_steps": 2},
 }
 

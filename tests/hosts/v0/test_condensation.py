@@ -101,10 +101,10 @@ async def test_summaries_are_trained_when_that_is_asked_for(server: ScriptedMode
     other = episode.model_copy(update={"id": "other"})
     for steps in ("episode", "environment"):
         chosen = TrainingSettings(algorithm="grpo", condensations=True, step_rewards=steps)  # type: ignore[arg-type]
-        samples = credited_samples([episode, other], [1.0, 0.0], chosen).samples
+        samples = credited_samples([episode, other], [1.0, 0.0], chosen)
         mine = [sample for sample in samples if sample.trajectory_id == episode.id]
         assert trained(mine) == sampled(episode, TURN) + sampled(episode, CONDENSATION)
-    plain = credited_samples([episode, other], [1.0, 0.0], TrainingSettings(algorithm="grpo")).samples
+    plain = credited_samples([episode, other], [1.0, 0.0], TrainingSettings(algorithm="grpo"))
     assert trained(plain) == 2 * sampled(episode, TURN)
 
 
@@ -178,5 +178,5 @@ async def test_episodes_of_v0_and_v1_are_in_one_store_and_one_batch(server: Scri
     assert len(batch) == len(samples) and {sample.trajectory_id for sample in batch} == {each.id for each in episodes}
     group = [episode.model_copy(update={"group_id": "both"}) for episode in episodes]
     credited = credited_samples(group, [1.0, 0.0], TrainingSettings())
-    assert trained(credited.samples) == trained(samples)
-    assert {sample.advantage > 0 for sample in credited.samples} == {True, False}
+    assert trained(credited) == trained(samples)
+    assert {sample.advantage > 0 for sample in credited} == {True, False}

@@ -365,7 +365,6 @@ def test_the_settings_name_the_kinds_of_servers() -> None:
 @pytest.mark.parametrize(
     ("table", "problem"),
     [
-        ({"training": {"modules_to_save": ["lm_head"]}}, "modules_to_save: only LoRA's own weights are trained"),
         ({"training": {"target_modules": ["q_proj", "lm_head"]}}, "target_modules: adapters of lm_head"),
         (
             {"training": {"lora_rank": 32}, "serving": {"max_lora_rank": 16}},

@@ -166,11 +166,11 @@ def test_a_rollout_of_five_segments_weighs_as_much_as_one(algorithm: str) -> Non
     settings = TrainingSettings(algorithm=algorithm)  # type: ignore[arg-type]
     episodes = [condensed("five", (2, 2, 2, 2, 2), group="g"), condensed("one", (10,), group="g")]
     credit = credited_samples(episodes, [1.0, 0.0], settings)
-    assert [sample.trajectory_id for sample in credit.samples] == ["five"] * 5 + ["one"]
-    items = samples_from_rollouts(credit.samples)
+    assert [sample.trajectory_id for sample in credit] == ["five"] * 5 + ["one"]
+    items = samples_from_rollouts(credit)
     weights = batch_weights(items, settings) * torch.tensor([float(len(item.positions)) for item in items])
     assert weights[:5].sum().item() == pytest.approx(weights[5].item()) == pytest.approx(0.5)
-    advantages = {sample.trajectory_id: sample.advantage for sample in credit.samples}
+    advantages = {sample.trajectory_id: sample.advantage for sample in credit}
     assert advantages["five"] == pytest.approx(-advantages["one"]) and advantages["five"] > 0
 
 
@@ -178,7 +178,7 @@ def test_a_rollout_of_five_segments_weighs_as_much_as_one(algorithm: str) -> Non
 def test_turns_have_returns_to_go_over_all_segments(steps: str) -> None:
     settings = TrainingSettings(algorithm="grpo", step_rewards=steps)  # type: ignore[arg-type]
     episodes = [condensed("a"), condensed("b")]
-    samples = credited_samples(episodes, [1.0, 0.0], settings).samples
+    samples = credited_samples(episodes, [1.0, 0.0], settings)
     assert len(trained(samples)) == 2 * 2 * 8
     assert {sample.advantage_at(at) > 0 for sample in samples if sample.trajectory_id == "a" for at in range(2)} == {
         True

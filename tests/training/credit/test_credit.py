@@ -17,6 +17,7 @@ from openhands_rl_plugin.training.credit.advantages import (
     search_rewards,
 )
 from openhands_rl_plugin.training.credit.credit import credited_samples
+from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, build_dataset
 
 pytestmark = pytest.mark.contract
 
@@ -26,7 +27,7 @@ REWARDS = [1.0, 0.5, 0.0, 1.0]
 
 def advantages_of_turns(trajectory: Trajectory, chosen: TrainingSettings) -> list[float]:
     """One number a sampled token of one episode among those played."""
-    samples = credited_samples(PLAYED, REWARDS, chosen).samples
+    samples = credited_samples(PLAYED, REWARDS, chosen)
     return [
         sample.advantage_at(at)
         for sample in samples
@@ -50,27 +51,26 @@ def test_by_default_every_token_gets_the_episodes_advantage() -> None:
     for algorithm in ("reinforce++-baseline", "grpo", "rloo", "dr-grpo", "dapo", "gspo", "cispo"):
         chosen = settings(algorithm=algorithm)
         whole = group_advantages(PLAYED, REWARDS, chosen)
-        assert whole.advantages[3] is None and whole.alone == 1
-        for trajectory, advantage in zip(PLAYED[:3], whole.advantages, strict=False):
+        assert whole[3] is None, "it is alone"
+        for trajectory, advantage in zip(PLAYED[:3], whole, strict=False):
             assert set(advantages_of_turns(trajectory, chosen)) == {advantage}
-    assert group_advantages(PLAYED, REWARDS, settings(algorithm="dr-grpo")).advantages[:3] == (0.5, 0.0, -0.5)
+    assert group_advantages(PLAYED, REWARDS, settings(algorithm="dr-grpo"))[:3] == [0.5, 0.0, -0.5]
 
 
 def test_without_groups_nobody_is_alone() -> None:
     whole = group_advantages(PLAYED, REWARDS, settings(algorithm="reinforce++"))
-    assert (whole.used, whole.alone, whole.flat) == (4, 0, 0)
-    assert whole.advantages[0] == whole.advantages[3] and None not in whole.advantages
+    assert whole[0] == whole[3] and None not in whole
     equal = group_advantages(PLAYED, [0.5] * 4, settings(algorithm="reinforce++"))
-    assert (equal.used, equal.flat) == (0, 4), "all are compared with each other, and none is better"
+    assert equal == [None] * 4, "all are compared with each other, and none is better"
 
 
 def test_episodes_that_a_limit_cut_short_can_be_left_out() -> None:
     played = [*PLAYED, episode(4, 0.0, stop=StopReason.MAX_TOKENS), episode(5, 0.0, stop=StopReason.TIMEOUT)]
-    kept = group_advantages(played, [*REWARDS, 0.0, 0.0], settings())
-    assert (kept.used, kept.overlong, kept.failed) == (4, 0, 1)
-    left_out = group_advantages(played, [*REWARDS, 0.0, 0.0], settings(overlong="leave-out"))
-    assert (left_out.used, left_out.overlong, left_out.advantages[4]) == (3, 1, None)
-    assert left_out.as_floats()["episodes_overlong"] == 1.0
+    episodes = Episodes(tuple(played), (*REWARDS, 0.0, 0.0), ExcludedEpisodes())
+    kept = build_dataset(episodes, settings(), regroup=False).as_floats()
+    assert kept == {"episodes_used": 4, "episodes_unfinished": 1, "episodes_no_signal": 1}
+    left_out = build_dataset(episodes, settings(overlong="leave-out"), regroup=False).as_floats()
+    assert left_out == {**kept, "episodes_used": 3, "episodes_overlong": 1}
 
 
 def test_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:
@@ -84,7 +84,7 @@ def test_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:
 def test_the_last_turn_of_the_longest_episode_is_compared_with_those_that_had_ended() -> None:
     chosen = settings(algorithm="rloo", step_rewards="environment")
     played = [episode(0, 0.0, 0.0, 1.0), episode(1, 0.0), episode(2, 0.0)]
-    samples = credited_samples(played, [1.0, 0.0, 0.0], chosen).samples
+    samples = credited_samples(played, [1.0, 0.0, 0.0], chosen)
     longest = next(sample for sample in samples if sample.trajectory_id == "0")
     assert {longest.advantage_at(at) for at, sampled in enumerate(longest.mask) if sampled} == {1.0}
 
@@ -116,7 +116,7 @@ def test_turn_advantages_give_the_exact_gradient_in_expectation() -> None:
 
 def test_what_a_judge_adds_is_paid_at_the_end() -> None:
     chosen = settings(algorithm="dr-grpo", step_rewards="environment")
-    judged = credited_samples(PLAYED[:2], [3.0, 0.5], chosen).samples
+    judged = credited_samples(PLAYED[:2], [3.0, 0.5], chosen)
     first = next(sample for sample in judged if sample.trajectory_id == "0")
     values = [first.advantage_at(at) for at, sampled in enumerate(first.mask) if sampled]
     assert values == pytest.approx([1.25, 1.5, 1.5]), "3 against 0.5, then 3 against 0"
@@ -152,7 +152,7 @@ SHOPPED = [
 
 def turns_of(played: list[Trajectory], rewards: list[float], chosen: TrainingSettings) -> list[list[float]]:
     """The advantage of each turn of each episode."""
-    samples = credited_samples(played, rewards, chosen).samples
+    samples = credited_samples(played, rewards, chosen)
     found: list[list[float]] = []
     for number, trajectory in enumerate(played):
         mine = [s for s in samples if s.trajectory_id == trajectory.id]
@@ -182,7 +182,7 @@ def test_states_are_not_shared_between_tasks() -> None:
     other = [each.model_copy(update={"id": f"{each.id}'", "group_id": "other"}) for each in SHOPPED[:2]]
     chosen = settings(algorithm="dr-grpo", state_weight=1.0)
     alone = turns_of(SHOPPED, [1.0, 0.5, 0.5], chosen)
-    together = credited_samples([*SHOPPED, *other], [1.0, 0.5, 0.5, 0.0, 5.0], chosen).samples
+    together = credited_samples([*SHOPPED, *other], [1.0, 0.5, 0.5, 0.0, 5.0], chosen)
     first = next(sample for sample in together if sample.trajectory_id == "0")
     assert next(first.advantage_at(at) for at, sampled in enumerate(first.mask) if sampled) == pytest.approx(
         alone[0][0]
@@ -200,7 +200,7 @@ async def test_search_values_can_be_the_rewards_of_steps() -> None:
     chosen = settings(algorithm="dr-grpo", step_rewards="search")
     credit = credited_samples([one, other], [one.episode_return, other.episode_return], chosen)
     assert sum(search_rewards(one).values()) == pytest.approx(one.episode_return)
-    (first, *_) = [s for s in credit.samples if s.trajectory_id == "searched"]
+    (first, *_) = [s for s in credit if s.trajectory_id == "searched"]
     half = (one.episode_return - other.episode_return) / 2
     assert first.advantage_at(_positions(first.mask)[0]) == pytest.approx(half), "the first turn's return is the whole"
     assert len({round(first.advantage_at(at), 6) for at in _positions(first.mask)}) > 1

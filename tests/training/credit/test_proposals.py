@@ -82,7 +82,7 @@ def score(way: int) -> torch.Tensor:
 def estimate(played: Sequence[Trajectory], **changes: object) -> torch.Tensor:
     """The ascent direction of the batch's loss at the root, from its samples, advantages and weights."""
     chosen = settings(**changes)
-    samples = credited_samples(played, [each.episode_return for each in played], chosen).samples
+    samples = credited_samples(played, [each.episode_return for each in played], chosen)
     total = torch.zeros(WAYS, dtype=torch.float64)
     if not samples:
         return total
@@ -179,7 +179,7 @@ def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str) ->
     weighed = []
     for merged in (True, False):
         other = episode(1, 0.0, 0.0).model_copy(update={"group_id": "group"})
-        samples = credited_samples([bandit(*PROPOSED, merged=merged), other], [1.0, 0.0], chosen).samples
+        samples = credited_samples([bandit(*PROPOSED, merged=merged), other], [1.0, 0.0], chosen)
         items = samples_from_rollouts(samples)
         found: dict[tuple[object, ...], float] = {}
         for item, weight in zip(items, batch_weights(items, chosen).tolist(), strict=True):
@@ -188,7 +188,7 @@ def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str) ->
                 found[key] = found.get(key, 0.0) + weight
         weighed.append(found)
     assert weighed[0] == pytest.approx(weighed[1])
-    assert len(credited_samples([bandit(*PROPOSED, merged=True)], [1.0], chosen).samples) < 9
+    assert len(credited_samples([bandit(*PROPOSED, merged=True)], [1.0], chosen)) < 9
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
@@ -196,7 +196,7 @@ def test_the_trained_gradient_is_that_of_all_that_was_sampled(model: Path, algor
     chosen = EXACT.model_copy(update={"algorithm": algorithm, "tree": "proposals", "num_epochs": 1})
     gradients = []
     for merged in (True, False):
-        samples = credited_samples([bandit(*PROPOSED, merged=merged)], [1.0], chosen).samples
+        samples = credited_samples([bandit(*PROPOSED, merged=merged)], [1.0], chosen)
         trainer = LoraTrainer(model, chosen)
         torch.manual_seed(0)
         for parameter in trainer.parameters.values():
@@ -225,16 +225,4 @@ async def test_only_what_was_chosen_from_several_counts_as_searched() -> None:
 async def test_equal_and_single_proposals_have_no_signal() -> None:
     chosen = settings(algorithm="rloo", tree="proposals")
     assert proposal_advantages(await played((2, 2), value="none"), chosen) == {}
-    assert credited_samples([episode(0, 1.0), episode(1, 0.0)], [1.0, 0.0], chosen).samples == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"step_rewards": "environment"}, "credits each proposal"),
-        ({"state_weight": 0.5}, "credits each proposal"),
-    ],
-)
-def test_options_that_do_not_go_with_proposals_are_refused(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        settings(**{"algorithm": "grpo", "tree": "proposals"} | changes)
+    assert credited_samples([episode(0, 1.0), episode(1, 0.0)], [1.0, 0.0], chosen) == []

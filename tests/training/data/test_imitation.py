@@ -5,8 +5,7 @@ from __future__ import annotations
 from credited_episodes import episode, settings
 from searched_episode import searched
 
-from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.training.data.imitation import imitated, preference_pairs, select_for_sft
+from openhands_rl_plugin.training.data.imitation import preference_pairs, select_for_sft
 
 PLAYED = [episode(0, 1.0), episode(1, 1.0), episode(2, 0.0), episode(3, 0.5, group="b"), episode(4, 0.2, group="b")]
 REWARDS = [1.0, 1.0, 0.0, 0.5, 0.2]
@@ -19,16 +18,6 @@ def test_all_successes_are_imitated_or_the_best_of_a_task() -> None:
     best = settings(algorithm="rejection-sampling")
     assert select_for_sft(PLAYED, REWARDS, best) == (0, 3), "the shorter one of two equally good ones"
     assert select_for_sft(PLAYED, REWARDS, best.model_copy(update={"keep_best": 2})) == (0, 1, 3, 4)
-
-
-def test_an_iteration_imitates_valid_episodes_only_and_counts_the_others() -> None:
-    late = episode(5, 1.0, stop=StopReason.TIMEOUT)
-    credit = imitated([*PLAYED, late, episode(6, 1.0)], [*REWARDS, 1.0, None], settings(algorithm="sft"))
-    assert credit.baseline.advantages == (1.0, 1.0, None, 1.0, 1.0, None, None)
-    assert {sample.trajectory_id for sample in credit.samples} == {"0", "1", "3", "4"}
-    assert (credit.baseline.used, credit.baseline.failed, credit.baseline.unscored) == (4, 1, 1)
-    best = imitated(PLAYED, REWARDS, settings(algorithm="rejection-sampling"))
-    assert {sample.trajectory_id for sample in best.samples} == {"0", "3"}
 
 
 def test_the_best_is_paired_with_the_worst() -> None:

@@ -150,6 +150,6 @@ def test_whitening_weights_the_tokens_that_are_trained() -> None:
     first = episode(broken, id="a", group_id="g")
     second = episode([said(None, "q"), answer(0, "z", length=2, reward=0.0)], id="b", group_id="g")
     settings = TrainingSettings(algorithm="reinforce++", batch_size=2)
-    found = group_advantages([first, second], [1.0, 0.0], settings, whitened=True).advantages
+    found = group_advantages([first, second], [1.0, 0.0], settings, whitened=True)
     assert found[0] is not None and found[1] is not None
     assert abs(found[0] + found[1]) < 1e-5, "two rollouts with two trained tokens each"

@@ -12,7 +12,6 @@ import pytest
 from shopping_loop import MODEL, ShopWorld, make_plan, write_talker
 from small_shop import running_shop
 
-from openhands_rl_plugin.config.rl import LoopSettings
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -24,7 +23,7 @@ from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, Trai
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.teacher import teacher_of
 
-BEHIND = LoopSettings(kind="async", max_staleness=1)
+BEHIND = {"kind": "async", "max_staleness": 1}
 ITERATIONS = [f"iteration-{index:03d}" for index in range(3)]
 
 
@@ -64,7 +63,7 @@ def iterations(state: LoopState) -> list[dict[str, float]]:
 
 async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_path: Path) -> None:
     parts = world.parts(tmp_path)
-    state = await TrainingLoop(make_plan("beside"), parts, BEHIND).run()
+    state = await TrainingLoop(make_plan("beside", **BEHIND), parts).run()
     assert [record.name for record in state.records][4:] == [*ITERATIONS, "evaluate-final"]
     groups = [record.groups for record in state.records if record.groups]
     assert sorted(number for each in groups for number in each) == list(range(6))
@@ -89,10 +88,10 @@ async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_
 async def test_a_teacher_scores_what_an_iteration_sampled(world: ShopWorld, tmp_path: Path) -> None:
     """The base model teaches: the policy differs from it as soon as rewards have moved it."""
     taught = {"teacher": f"{world.server}/v1", "teacher_model": MODEL, "opd_weight": 0.1}
-    plan = make_plan("taught", iterations=2, demonstrations=(), tasks_per_iteration=1)
-    settings = plan.reinforcement.model_copy(update=taught)
+    plan = make_plan("taught", taught, iterations=2, demonstrations=0, tasks_per_iteration=1)
+    settings = plan.settings.training
     parts = replace(world.parts(tmp_path), make_teacher=lambda *_: teacher_of(settings, world.model, None))
-    state = await TrainingLoop(plan.model_copy(update={"reinforcement": settings}), parts).run()
+    state = await TrainingLoop(plan, parts).run()
     first, second = iterations(state)
     assert abs(first["kl"]) < 1e-4 < abs(second["kl"]) and first["staleness_max"] == second["staleness_max"] == 0
     await finish(parts)
@@ -130,9 +129,9 @@ async def test_what_others_have_overtaken_is_dropped_and_counted(world: ShopWorl
 
     world.around_engine = around
     parts = world.parts(tmp_path, keep=5)
-    plan = make_plan("late", tasks_per_iteration=1, samples_per_task=2)
+    plan = make_plan("late", tasks_per_iteration=1, samples_per_task=2, iterations=4, **BEHIND)
     # Version 2 is in use after the first iteration; two later the straggler is of no use any more.
-    loop = TrainingLoop(plan.model_copy(update={"iterations": 4}), parts, BEHIND, Until(ITERATIONS[2], gate.set))
+    loop = TrainingLoop(plan, parts, Until(ITERATIONS[2], gate.set))
     state = await loop.run()
     last = next(record for record in state.records if record.name == "iteration-003")
     assert last.groups == (4, 1)
@@ -154,9 +153,9 @@ class KillInTraining(LoopListener):
 
 
 async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: ShopWorld, tmp_path: Path) -> None:
-    plan, parts = make_plan("again", demonstrations=()), world.parts(tmp_path)
+    plan, parts = make_plan("again", demonstrations=0, **BEHIND), world.parts(tmp_path)
     with pytest.raises(Killed):
-        await TrainingLoop(plan, parts, BEHIND, KillInTraining(ITERATIONS[1])).run()
+        await TrainingLoop(plan, parts, KillInTraining(ITERATIONS[1])).run()
     # What was being stored when the run ended is on the disk once the storage is closed.
     await finish(parts)
     before = {each.id: each for each in await rollouts(parts)}
@@ -166,7 +165,7 @@ async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: 
 
     world.asked.clear()
     parts = world.parts(tmp_path)
-    state = await TrainingLoop(plan, parts, BEHIND).run()
+    state = await TrainingLoop(plan, parts).run()
     record = state.record(ITERATIONS[1])
     assert record is not None and record.groups == chosen.groups
     assert sorted(number for each in state.records for number in each.groups) == list(range(6))
@@ -189,9 +188,7 @@ class Steps(LoopListener):
 
 
 async def test_a_cancelled_loop_ends_with_the_step_under_way(world: ShopWorld, tmp_path: Path) -> None:
-    plan = make_plan("cancelled", iterations=1, demonstrations=())
-    long = plan.reinforcement.model_copy(update={"num_epochs": 5_000})
-    plan = plan.model_copy(update={"reinforcement": long})
+    plan = make_plan("cancelled", {"num_epochs": 5_000}, iterations=1, demonstrations=0)
     parts, steps = world.parts(tmp_path), Steps()
     running = asyncio.create_task(TrainingLoop(plan, parts, listener=steps).run())
     while not steps.done:
@@ -240,11 +237,11 @@ async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path
         outage = Outage(config, generator, 1.0)
         world = ShopWorld(served.shop, outage.url, served.model)
         parts = world.parts(tmp_path)
-        state = await TrainingLoop(make_plan("outage"), parts, BEHIND, outage).run()
+        state = await TrainingLoop(make_plan("outage", **BEHIND), parts, outage).run()
         outage.serving.__exit__(None, None, None)
     assert any(activity.startswith("paused: nothing answers at http") for activity in outage.told)
     assert "going on" in outage.told
-    assert [each["episodes_used"] + each["episodes_flat"] for each in iterations(state)] == [8, 8, 8]
+    assert [each["episodes_used"] + each.get("episodes_no_signal", 0) for each in iterations(state)] == [8, 8, 8]
     assert [each["failed"] for each in iterations(state)] == [0, 0, 0]
     await finish(parts)
 
@@ -257,17 +254,16 @@ async def test_a_server_that_stays_away_ends_the_loop_with_everything_kept(serve
     with Generator(config) as generator:
         outage = Outage(config, generator, 3600)
         world = ShopWorld(served.shop, outage.url, served.model)
-        parts, plan = world.parts(tmp_path), make_plan("gone")
-        patience = BEHIND.model_copy(update={"patience": 0.5})
+        parts, plan = world.parts(tmp_path), make_plan("gone", **BEHIND, patience=0.5)
         with pytest.raises(InfrastructureError, match=r"unavailable for 0\.5 s .* the same command again"):
-            await TrainingLoop(plan, parts, patience, outage).run()
+            await TrainingLoop(plan, parts, outage).run()
         assert outage.back is not None
         outage.back.cancel()
         await finish(parts)
         assert [record.name for record in LoopState.load(parts.state_file).records][-1] == ITERATIONS[0]
         outage.start()
         parts = world.parts(tmp_path)
-        state = await TrainingLoop(plan, parts, BEHIND).run()
+        state = await TrainingLoop(plan, parts).run()
         outage.serving.__exit__(None, None, None)
     assert sorted(number for each in state.records for number in each.groups) == list(range(6))
     await finish(parts)

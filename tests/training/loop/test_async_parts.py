@@ -107,7 +107,7 @@ def test_groups_that_are_used_up_are_not_played() -> None:
 
 
 async def test_tasks_that_earlier_attempts_all_solved_or_failed_are_passed_over(tmp_path: Path) -> None:
-    plan = make_plan("shop", training=TASKS[:4])
+    plan = make_plan("shop").model_copy(update={"training": TASKS[:4]})
     async with AsyncExitStack() as stack:
         storage = FileTrajectoryStorage(tmp_path)
         stack.push_async_callback(storage.close)

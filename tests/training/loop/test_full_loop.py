@@ -54,15 +54,8 @@ async def test_all_weights_are_trained_published_and_resumed(tmp_path: Path) -> 
     torch.set_num_threads(1)
     model = write_talker(tmp_path / "model")
     full = {"method": "full", "learning_rate": 1e-3, "entropy_coefficient": 0.01}
-    plan = make_plan("policy")
-    plan = plan.model_copy(
-        update={
-            "warm_start": plan.warm_start.model_copy(update={"method": "full"}),
-            "reinforcement": plan.reinforcement.model_copy(update=full),
-            "iterations": 2,
-            "save_total_limit": 2,
-        }
-    )
+    plan = make_plan("policy", full, iterations=2, save_total_limit=2)
+    plan = plan.model_copy(update={"warm_start": plan.warm_start.model_copy(update={"method": "full"})})
     config = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, adapters="/")
     with running_shop() as shop, running_server(config) as url:
         world = ShopWorld(shop, url, model)

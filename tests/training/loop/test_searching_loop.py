@@ -10,7 +10,6 @@ import pytest
 from shopping_loop import LIMITS, MODEL, ShopWorld, make_plan, write_talker
 from small_shop import running_shop
 
-from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.types import StrategySpec
 from openhands_rl_plugin.models.generator.config import ServerConfig
@@ -74,9 +73,9 @@ async def test_of_what_a_search_proposes_it_is_said_in_how_many_states_it_differ
 ) -> None:
     parts = world.parts(tmp_path)
     parts = searching(world, parts, lambda: BestOfNStrategy(n=3, value=Likelihood(), act="sampled"), "BestOfN")
-    training = TrainingSettings.model_validate({"algorithm": "grpo", "tree": "proposals", **LORA})
-    plan = make_plan(f"proposals-{kind}", iterations=1, demonstrations=(), reinforcement=training)
-    state = await TrainingLoop(plan, parts, LoopSettings.model_validate({"kind": kind, "max_staleness": 1})).run()
+    training = {"algorithm": "grpo", "tree": "proposals", "correction": "none", **LORA}
+    plan = make_plan(f"proposals-{kind}", training, iterations=1, demonstrations=0, kind=kind)
+    state = await TrainingLoop(plan, parts).run()
     iterations = [record.metrics for record in state.records if record.name.startswith("iteration")]
     (each,) = iterations
     assert each["proposals"] == 3 * each["states"] > 0

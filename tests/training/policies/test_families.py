@@ -28,7 +28,7 @@ from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.layout import lay_out
 from openhands_rl_plugin.training.policies.adapter_targets import EXPERT_LAYERS, coverage
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
+from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 pytestmark = pytest.mark.contract
 
@@ -198,36 +198,6 @@ def test_a_trainer_gives_one_sequence_a_micro_batch_where_packing_would_be_wrong
         (-sample.advantage * logprobs.sum() / total).backward()
     for name, parameter in zip(leaves, trainer.parameters.values(), strict=True):
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
-
-
-def test_the_auxiliary_loss_of_routers_is_that_of_transformers(tmp_path: Path) -> None:
-    """Of one sequence, where transformers computes it too: the loss of a step, and the gradient of all weights."""
-    family = next(each for each in FAMILIES if each.model_type == "qwen3_moe")
-    model = write_family(tmp_path / "model", family)
-    ids = sequences()[0]
-    sample = Sample(trajectory_id="0", leaf=0, input_ids=ids, mask=(False, *[True] * 99), logprobs=(0.0,) * 100)
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    answer = plain(torch.tensor([ids]), labels=torch.tensor([ids]), output_router_logits=True)
-    nll = torch.log_softmax(answer.logits[0, :-1], -1).gather(1, torch.tensor(ids[1:])[:, None]).mean().neg()
-    (nll + 0.5 * answer.aux_loss).backward()
-    expected = {name: gradient_of(weight) for name, weight in plain.named_parameters()}
-    settings = SETTINGS.model_copy(
-        update={
-            "algorithm": "sft",
-            "method": "full",
-            "num_epochs": 1,
-            "max_grad_norm": 1e9,
-            "router_aux_loss_coef": 0.5,
-        }
-    )
-    trainer = FullTrainer(model, settings)
-    loss = trainer.sft([sample]).first_loss
-    assert loss == pytest.approx((nll + 0.5 * answer.aux_loss).item(), abs=1e-4)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradient_of(trainer.parameters[name]), gradient, rtol=1e-3, atol=1e-5, msg=name)
-    dense = write_family(tmp_path / "dense", next(each for each in FAMILIES if each.model_type == "llama"))
-    with pytest.raises(TrainingError, match="llama has no auxiliary loss of routers"):
-        FullTrainer(dense, settings)
 
 
 def test_adapters_that_would_touch_a_part_are_refused_with_the_names_to_set(tmp_path: Path) -> None:

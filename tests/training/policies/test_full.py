@@ -13,7 +13,6 @@ from train_store import episode, store_of
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -157,8 +156,8 @@ def test_what_it_cannot_do_is_one_line(model: Path, tmp_path: Path) -> None:
     (Path(made.path) / "model.safetensors").write_bytes(b"other")
     with pytest.raises(TrainingError, match=r"was changed since it was made \(sha256 differs\)"):
         FullTrainer(model, FULL, adapter=made)
-    with pytest.raises(ValueError, match='kl = "k3" is the divergence from the base model, of which method = "full"'):
-        TrainingSettings(method="full", algorithm="grpo", kl="k3")
+    with pytest.raises(TrainingError, match=r'full fine-tuning keeps no base model: .* kl = "none"'):
+        FullTrainer(model, FULL.model_copy(update={"kl": "k3"}))
     with pytest.raises(TrainingError, match="is not a directory"):
         # The name of a cached model has no files of its own to copy.
         trainer._model.model_path = "org/name"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from made_samples import EXACT, adapter_of, assert_same, make_samples, plain_gradients
 from peft import PeftModel
-from pydantic import ValidationError
 from tiny_model import write_model
 from transformers import AutoModelForCausalLM
 
@@ -65,13 +63,6 @@ def test_what_cannot_be_served_is_told_at_configuration() -> None:
         TrainingSettings(lora_variant="dora").check_servable()
     with pytest.raises(ConfigError, match=r'method = "full" makes a whole model'):
         TrainingSettings(method="full", algorithm="grpo").check_servable()
-
-
-def test_qlora_without_bitsandbytes_is_refused_at_configuration() -> None:
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        pytest.skip("bitsandbytes is installed")
-    with pytest.raises(ValidationError, match=r'method = "qlora" needs bitsandbytes, which is not installed here'):
-        TrainingSettings(method="qlora")
 
 
 def test_qlora_trains_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.arrays import Ids, Mask
-from openhands_rl_plugin.core.types import Sample
+from openhands_rl_plugin.core.types import Sample, Trajectory
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
 from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, samples_from_rollouts
 from openhands_rl_plugin.training.teacher import LocalTeacher, hints, with_teacher
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
@@ -68,6 +70,18 @@ def test_the_gradient_is_that_of_the_divergence_beside_the_rewards(algorithm: st
     torch.testing.assert_close(logprobs.grad, by_hand.float(), rtol=2e-6, atol=2e-6)
 
 
+async def scored(
+    samples: Sequence[Sample], episodes: Sequence[Trajectory], rewards: Sequence[float | None], *rest: Any
+) -> tuple[Sequence[Sample], int]:
+    found = TrainingDataset(rest[0].algorithm, tuple(samples), len(samples), ExcludedEpisodes())
+    taught = await with_teacher(found, Episodes(tuple(episodes), tuple(rewards), ExcludedEpisodes()), *rest)
+    return taught.samples, taught.untaught
+
+
+def played(rewards: Sequence[float]) -> Episodes:
+    return Episodes(tuple(PLAYED), tuple(rewards), ExcludedEpisodes())
+
+
 def test_a_student_comes_nearer_to_its_teacher(model: Path, tmp_path: Path) -> None:
     """Rounds of what the student samples itself, by transformers."""
     chosen = {"dtype": "float32", "learning_rate": 3e-3, "num_epochs": 1, "batch_size": 96, "lora_rank": 8}
@@ -86,7 +100,7 @@ def test_a_student_comes_nearer_to_its_teacher(model: Path, tmp_path: Path) -> N
             mask = (*[False] * 10, *[True] * 6)
             logprobs = (0.0, *trainer.probe(ids).logprobs)
             samples.append(Sample(trajectory_id=str(at), leaf=0, input_ids=tuple(ids), mask=mask, logprobs=logprobs))
-        taught, missing = asyncio.run(with_teacher(samples, [], [], settings, teacher, tokenizer))
+        taught, missing = asyncio.run(scored(samples, [], [], settings, teacher, tokenizer))
         assert not missing
         found.append(trainer.reinforce(taught).kl)
     asyncio.run(teacher.aclose())
@@ -131,7 +145,7 @@ class ScriptedTeacher:
 def test_what_has_no_score_is_left_out_and_counted(model: Path) -> None:
     samples = [sample for each in PLAYED for sample in samples_of(each, 0.0)]
     settings = TrainingSettings(algorithm="opd", teacher="http://t")
-    run = with_teacher(samples, PLAYED, [None] * 4, settings, ScriptedTeacher(1), AutoTokenizer.from_pretrained(model))
+    run = scored(samples, PLAYED, [None] * 4, settings, ScriptedTeacher(1), AutoTokenizer.from_pretrained(model))
     found, missing = asyncio.run(run)
     assert missing == 2 * 4
     for before, after in zip(samples, found, strict=True):
@@ -144,7 +158,7 @@ def test_a_sequence_that_is_too_long_for_a_local_teacher_is_left_out_and_counted
     long = long.model_copy(update={"input_ids": Ids([*long.input_ids] * 20), "mask": Mask([*long.mask] * 20)})
     settings, teacher = TrainingSettings(algorithm="opd", teacher=str(model)), LocalTeacher(model, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found, missing = asyncio.run(with_teacher([short, long], [], [], settings, teacher, tokenizer))
+    found, missing = asyncio.run(scored([short, long], [], [], settings, teacher, tokenizer))
     asyncio.run(teacher.aclose())
     assert [sample.trajectory_id for sample in found] == [short.trajectory_id] and missing == sum(long.mask)
 
@@ -153,7 +167,7 @@ def test_the_policy_behind_a_hint_scores_the_same_ids(model: Path) -> None:
     told = [PLAYED[0].model_copy(update={"evidence": {"tests": {"output": "1 failed"}}}), PLAYED[1]]
     samples: list[Sample] = [sample for each in told for sample in samples_of(each, 0.0)]
     teacher, tokenizer = ScriptedTeacher(), AutoTokenizer.from_pretrained(model)
-    found, missing = asyncio.run(with_teacher(samples, told, [0.0, 1.0], OPSD, teacher, tokenizer))
+    found, missing = asyncio.run(scored(samples, told, [0.0, 1.0], OPSD, teacher, tokenizer))
     assert [sample.trajectory_id for sample in found] == [told[0].id], "the other one has no hint"
     first = found[0].mask.index(True)
     (asked,) = teacher.asked
@@ -161,8 +175,8 @@ def test_the_policy_behind_a_hint_scores_the_same_ids(model: Path) -> None:
     assert asked[first + shift :] == found[0].input_ids[first:] and missing == sum(samples[1].mask) + 1
     assert "1 failed" in tokenizer.decode(asked[: first + shift])
     assert found[0].teacher_logprobs[first] == -(first + shift)
-    assert hints(PLAYED, [0.0, 1.0, 0.0, 1.0], "solved").keys() == {each.id for each in PLAYED}
-    assert hints(PLAYED, [0.0, 1.0, 0.0, 0.0], "solved").keys() == {PLAYED[at].id for at in (0, 2, 3)}
+    assert hints(played([0.0, 1.0, 0.0, 1.0]), "solved").keys() == {each.id for each in PLAYED}
+    assert hints(played([0.0, 1.0, 0.0, 0.0]), "solved").keys() == {PLAYED[at].id for at in (0, 2, 3)}
 
 
 def test_the_policy_is_its_own_teacher(model: Path, tmp_path: Path) -> None:
