@@ -69,7 +69,7 @@ def test_two_environments_are_two_runs(model: str, tmp_path: Path, capsys: pytes
         "gymnasium__CliffWalking-v1-test",
         "gymnasium__FrozenLake-v1-test",
     }
-    assert main(["stats", str(tmp_path / "out" / "trajectories")]) == 0
+    assert main(["list", str(tmp_path / "out" / "trajectories"), "--by"]) == 0
     assert "no token ids" not in capsys.readouterr().out
     config.write_text(text.replace("is_slippery = false", 'map_name = "8x8"'))
     with pytest.raises(AssertionError):

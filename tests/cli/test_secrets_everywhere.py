@@ -125,8 +125,7 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "grade": [["grade", rows, "--instances", rows, "--out", str(folder / "graded"), "--mirror", url]],
         "import": [["import", rows, "--into", store], ["import", rows, "--into", mongodb]],
         "improve": [["improve", "--repo", str(folder), *configured, "--run-dir", str(folder / "improve")]],
-        "label": [["label", store, "--id", "x", "--comment", KEYS["prompt"]], ["label", mongodb]],
-        "list": [["list", store], ["list", mongodb], ["list", "OPENAI_API_KEY"]],
+        "list": [["list", store], ["list", store, "--by"], ["list", mongodb], ["list", "OPENAI_API_KEY"]],
         "loop": [["loop", "environment", *configured, "--tasks", "4", "--run-dir", str(folder / "loop")]],
         "report": [["report", store], ["report", rows, "--store", mongodb]],
         "rollout": [
@@ -150,7 +149,6 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         ],
         "serve": [["serve", "--model", url], ["serve", "--model", "planted", "--host", url]],
         "show": [["show", store, "x"], ["show", mongodb, "x"]],
-        "stats": [["stats", store], ["stats", mongodb]],
         "studio": [["studio", rows], ["studio", mongodb], ["studio", store, "--host", url]],
         "tasks": [
             ["tasks", "list", rows],

@@ -443,12 +443,12 @@ async def test_what_is_missing_is_shown_to_who_looks_at_the_store(tmp_path: Path
     shown = capsys.readouterr().out
     assert "no logprobs: the client turned logprobs off" in shown
     assert "no token ids: POST /v1/messages reports none" in shown
-    assert await asyncio.to_thread(cli.main, ["stats", str(tmp_path)]) == 0
+    assert await asyncio.to_thread(cli.main, ["list", str(tmp_path), "--by"]) == 0
     told = capsys.readouterr().out
     assert "1 x no logprobs: the client turned logprobs off\n" in told
     assert "1 x no token ids: POST /v1/messages reports none\n" in told
     assert "1 x not recorded whole: an earlier response was not recorded\n" in told
     assert told.count("serve the model with vLLM") == 1
-    assert await asyncio.to_thread(cli.main, ["stats", str(tmp_path), "--by", "run", "--json"]) == 0
+    assert await asyncio.to_thread(cli.main, ["list", str(tmp_path), "--by", "run", "--json"]) == 0
     groups = {group["name"][0]: group["gaps"] for group in json.loads(capsys.readouterr().out)}
     assert groups["gateway"] == {"no logprobs: the client turned logprobs off": 1}

@@ -111,7 +111,7 @@ def test_labels_are_trained_on_where_they_are_asked_for_only(
     settings.write_text('[rl.reward]\nname = "human"\n', encoding="utf-8")
     assert cli.main([*words, "--config", str(settings), "--algorithm", "dpo"]) == 0
     assert "pairs: 1, of them said by people 0" in capsys.readouterr().out
-    assert cli.main(["label", str(store), "--undo", "--author", "bob"]) == 0
+    assert cli.main(["score", str(store), "--undo", "--author", "bob"]) == 0
     assert cli.main([*words, "--reward", "human"]) == 0
     assert "episodes: 3 used" in capsys.readouterr().out, "labels as they are now, with nothing stored"
 
@@ -138,11 +138,11 @@ def test_what_a_person_preferred_is_trained_though_nobody_rewarded_it(
     words += ["--algorithm", "dpo"]
     assert cli.main([*words, "--dry-run"]) == 1
     assert "3 have no reward" in capsys.readouterr().out
-    assert cli.main(["label", str(store), "--id", "run-0", "--better-than", "run-2"]) == 0
+    assert cli.main(["score", str(store), "--id", "run-0", "--better-than", "run-2"]) == 0
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "1 has no reward" in said and "pairs: 1, of them said by people 1" in said and "policy-v000001" in said
     assert cli.main([*words, "--algorithm", "grpo", "--dry-run"]) == 1
     assert "3 have no reward" in capsys.readouterr().out, "a preference is no reward"
-    assert cli.main(["label", str(store), "--undo"]) == 0
+    assert cli.main(["score", str(store), "--undo"]) == 0
     assert cli.main([*words, "--dry-run"]) == 1

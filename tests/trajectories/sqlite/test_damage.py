@@ -100,7 +100,7 @@ def test_commands_name_what_is_damaged_and_read_everything_else(
     assert "left out, because 2 stored record(s) cannot be read:" in told
     assert "episode episode 7 (row 8): a record is damaged" in told and "score episode 9 (row 10)" in told
     assert len(rows.read_text().splitlines()) == EPISODES - 1
-    for command in (["stats"], ["score", "--reward", "return"]):
+    for command in (["list", "--by"], ["score", "--reward", "return"]):
         assert main([command[0], str(broken), *command[1:], "--skip-damaged"]) == 0, command
         assert "episode 7" in capsys.readouterr().err
 

@@ -167,7 +167,7 @@ def test_a_longer_beginning_is_asked_for_when_several_fit(store: Path, capsys: p
     assert "failed (infrastructure, environment.step): the server went away" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["show", "STORE", "no-such"], ["list", "STORE/none"], ["stats", "EMPTY"]])
+@pytest.mark.parametrize("words", [["show", "STORE", "no-such"], ["list", "STORE/none"], ["list", "EMPTY", "--by"]])
 def test_a_wrong_store_or_id_is_one_line(
     words: Sequence[str], store: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,18 +212,18 @@ def test_the_list_is_filtered_sorted_and_paged(store: Path, capsys: pytest.Captu
 
 
 def test_figures_by_group(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (group,) = json.loads(shown(capsys, "stats", store, "--by", "environment", "--json", "--no-failed"))
+    (group,) = json.loads(shown(capsys, "list", store, "--by", "environment", "--json", "--no-failed"))
     assert (group["name"], group["episodes"], group["valid"]) == (["grid"], 7, 7)
     assert group["success"]["mean"] == pytest.approx(4 / 7)
     assert group["reward"]["mean"] == pytest.approx(4.75 / 7)
     assert group["reward"]["low"] <= group["reward"]["mean"] <= group["reward"]["high"]
-    (group,) = json.loads(shown(capsys, "stats", store, "--by", "environment", "--json", "--success-at", "0.7"))
+    (group,) = json.loads(shown(capsys, "list", store, "--by", "environment", "--json", "--success-at", "0.7"))
     assert group["success"]["mean"] == pytest.approx(5 / 7)
     assert group["failures"] == {"infrastructure": 2}
-    printed = shown(capsys, "stats", store)
+    printed = shown(capsys, "list", store, "--by")
     assert "infrastructure 2" in printed
-    assert shown(capsys, "stats", store, "--run", "other") == "no episodes match\n"
-    assert cli.main(["stats", str(store), "--by", "enviroment"]) == 1
+    assert shown(capsys, "list", store, "--by", "--run", "other") == "no episodes match\n"
+    assert cli.main(["list", str(store), "--by", "enviroment"]) == 1
     assert "did you mean 'environment'" in capsys.readouterr().err
 
 
@@ -283,8 +283,8 @@ def test_texts_for_the_terminal() -> None:
 
 def test_figures_that_are_no_numbers_stop_nothing(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--success-at", "nan"], ["--success-at", "much"]):
-        assert cli.main(["stats", str(store), *words]) == 2
-    assert len(json.loads(shown(capsys, "stats", store, "--by", "split,split", "--json"))[0]["name"]) == 1
+        assert cli.main(["list", str(store), *words]) == 2
+    assert len(json.loads(shown(capsys, "list", store, "--by", "split,split", "--json"))[0]["name"]) == 1
 
 
 def test_whoever_reads_may_stop_early(store: Path) -> None:
