@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.rewards.verifier.training import TrainedVerifier
     from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
-    from openhands_rl_plugin.training.trainer.memory_estimate import MemoryEstimate
+    from openhands_rl_plugin.training.learn import MemoryEstimate
     from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 
@@ -102,7 +102,7 @@ def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
 
     Raises ``ConfigError`` unless it is a dry run, ``TrainingError`` when the model's files cannot be read.
     """
-    from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory, model_size
+    from openhands_rl_plugin.training.learn import estimate_memory, model_size
 
     if not args.dry_run:
         raise ConfigError("STORE: training needs a store of episodes; only --dry-run works without")
@@ -255,7 +255,7 @@ def print_note(line: str) -> None:
 
 def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: int | None = None) -> str:
     """The estimated memory of training on sequences of at most ``longest`` tokens, and the ``free`` bytes."""
-    from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
+    from openhands_rl_plugin.training.learn import estimate_memory
 
     if settings.engine != LOCAL:
         return f"  memory: none here, {settings.engine} trains"
@@ -387,8 +387,7 @@ class PolicyTraining(TrainingRun):
         return base_model, dataset
 
     def _print_plan(self, dataset: TrainingDataset) -> None:
-        from openhands_rl_plugin.training.learn import check_fits
-        from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory
+        from openhands_rl_plugin.training.learn import check_fits, estimate_memory
 
         print(f"{self._name} from {self._start}, by {dataset.algorithm}")
         causes = dataset.excluded.causes()
@@ -465,7 +464,7 @@ def _listed(metrics: Mapping[str, float]) -> str:
 
 
 def _sizes(samples: Sequence[Sample]) -> str:
-    from openhands_rl_plugin.training.data.layout import lay_out
+    from openhands_rl_plugin.training.data.batch import lay_out
 
     tokens = sum(len(sample.input_ids) for sample in samples)
     unique = len(lay_out([sample.input_ids for sample in samples]).ids)

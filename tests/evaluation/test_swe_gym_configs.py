@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.training.trainer.memory_estimate import estimate_memory, model_size
+from openhands_rl_plugin.training.learn import estimate_memory, model_size
 
 FOLDER = Path(__file__).parents[2] / "evaluation" / "configs" / "swe-gym"
 CONFIGS = sorted(FOLDER.glob("*.toml"))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS
-from openhands_rl_plugin.training.data.imitation import PreferencePair
+from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 

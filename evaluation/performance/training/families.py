@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.training.data.layout import lay_out
+from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.policies.packed_attention import ATTENTION_NAME
-from openhands_rl_plugin.training.policies.packed_model import PACKED
+from openhands_rl_plugin.training.policies.packed_model import ATTENTION_NAME, PACKED
 
 
 def measure(model: Path, targets: tuple[str, ...]) -> tuple[float, float]:

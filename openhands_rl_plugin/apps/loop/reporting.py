@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from openhands_rl_plugin.config import registry
@@ -61,21 +61,13 @@ def evaluations(state: LoopState) -> tuple[StageEvaluation, ...]:
 
 
 class ProgressListener(LoopListener):
-    """Draws bars with their times; use as a context manager around the run."""
+    """Draws a bar with its times, and prints a line for each of ``stages``; a context manager around the run."""
 
     def __init__(self, stages: int, console: Console | None = None) -> None:
         self.console = console or Console()
-        self._progress = Progress(
-            TextColumn("{task.description:<34}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        self._run = self._progress.add_task("stages", total=stages)
-        self._activity = self._progress.add_task("starting", total=None)
-        self._shown = ""
+        self._progress = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=self.console)
+        self._bar = self._progress.add_task("starting", total=None)
+        self._stages, self._finished = stages, 0
 
     def __enter__(self) -> ProgressListener:
         self._progress.start()
@@ -84,28 +76,21 @@ class ProgressListener(LoopListener):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def stage_started(self, name: str) -> None:
-        """Show the name of the stage."""
-        self._show(f"{name}: starting", 0, None)
-
     def noted(self, line: str) -> None:
         """Print it."""
         self.console.print(f"  {visible(line)}", highlight=False, soft_wrap=True, markup=False)
 
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
-        """Move the lower bar."""
-        self._show(f"{stage}: {activity}", done, total)
+        """Move the bar."""
+        if not done:
+            self._progress.reset(self._bar)
+        what = f"{self._finished + 1}/{self._stages} {stage}: {activity}"
+        self._progress.update(self._bar, description=what, completed=done, total=total)
 
     def stage_finished(self, record: StageRecord) -> None:
-        """Move the upper bar and print a line."""
-        self._progress.advance(self._run)
+        """Print its line."""
+        self._finished += 1
         self.console.print(stage_line(record), highlight=False, soft_wrap=True, markup=False)
-
-    def _show(self, description: str, done: int, total: int | None) -> None:
-        if description != self._shown:
-            self._progress.reset(self._activity, total=total, description=description)
-            self._shown = description
-        self._progress.update(self._activity, completed=done)
 
 
 def stage_line(record: StageRecord) -> str:

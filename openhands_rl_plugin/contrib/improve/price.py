@@ -18,9 +18,8 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, Tr
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.types import Frozen, Message, SamplingParams
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.training.learn import check_fits
+from openhands_rl_plugin.training.learn import ModelSize, check_fits, estimate_memory, model_size
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.trainer.memory_estimate import ModelSize, estimate_memory, model_size
 
 STANDARD_NEEDS = 16_384
 """Tokens of context from which on OpenHands' own prompt (4,700 to 8,500 tokens, with its tools) leaves room to work."""

@@ -33,9 +33,8 @@ from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT
-from openhands_rl_plugin.training.data.layout import Layout
-from openhands_rl_plugin.training.losses.logprobs import Diagnostics
-from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, TrainingSample
+from openhands_rl_plugin.training.data.batch import Layout
+from openhands_rl_plugin.training.losses.losses import Diagnostics, Loss, MicroBatch, TrainingSample
 from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE, PackedModel
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.resume import RunCheckpoint, fingerprint

@@ -1,1 +1,1 @@
-"""Advantages: which token gets how much credit. Start with ``credit``; GRPO, RLOO ... are in ``estimators``."""
+"""Advantages: which token gets how much credit. GRPO, RLOO ... are in ``algorithms``."""

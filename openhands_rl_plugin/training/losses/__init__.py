@@ -1,1 +1,1 @@
-"""Losses of the algorithms over log-probabilities. Start with ``losses``; the formulas are in ``objectives``."""
+"""Losses of the algorithms over log-probabilities, with their formulas."""

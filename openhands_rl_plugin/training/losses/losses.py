@@ -1,12 +1,18 @@
-"""Samples into optimiser batches and micro-batches, and the loss of one, by the algorithm that the settings name."""
+"""Samples into optimiser batches and micro-batches, and the loss of one, by the algorithm that the settings name.
+
+In the formulas everything is a flat vector of K sampled tokens; ``sequence[k]`` is the index of the sequence (of S)
+that token k belongs to. The loss is the sum of ``weights * losses``. The weights (``token_mean`` and the others) are
+computed from all sequences of a batch before it is split into micro-batches, so the split
+changes nothing.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,10 +29,280 @@ from openhands_rl_plugin.training.algorithms import (
     old_logprobs_of,
 )
 from openhands_rl_plugin.training.data.batch import pack
-from openhands_rl_plugin.training.data.imitation import PreferencePair
-from openhands_rl_plugin.training.losses import objectives
-from openhands_rl_plugin.training.losses.logprobs import Diagnostics, diagnose
-from openhands_rl_plugin.training.losses.objectives import TokenBatch
+from openhands_rl_plugin.training.data.dataset import PreferencePair
+
+Correction = Literal["none", "truncate", "mask"]
+CorrectionLevel = Literal["token", "sequence", "sequence-product"]
+
+# A product over thousands of tokens overflows float32. exp(20) and exp(-20) are outside any sensible clip range; verl
+# uses the same bound.
+_LOG_BOUND = 20.0
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """K sampled tokens of S sequences; all tensors [K], float32 but ``sequence`` (int64, 0 .. S - 1).
+
+    ``old``: logprobs of the old policy, the denominator of the clipped ratio. ``advantages``: one per token.
+    """
+
+    logprobs: Tensor
+    old: Tensor
+    advantages: Tensor
+    sequence: Tensor
+    sequences: int
+
+    def sum_of_sequence(self, values: Tensor) -> Tensor:
+        """[K]: every token gets the sum of ``values`` over its sequence."""
+        return values.new_zeros(self.sequences).index_add_(0, self.sequence, values)[self.sequence]
+
+    def mean_of_sequence(self, values: Tensor) -> Tensor:
+        """[K]: every token gets the mean of ``values`` over its sequence."""
+        return self.sum_of_sequence(values) / self.sum_of_sequence(torch.ones_like(values))
+
+
+def ppo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.2) -> Tensor:
+    """PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347). Returns [K] losses.
+
+    ``high > low`` is DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476).
+    """
+    return _clipped(torch.exp(batch.logprobs - batch.old), batch.advantages, low, high)
+
+
+def gspo(batch: TokenBatch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
+    """GSPO (Zheng et al. 2025, arXiv 2507.18071): the ratio is the geometric mean of the sequence's token ratios.
+
+    This is the paper's GSPO-token, which equals GSPO where all tokens of a sequence have one advantage. Aggregate with
+    ``rollout_mean``. Where a rewritten history cut a rollout into several sequences, each of these answers its own
+    prompt and has its own ratio, and all of them together have the weight of one rollout. The default clip range is
+    DAPO's; the authors of GSPO use 3e-4 and 4e-4. Returns [K] losses.
+    """
+    of_sequence = batch.mean_of_sequence(batch.logprobs - batch.old).detach()
+    ratio = torch.exp(batch.logprobs - batch.logprobs.detach() + of_sequence)
+    return _clipped(ratio, batch.advantages, low, high)
+
+
+def cispo(batch: TokenBatch, *, low: float | None = 0.2, high: float = 0.28) -> Tensor:
+    """CISPO (MiniMax 2025, arXiv 2506.13585): REINFORCE with the ratio as a clipped weight without gradient.
+
+    The ratio is clipped to ``1 - low`` and ``1 + high`` as in verl. ``low`` of ``None`` clips from above only, as in
+    TRL, whose ``epsilon_high`` is the cap ``1 + high`` itself. Returns [K] losses.
+    """
+    ratio = torch.exp(batch.logprobs.detach() - batch.old)
+    weight = ratio.clamp(min=None if low is None else 1 - low, max=1 + high)
+    return -weight * batch.advantages * batch.logprobs
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimates of KL(policy || reference) from tokens of the policy. logprobs, reference: [K] -> [K] nats.
+
+    From Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); verl and OpenRLHF use the same
+    names. k1 is unbiased and may be negative. k2, as a loss, has the gradient of the KL. k3 is unbiased and never
+    negative. For a loss see ``kl_loss``.
+    """
+    difference = logprobs - reference
+    match kind:
+        case "k1":
+            return difference
+        case "k2":
+            return 0.5 * difference**2
+        case "k3":
+            return torch.exp(-difference) - 1 + difference
+
+
+def kl_loss(batch: TokenBatch, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """The KL term of a loss, for tokens of the old policy. reference: [K] logprobs -> [K] losses.
+
+    The gradient of an estimate is not an estimate of the gradient: k1's alone has the mean 0, and k3's alone is that of
+    KL(reference || policy). Multiplied by the ratio current / old, as in DeepSeek-V3.2 (arXiv 2512.02556, equation 7)
+    and TRL's ``use_bias_correction_kl``, the mean of either's gradient over tokens of the old policy is exactly that of
+    KL(policy || reference) of the next token. k2 has that gradient on tokens of the current policy already, so the
+    ratio weighs it without a gradient of its own.
+    """
+    penalty = kl_penalty(batch.logprobs, reference, kind)
+    ratio = torch.exp((batch.logprobs - batch.old).clamp(-_LOG_BOUND, _LOG_BOUND))
+    return (ratio.detach() if kind == "k2" else ratio) * penalty
+
+
+def correction_weights(
+    batch: TokenBatch,
+    behaviour: Tensor,
+    *,
+    mode: Correction,
+    level: CorrectionLevel = "token",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Tensor:
+    """Importance weights for tokens sampled by another policy or another engine: ``old / behaviour``.
+
+    behaviour: [K] logprobs at sampling. ``truncate`` caps the weight at ``high`` (truncated importance sampling, Yao et
+    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). ``mask`` sets weights outside
+    ``low .. high`` to 0 (IcePop, Ling Team 2025). The default ``high`` of 2.0 is verl's threshold, ``low`` its inverse.
+    Returns [K] weights without gradient.
+
+    At ``sequence`` level all tokens of a sequence have the geometric mean of their ratios, which does not grow with the
+    length (verl, SkyRL and OpenRLHF reject sequences by it). At ``sequence-product`` level they have the product, the
+    exact weight of the sequence, which moves away from 1 with the length. That is "sequence" in verl and SkyRL, and the
+    ``sequence_`` modes of TRL, one of which is its default.
+    """
+    if mode == "none":
+        return torch.ones_like(behaviour)
+    difference = (batch.old - behaviour).detach()
+    match level:
+        case "token":
+            ratio = torch.exp(difference)
+        case "sequence":
+            ratio = torch.exp(batch.mean_of_sequence(difference))
+        case "sequence-product":
+            ratio = torch.exp(batch.sum_of_sequence(difference).clamp(-_LOG_BOUND, _LOG_BOUND))
+    if mode == "truncate":
+        return ratio.clamp(max=high)
+    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+
+
+def token_mean(lengths: Tensor) -> Tensor:
+    """Every token has the same weight: DAPO (arXiv 2503.14476), verl's ``token-mean``, TRL's ``loss_type="dapo"``.
+
+    lengths: [S] sampled tokens of each sequence -> [S] weights of their tokens.
+    """
+    return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
+
+
+def fixed_length(lengths: Tensor, longest: int, rollouts: int | None = None) -> Tensor:
+    """Every token has the weight ``1 / (R longest)``, whatever its sequence's length: Dr. GRPO (arXiv 2503.20783).
+
+    verl's ``seq-mean-token-sum-norm``, TRL's ``loss_type="dr_grpo"``. R is the number of rollouts, by default one for
+    each of the S sequences. [S] -> [S].
+    """
+    return torch.full_like(lengths, 1.0 / ((rollouts or len(lengths)) * longest))
+
+
+def rollout_mean(lengths: Tensor, rollout: Tensor) -> Tensor:
+    """Every rollout has the same weight, however many sequences it was split into: GRPO (arXiv 2402.03300), GSPO.
+
+    verl's ``seq-mean-token-mean``, TRL's ``loss_type="grpo"``. GRPO and GSPO average over whole outputs, which a
+    rollout with a rewritten history has in several sequences.
+    ``rollout[s]`` is the index (from 0) of the rollout that sequence s belongs to. lengths, rollout: [S] -> [S].
+    """
+    tokens = tokens_per_rollout(lengths, rollout)
+    return 1.0 / (tokens.clamp(min=1)[rollout] * max(len(tokens), 1))
+
+
+def tokens_per_rollout(lengths: Tensor, rollout: Tensor) -> Tensor:
+    """The sampled tokens of each rollout; the arguments are those of ``rollout_mean``. Returns [R]."""
+    rollouts = int(rollout.max()) + 1 if len(rollout) else 0
+    return lengths.new_zeros(rollouts).index_add_(0, rollout, lengths)
+
+
+def preference(
+    chosen: Tensor, rejected: Tensor, chosen_reference: Tensor, rejected_reference: Tensor, *, beta: float = 0.1
+) -> Tensor:
+    """DPO's sigmoid loss (Rafailov et al. 2023, arXiv 2305.18290). Returns [P] losses.
+
+    All arguments are [P] logprobs summed over each completion of P pairs. ``beta`` of 0.1 is the default of TRL too.
+    """
+    margin = (chosen - chosen_reference) - (rejected - rejected_reference)
+    return -torch.nn.functional.logsigmoid(beta * margin)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return torch.maximum(-ratio * advantages, -ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+ROWS_AT_A_TIME = 128
+"""Positions whose logits are in memory at the same time: 128 rows of a vocabulary of 150,000 in float32 are 77 MB."""
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Means over the trained tokens of one or more micro-batches; ``+`` combines them.
+
+    ``ratio``: importance ratio, current / old probability. ``approx_kl``: k3 estimate of KL(old || current), in nats.
+    ``clip_share``: share of tokens whose gradient is clipped to zero. ``entropy``: of the next-token distribution.
+    ``drift``: mean absolute difference of the logprobs from the recorded ones. ``kl``: the KL term, an estimate of the
+    divergence from the base model, with a teacher of that from the teacher. ``weight``: importance weight of the
+    correction for stale rollouts.
+    """
+
+    tokens: int = 0
+    ratio: float = 1.0
+    approx_kl: float = 0.0
+    clip_share: float = 0.0
+    entropy: float = 0.0
+    drift: float = 0.0
+    kl: float = 0.0
+    weight: float = 1.0
+
+    def __add__(self, other: Diagnostics) -> Diagnostics:
+        total = self.tokens + other.tokens
+        if total == 0:
+            return self
+        mine, theirs = asdict(self), asdict(other)
+        means = {
+            name: (mine[name] * self.tokens + theirs[name] * other.tokens) / total for name in mine if name != "tokens"
+        }
+        return Diagnostics(tokens=total, **means)
+
+
+@torch.no_grad()
+def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float, high: float) -> Diagnostics:
+    """Diagnostics of one micro-batch. ``ratio`` ([K]) is the ratio that is clipped to 1 - low .. 1 + high."""
+    log_ratio = batch.logprobs - batch.old
+    clipped = ((ratio > 1 + high) & (batch.advantages > 0)) | ((ratio < 1 - low) & (batch.advantages < 0))
+    return Diagnostics(
+        tokens=batch.logprobs.numel(),
+        ratio=log_ratio.exp().mean().item(),
+        approx_kl=(log_ratio.exp() - 1 - log_ratio).mean().item(),
+        clip_share=clipped.float().mean().item(),
+        entropy=entropies.mean().item(),
+    )
+
+
+def token_logprobs(
+    hidden: Tensor, targets: Tensor, weight: Tensor, temperatures: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of next tokens, in float32.
+
+    hidden: [K, width], the states that predict; targets: [K] token ids; weight: [vocabulary, width] of the frozen
+    output layer; temperatures: [K] float32, what the logits are divided by, ``None`` for 1. Returns ([K] logprobs, [K]
+    entropies) of the distribution at that temperature; the logprobs carry gradient, to ``hidden`` alone.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(hidden, targets, weight, temperatures)
+    return logprobs, entropies.detach()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """The gradient of a logprob with respect to its hidden state is ``(W[target] - softmax(logits) W) / temperature``,
+    one row of ``width`` numbers. It is computed along with the logits, so these are neither kept nor computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, temperatures: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[0]
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty_like(logprobs)
+        slopes = torch.empty_like(hidden) if wanted else hidden.new_empty(0)
+        for start in range(0, len(targets), ROWS_AT_A_TIME):
+            rows = slice(start, start + ROWS_AT_A_TIME)
+            own = None if temperatures is None else temperatures[rows, None]
+            logits = torch.nn.functional.linear(hidden[rows], weight).float()
+            distribution = torch.log_softmax(logits if own is None else logits / own, dim=-1)
+            logprobs[rows] = distribution.gather(1, targets[rows, None])[:, 0]
+            probabilities = distribution.exp()
+            entropies[rows] = -torch.linalg.vecdot(probabilities, distribution)
+            if wanted:
+                slopes[rows] = weight[targets[rows]] - probabilities.to(weight.dtype) @ weight
+                if own is not None:
+                    slopes[rows] /= own
+        ctx.save_for_backward(slopes)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return (slopes * grad_outputs[0][:, None]).to(slopes.dtype), None, None, None
+
 
 BatchOrder = Literal["shuffled", "prefix"]
 
@@ -242,7 +518,7 @@ class Loss:
         low, high = clip_bounds(chosen)
         old, recorded, divergence = one.tokens("old"), one.tokens("recorded"), 0.0
         tokens = TokenBatch(one.logprobs, old, one.tokens("advantages"), one.sequence, len(one.items))
-        correction = objectives.correction_weights(
+        correction = correction_weights(
             tokens,
             recorded,
             mode=chosen.correction,
@@ -252,7 +528,7 @@ class Loss:
         )
         losses = _OBJECTIVES[objective](tokens, low=low, high=high) * correction
         if self._kl_in_loss and chosen.kl != "none":
-            kl = objectives.kl_loss(tokens, one.tokens("reference"), chosen.kl)
+            kl = kl_loss(tokens, one.tokens("reference"), chosen.kl)
             losses = losses + chosen.kl_coefficient * correction * kl
             divergence = kl.detach().mean().item()
         current = one.logprobs.detach()
@@ -274,10 +550,10 @@ class Loss:
             for values in (one.logprobs, one.tokens("old"))
             for wanted in (chosen, ~chosen)
         ]
-        return objectives.preference(*parts, beta=self.settings.dpo_beta).sum() * one.weights[0]
+        return preference(*parts, beta=self.settings.dpo_beta).sum() * one.weights[0]
 
 
-_OBJECTIVES = {"ppo": objectives.ppo, "gspo": objectives.gspo, "cispo": objectives.cispo}
+_OBJECTIVES = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 
 
 def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -> Tensor:
@@ -291,10 +567,10 @@ def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -
     rollout = torch.tensor([units[item.unit] for item in batch], dtype=torch.int64)
     match aggregation_of(settings):
         case "token":
-            return counts * objectives.token_mean(lengths)
+            return counts * token_mean(lengths)
         case "fixed":
-            longest = int(objectives.tokens_per_rollout(lengths, rollout).max())
-            return counts * objectives.fixed_length(lengths, settings.fixed_length or longest, len(units))
+            longest = int(tokens_per_rollout(lengths, rollout).max())
+            return counts * fixed_length(lengths, settings.fixed_length or longest, len(units))
         case "sequence" | "rollout":
             # The papers' sequence is a rollout's whole output, which a rewritten history cuts into several.
-            return counts * objectives.rollout_mean(lengths, rollout)
+            return counts * rollout_mean(lengths, rollout)

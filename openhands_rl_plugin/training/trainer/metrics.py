@@ -21,7 +21,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.training.losses.logprobs import Diagnostics
+from openhands_rl_plugin.training.losses.losses import Diagnostics
 
 
 def learning_rates(settings: TrainingSettings, call: range) -> Callable[[int], float]:

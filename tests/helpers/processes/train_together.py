@@ -19,7 +19,7 @@ import torch
 from made_samples import EXACT, make_samples
 from torch.distributed.tensor import DTensor
 
-from openhands_rl_plugin.training.data.imitation import PreferencePair
+from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import join_ranks, local_shard, shard_layers
 from openhands_rl_plugin.training.policies.packed_model import load_model
 from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer

@@ -12,11 +12,11 @@ from searched_episode import searched
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.types import Message, Node, StopReason, Trajectory
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
-from openhands_rl_plugin.training.credit.advantages import (
+from openhands_rl_plugin.training.credit.credit import (
+    credited_samples,
     group_advantages,
     search_rewards,
 )
-from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, build_dataset
 
 pytestmark = pytest.mark.contract

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, RolloutBatch, dr_grpo, grpo, rloo
+from openhands_rl_plugin.training.algorithms import ESTIMATORS, RolloutBatch, dr_grpo, grpo, rloo
 
 pytestmark = pytest.mark.contract
 

@@ -30,12 +30,12 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
-from openhands_rl_plugin.training.credit.advantages import times_sampled
 from openhands_rl_plugin.training.credit.credit import (
     credited_samples,
     is_searched,
     proposal_advantages,
     proposal_figures,
+    times_sampled,
 )
 from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from searched_episode import searched
 
-from openhands_rl_plugin.training.credit.advantages import (
+from openhands_rl_plugin.training.credit.credit import (
     environment_rewards,
     search_rewards,
     step_advantages,

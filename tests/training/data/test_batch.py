@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef, Sample, Tokens, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.training.data.batch import pack, recorded_nodes, samples_of, samples_of_tree
-from openhands_rl_plugin.training.data.layout import lay_out
+from openhands_rl_plugin.training.data.batch import lay_out, pack, recorded_nodes, samples_of, samples_of_tree
 
 POLICY = PolicyRef(base_model="base", adapter="shop", version=3)
 

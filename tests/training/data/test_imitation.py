@@ -5,7 +5,7 @@ from __future__ import annotations
 from credited_episodes import episode, settings
 from searched_episode import searched
 
-from openhands_rl_plugin.training.data.imitation import preference_pairs, select_for_sft
+from openhands_rl_plugin.training.data.dataset import preference_pairs, select_for_sft
 
 PLAYED = [episode(0, 1.0), episode(1, 1.0), episode(2, 0.0), episode(3, 0.5, group="b"), episode(4, 0.2, group="b")]
 REWARDS = [1.0, 1.0, 0.0, 0.5, 0.2]

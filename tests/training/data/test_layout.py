@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.training.data.layout import MIN_SHARED, common_prefix, lay_out
+from openhands_rl_plugin.training.data.batch import MIN_SHARED, common_prefix, lay_out
 
 IDS = st.lists(st.integers(0, 1), min_size=1, max_size=90).map(tuple)
 

@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.scoring import rescore
-from openhands_rl_plugin.training.credit.advantages import group_advantages
+from openhands_rl_plugin.training.credit.credit import group_advantages
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
     ExcludedEpisodes,

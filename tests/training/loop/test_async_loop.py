@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.teacher import teacher_of
 
 BEHIND = {"kind": "async", "max_staleness": 1}
 ITERATIONS = [f"iteration-{index:03d}" for index in range(3)]
@@ -82,18 +80,6 @@ async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_
     trained_from = first.finished - first.metrics["training_seconds"] - first.metrics["publish_seconds"]
     assert any(each.times.started < trained_from for each in played if each.group_id.split("/")[2] >= "000002")
     assert parts.adapters.current("beside") == parts.adapters.get(state.adapter or "")
-    await finish(parts)
-
-
-async def test_a_teacher_scores_what_an_iteration_sampled(world: ShopWorld, tmp_path: Path) -> None:
-    """The base model teaches: the policy differs from it as soon as rewards have moved it."""
-    taught = {"teacher": f"{world.server}/v1", "teacher_model": MODEL, "opd_weight": 0.1}
-    plan = make_plan("taught", taught, iterations=2, demonstrations=0, tasks_per_iteration=1)
-    settings = plan.settings.training
-    parts = replace(world.parts(tmp_path), make_teacher=lambda *_: teacher_of(settings, world.model, None))
-    state = await TrainingLoop(plan, parts).run()
-    first, second = iterations(state)
-    assert abs(first["kl"]) < 1e-4 < abs(second["kl"]) and first["staleness_max"] == second["staleness_max"] == 0
     await finish(parts)
 
 

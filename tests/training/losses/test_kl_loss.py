@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openhands_rl_plugin.training.losses.objectives import TokenBatch, kl_loss
+from openhands_rl_plugin.training.losses.losses import TokenBatch, kl_loss
 
 Kind = Literal["k1", "k2", "k3"]
 KINDS: tuple[Kind, ...] = ("k1", "k2", "k3")

@@ -9,8 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.training.losses.logprobs import ROWS_AT_A_TIME, Diagnostics, diagnose, token_logprobs
-from openhands_rl_plugin.training.losses.objectives import TokenBatch, ppo
+from openhands_rl_plugin.training.losses.losses import (
+    ROWS_AT_A_TIME,
+    Diagnostics,
+    TokenBatch,
+    diagnose,
+    ppo,
+    token_logprobs,
+)
 from openhands_rl_plugin.training.policies.packed_model import scaled_token_logprobs
 
 pytestmark = pytest.mark.contract

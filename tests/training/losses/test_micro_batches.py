@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.types import Sample
-from openhands_rl_plugin.training.data.layout import lay_out
+from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.losses.losses import BatchOrder, TrainingSample, batches, samples_from_rollouts
 
 pytestmark = pytest.mark.contract

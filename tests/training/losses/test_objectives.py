@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openhands_rl_plugin.training.losses.objectives import (
+from openhands_rl_plugin.training.losses.losses import (
     TokenBatch,
     cispo,
     correction_weights,

@@ -25,9 +25,8 @@ from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerC
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.training.data.layout import lay_out
-from openhands_rl_plugin.training.policies.adapter_targets import EXPERT_LAYERS, coverage
-from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
+from openhands_rl_plugin.training.data.batch import lay_out
+from openhands_rl_plugin.training.policies.lora_policy import EXPERT_LAYERS, TrainablePolicy, coverage
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 pytestmark = pytest.mark.contract

@@ -16,7 +16,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.data.imitation import PreferencePair
+from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 

@@ -19,9 +19,15 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
-from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds
-from openhands_rl_plugin.training.credit.estimators import ESTIMATORS, RolloutBatch, whiten
-from openhands_rl_plugin.training.data.imitation import PreferencePair
+from openhands_rl_plugin.training.algorithms import (
+    ALGORITHMS,
+    ESTIMATORS,
+    RolloutBatch,
+    aggregation_of,
+    clip_bounds,
+    whiten,
+)
+from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 
 pytestmark = pytest.mark.contract
