@@ -234,7 +234,13 @@ def test_plugins_of_one_folder_do_not_import_each_other() -> None:
         "trajectories": {"sqlite", "mongodb"},
         "rewards": {"matching", "outcome", "tests", "verifier"},
     }
-    named = {("agentgym", "http"), ("nemo_gym", "http"), ("openenv", "http"), ("webshop", "http")}
+    named = {
+        ("agentgym", "http"),
+        ("nemo_gym", "http"),
+        ("openenv", "http"),
+        ("webshop", "http"),
+        ("transformers", "openai"),
+    }
     wrong = []
     for folder, members in plugins.items():
         prefix = [PACKAGE, *folder.split("/")]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import random
 import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypedDict, runtime_checkable
 
 from pydantic import JsonValue, ValidationError
 
@@ -54,13 +53,12 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.models.adapters.publisher import PreviousVersion, check_served_logprobs, publisher_for
+from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
 from openhands_rl_plugin.models.engines.server_models import local_weights, normalised_url, served_base
-from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.errors import ServingError
+from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
 from openhands_rl_plugin.rollout.session import SessionRunner
@@ -194,78 +192,6 @@ class Policy(ABC):
         """Release what was started. Idempotent."""
 
 
-class InProcessPolicy(Policy):
-    """A model directory (or cached hub name) in the embedded generation core.
-
-    Raises ``ServingError`` for a model that cannot be served, ``MissingExtraError`` without torch.
-    """
-
-    def __init__(self, model: str, tokenizer: Any, settings: RLSettings) -> None:
-        super().__init__(model, settings)
-        with from_extra("train"):
-            from openhands_rl_plugin.models.generator.generator import Generator
-        self._tokenizer = tokenizer
-        config = {
-            "model": model,
-            # "auto": a processor without bfloat16 does not have to emulate it for every token.
-            "dtype": "float32" if settings.training.dtype == "float32" else "auto",
-            "max_batch": min(settings.max_workers, _MAX_BATCH),
-            "max_queue": max(settings.max_workers, _MIN_QUEUE),
-            "max_adapters": self.kept + 1,
-        }
-        self._generator = Generator(GeneratorConfig.model_validate(config))
-
-    def engine(self) -> LLMEngine:
-        """An engine on the shared generator, which keeps running when the engine is closed."""
-        from openhands_rl_plugin.models.engines.transformers import TransformersEngine
-
-        adapter = self.adapter.name if self.adapter is not None else None
-        return TransformersEngine(self._generator, self._tokenizer, adapter=adapter, base_model=self.base_model)
-
-    def training_weights(self) -> str:
-        """The directory of the served base model."""
-        return self.base_model
-
-    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
-        """The same steps as ``AdapterPublisher`` on a server: verify, load, probe, move the pointer, unload."""
-        self.store.verify(adapter)
-        if probe is not None:
-            self.store.keep_probe(adapter, probe)
-        await asyncio.to_thread(self._load, adapter, probe or self.store.probe(adapter))
-        self.store.point(adapter)
-        loaded = [held.name for held in self._generator.adapters if held.name != adapter.name]
-        for name in loaded[: max(0, len(loaded) - (self.kept - 1))]:
-            await asyncio.to_thread(self._generator.unload_adapter, name)
-
-    async def close(self) -> None:
-        """Stop the generator."""
-        await asyncio.to_thread(self._generator.close)
-
-    def _load(self, adapter: Adapter, probe: Probe | None) -> None:
-        try:
-            self._generator.load_adapter(adapter.name, Path(adapter.path))
-            served = self._logprobs(adapter, probe.token_ids) if probe is not None else []
-        except ServingError as error:
-            raise PublishError(str(error)) from error
-        try:
-            if probe is not None:
-                former = self.store.previous_probe(adapter, probe.token_ids)
-                check_served_logprobs(
-                    adapter.name, served, probe, former and PreviousVersion(former[0], former[1].logprobs)
-                )
-        except PublishError:
-            self._generator.unload_adapter(adapter.name)
-            raise
-
-    def _logprobs(self, adapter: Adapter, token_ids: Sequence[int]) -> list[float]:
-        """The logprobs of all tokens but the first."""
-        from openhands_rl_plugin.models.generator.sequence import DecodingParams
-
-        params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        prompt = self._generator.generate(token_ids, params, adapter=adapter.name).prompt or ()
-        return [math.nan if seen is None else seen.logprob for seen in prompt[1:]]
-
-
 class EndpointPolicy(Policy):
     """A server that is already running. ``weights``: its base model's directory, if the server does not report it.
 
@@ -314,6 +240,43 @@ class EndpointPolicy(Policy):
         await self._publisher.aclose()
 
 
+class InProcessPolicy(EndpointPolicy):
+    """A model directory (or cached hub name), which the embedded server serves from this process.
+
+    Raises ``ServingError`` for a model that cannot be served, ``MissingExtraError`` without torch.
+    """
+
+    def __init__(self, model: str, settings: RLSettings) -> None:
+        with from_extra("train"):
+            from openhands_rl_plugin.models.server.app import running_server
+        config = {
+            "model": model,
+            "port": 0,
+            "api_key_env": "",
+            # "auto": a processor without bfloat16 does not have to emulate it for every token.
+            "dtype": "float32" if settings.training.dtype == "float32" else "auto",
+            "max_batch": min(settings.max_workers, _MAX_BATCH),
+            "max_queue": max(settings.max_workers, _MIN_QUEUE),
+            "max_adapters": max(2, settings.serving.max_adapters),
+            "adapters": str(settings.serving.adapters_directory.resolve()),
+            "preload": False,
+        }
+        with ExitStack() as opened:
+            url = opened.enter_context(running_server(ServerConfig.model_validate(config)))
+            serving = settings.serving.model_copy(update={"model": model, "api_key_env": ""})
+            super().__init__(url, None, settings.model_copy(update={"serving": serving, "engine": AUTO}))
+            self._server = opened.pop_all()
+
+    def training_weights(self) -> str:
+        """The directory, or the name, of the served base model."""
+        return self.base_model
+
+    async def close(self) -> None:
+        """Stop the server."""
+        await super().close()
+        await asyncio.to_thread(self._server.close)
+
+
 class EnginePolicy(Policy):
     """A ``model`` that only the engine of ``[rl] engine`` can reach: episodes are run, but not trained here."""
 
@@ -354,20 +317,20 @@ def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Polic
         return EnginePolicy(str(model), settings)
     if isinstance(model, str | Path):
         name = str(local_weights(model) or model)
-        if isinstance(tokenizer, str | Path):
-            if str(local_weights(tokenizer) or tokenizer) != name:
-                raise ConfigError("the tokenizer belongs to another model: pass a tokenizer object, or leave it out")
-            tokenizer = None
-        return InProcessPolicy(name, _fast(tokenizer), settings)
+        own = tokenizer if isinstance(tokenizer, str | Path) else getattr(tokenizer, "name_or_path", "")
+        if tokenizer is not None and str(local_weights(own) or own) != name:
+            raise ConfigError("the tokenizer belongs to another model: leave it out, or pass a model object too")
+        return InProcessPolicy(name, settings)
     if not isinstance(model, Savable):
         raise ConfigError(
             f"model must be a transformers model, a directory or name, or an endpoint's URL, not {type(model).__name__}"
         )
     if tokenizer is None or not isinstance(tokenizer, Savable):
         raise ConfigError("a model object needs its tokenizer object: RLAgent(model, tokenizer, config)")
-    _fast(tokenizer)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"a fast tokenizer is needed (AutoTokenizer.from_pretrained), not {type(tokenizer).__name__}")
     directory = snapshot(model, tokenizer, settings.serving.adapters_directory)
-    return InProcessPolicy(str(directory), None, settings)
+    return InProcessPolicy(str(directory), settings)
 
 
 def _weights_of_endpoint(tokenizer: object) -> Path | None:
@@ -376,12 +339,6 @@ def _weights_of_endpoint(tokenizer: object) -> Path | None:
     if (weights := local_weights(tokenizer)) is None:
         raise ConfigError(f"tokenizer: {str(tokenizer)!r:.200} is not a model's directory (it has no config.json)")
     return weights
-
-
-def _fast(tokenizer: Any) -> Any:
-    if tokenizer is not None and not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(f"a fast tokenizer is needed (AutoTokenizer.from_pretrained), not {type(tokenizer).__name__}")
-    return tokenizer
 
 
 # The range of an episode's seed: far larger than the number of completions of a call, whose seeds are consecutive.

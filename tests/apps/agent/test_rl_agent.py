@@ -392,7 +392,7 @@ def test_wrong_arguments_are_refused_with_the_remedy(model: Path, config: RLAgen
         ({"model": tokenizer, "tokenizer": tokenizer}, "merge"),
         ({"model": 7}, "not int"),
         ({"model": model, "tokenizer": str(tmp_path)}, "belongs to another model"),
-        ({"model": model, "tokenizer": object()}, "fast tokenizer"),
+        ({"model": model, "tokenizer": object()}, "belongs to another model"),
         ({"model": "http://127.0.0.1:9", "tokenizer": str(tmp_path)}, "no config.json"),
         ({"model": "http://"}, "names no host"),
     ):

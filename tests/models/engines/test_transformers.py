@@ -1,23 +1,21 @@
-"""The in-process engine on a tiny random model, from a path, from a running core and as a model object."""
+"""The in-process engine on a tiny random model, from a path and as a model object."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_model import write_adapter, write_model
+from tiny_model import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError, ModelError, RLError
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Completion, Message, Observation, PolicyRef, SamplingParams, Tokens
+from openhands_rl_plugin.core.types import Completion, Message, Observation, SamplingParams, Tokens
 from openhands_rl_plugin.models.engines.transformers import TransformersEngine
-from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.generator import Generator
 
 ASK = (Message(role="system", content="click"), Message(role="user", content="the quick brown fox"))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -43,16 +41,14 @@ def model(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def generator(path: Path) -> Iterator[Generator]:
-    config = GeneratorConfig.model_validate({"model": str(path), "dtype": "float32", "threads": 1, "max_batch": 8})
-    with Generator(config) as running:
-        yield running
-
-
-@pytest.fixture(params=["core", "object"])
-def engine(request: pytest.FixtureRequest, generator: Generator, model: Any, tokenizer: Any) -> TransformersEngine:
-    return TransformersEngine(generator) if request.param == "core" else TransformersEngine(model, tokenizer)
+@pytest.fixture(params=["path", "object"])
+async def engine(
+    request: pytest.FixtureRequest, path: Path, model: Any, tokenizer: Any
+) -> AsyncIterator[TransformersEngine]:
+    given = (path,) if request.param == "path" else (model, tokenizer)
+    running = TransformersEngine(*given, dtype="float32")
+    yield running
+    await running.aclose()
 
 
 def tokens_of(completion: Completion) -> Tokens:
@@ -89,12 +85,11 @@ async def test_stop_and_length(engine: TransformersEngine):
     assert (len(tokens_of(short).sampled_ids), short.finish_reason) == (3, "length")
 
 
-async def test_an_answer_is_cut_where_the_model_ends(engine: TransformersEngine):
+async def test_an_answer_ends_where_the_model_s_context_does(engine: TransformersEngine):
     message = Message(role="user", content="x" * 480)
-    completion = (await engine.complete([message], sampling=SamplingParams(temperature=0.0, max_tokens=400)))[0]
-    tokens = tokens_of(completion)
+    tokens = tokens_of((await engine.complete([message], sampling=SamplingParams(temperature=0.0)))[0])
     assert len(tokens.prompt_ids) + len(tokens.sampled_ids) <= 512
-    with pytest.raises(ModelError, match="lower max_prompt_length"):
+    with pytest.raises(ModelError, match="maximum context length is 512"):
         await engine.complete([Message(role="user", content="xyz " * 400)], sampling=GREEDY)
 
 
@@ -117,17 +112,6 @@ async def test_giving_up_leaves_the_engine_usable(engine: TransformersEngine):
     assert tokens_of(after).sampled_ids == tokens_of(before).sampled_ids
 
 
-async def test_an_adapter_is_sampled_and_named(generator: Generator, path: Path, tmp_path: Path):
-    generator.load_adapter("policy-v000002", write_adapter(tmp_path / "a", path, seed=1))
-    base = (await TransformersEngine(generator).complete(ASK, sampling=GREEDY))[0]
-    tuned = (await TransformersEngine(generator, adapter="policy-v000002").complete(ASK, sampling=GREEDY))[0]
-    generator.unload_adapter("policy-v000002")
-    assert tuned.policy == PolicyRef(base_model=str(path), adapter="policy", version=2)
-    assert tokens_of(tuned).logprobs != tokens_of(base).logprobs
-    with pytest.raises(ModelError, match="policy-v000002"):
-        await TransformersEngine(generator, adapter="policy-v000002").complete(ASK, sampling=GREEDY)
-
-
 async def test_turns_extend_in_the_tree(engine: TransformersEngine):
     tree = EpisodeTree()
     tree.observe(Observation(messages=ASK))
@@ -145,5 +129,7 @@ async def test_what_cannot_work_is_refused(model: Any, tokenizer: Any, tmp_path:
         TransformersEngine(tmp_path / "nothing here")
     bare = tokenizer.__class__.from_pretrained(tokenizer.name_or_path)
     bare.chat_template = None
+    engine = TransformersEngine(model, bare)
     with pytest.raises(ModelError, match="no chat template"):
-        await TransformersEngine(model, bare).complete(ASK)
+        await engine.complete(ASK)
+    await engine.aclose()
