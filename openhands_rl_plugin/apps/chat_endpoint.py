@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from typing import Annotated, Self
+from typing import Annotated, Self, cast
 
 from pydantic import Field, model_validator
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from openhands_rl_plugin.config.rl import HttpUrl, VariableName
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ModelError, StorageError
 from openhands_rl_plugin.core.messages import to_message, to_wire
-from openhands_rl_plugin.core.protocols import LLMEngine, Strategy, StreamingEngine, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import LLMEngine, StreamingEngine, TrajectoryStorage
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, listening, read_body, required_key, serving
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -37,7 +37,7 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolListener, ToolOptions
+from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolOptions
 from openhands_rl_plugin.environments.tools.environment import ToolCallStarted as ToolCallStarted
 from openhands_rl_plugin.environments.tools.environment import ToolResult as ToolResult
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
@@ -49,8 +49,7 @@ from openhands_rl_plugin.models.server.wire import (
     SSE_DONE,
     Body,
     Messages,
-    ModelName,
-    OpenAIModel,
+    SamplingFields,
     StreamOptions,
     assistant_body,
     chat_body,
@@ -76,10 +75,12 @@ class TextDelta(Frozen):
 
 
 class AgentResult(Frozen):
-    """Result of a request. Without an ``answer`` it is ``None``; ``stop`` and ``failure`` are the reason."""
+    """Result of a request, and its last event. Without an ``answer`` it is ``None``; ``stop`` and ``failure`` are the
+    reason. ``streamed``: the answer's text was already sent as ``TextDelta`` events of the last turn."""
 
     answer: str | None
     trajectory: Trajectory
+    streamed: bool = False
 
     @property
     def stop(self) -> StopReason:
@@ -107,23 +108,8 @@ class AgentResult(Frozen):
         return tuple(self.trajectory.nodes[index].message for index in path[first:])
 
 
-class Answer(Frozen):
-    """The final answer. ``streamed``: its text was already sent as ``TextDelta`` events of the last turn."""
-
-    text: str
-    result: AgentResult
-    streamed: bool = False
-
-
-class Stopped(Frozen):
-    """The episode ended without an answer."""
-
-    reason: StopReason
-    result: AgentResult
-
-
-AgentEvent = TextDelta | ToolCallStarted | ToolResult | Answer | Stopped
-"""The last event of a request, and only the last, is an ``Answer`` or ``Stopped``."""
+AgentEvent = TextDelta | ToolCallStarted | ToolResult | AgentResult
+"""The last event of a request, and only the last, is an ``AgentResult``."""
 
 
 class TextStreamingEngine:
@@ -152,22 +138,25 @@ class TextStreamingEngine:
             return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
         self._turn += 1
         self.streamed_text = ""
-        if isinstance(self._engine, StreamingEngine):
-            completion = await self._listen(self._engine.stream(messages, tools=tools, sampling=sampling))
+        if not isinstance(self._engine, StreamingEngine):
+            (completion,) = await self._engine.complete(messages, tools=tools, sampling=sampling)
         else:
-            completion = (await self._engine.complete(messages, tools=tools, sampling=sampling))[0]
+            text, completion = "", None
+            # A generator, where there is something to close.
+            stream = cast(
+                "AsyncGenerator[str | Completion]", self._engine.stream(messages, tools=tools, sampling=sampling)
+            )
+            async with aclosing(stream):
+                async for piece in stream:
+                    if isinstance(piece, Completion):
+                        completion = piece
+                        break
+                    text += piece
+                    self._emit(self._environment.said(text))
+            if completion is None:
+                raise ModelError("the engine's stream ended without a completion")
         self._emit(self._environment.read(completion.message).speech)
         return [completion]
-
-    async def _listen(self, stream: AsyncIterator[str | Completion]) -> Completion:
-        text = ""
-        async with aclosing(stream):  # pyright: ignore[reportArgumentType]  (a generator, where there is something to close)
-            async for piece in stream:
-                if isinstance(piece, Completion):
-                    return piece
-                text += piece
-                self._emit(self._environment.said(text))
-        raise ModelError("the engine's stream ended without a completion")
 
     def _emit(self, speech: str) -> None:
         """Send the new part of ``speech``; nothing when it no longer starts with the text that was sent."""
@@ -176,19 +165,14 @@ class TextStreamingEngine:
             self._listener(TextDelta(text=fresh, turn=self._turn))
 
 
-class AgentCompletionRequest(OpenAIModel):
+class AgentCompletionRequest(SamplingFields):
     """POST /v1/chat/completions. ``seed`` applies to the episode, ``max_tokens`` to each model response."""
 
     messages: Annotated[Messages, Field(min_length=1)]
-    model: ModelName | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=LARGEST)
     tools: tuple[object, ...] | None = None
 
     @model_validator(mode="after")
@@ -202,10 +186,6 @@ class AgentCompletionRequest(OpenAIModel):
             raise ValueError(f"unknown role {sorted(unknown)[0]!r:.100}; use system, user, assistant or tool")
         return self
 
-    def conversation(self) -> tuple[Message, ...]:
-        """The messages as ``Message`` values. The role ``developer`` becomes ``system``."""
-        return tuple(to_message(message.wire) for message in self.messages)
-
     def sampling(self) -> SamplingParams:
         """The sampling parameters of the request."""
         return SamplingParams(
@@ -216,27 +196,7 @@ class AgentCompletionRequest(OpenAIModel):
         )
 
 
-def tool_event_delta(event: ToolCallStarted | ToolResult) -> Body:
-    """A tool call or its result as the field ``tool_event`` of a chunk."""
-    if isinstance(event, ToolCallStarted):
-        return {"event": "started", "id": event.call_id, "name": event.name, "arguments": event.arguments}
-    return {"event": "result", "id": event.call_id, "name": event.name, "content": event.content, "ok": event.ok}
-
-
-def usage_of(result: AgentResult) -> Body:
-    """Token usage of the whole episode."""
-    return usage_body(result.trajectory.usage.prompt_tokens, result.trajectory.usage.completion_tokens)
-
-
-def completion_response(identifier: str, model: str, result: AgentResult) -> Body:
-    """The body of a response that is not streamed."""
-    message = assistant_body(result.answer, ())
-    choice = {"index": 0, "message": message, "logprobs": None, **result.end}
-    return chat_body(identifier, model, [choice], usage_of(result))
-
-
 DEFAULT_LIMITS = Limits(max_turns=32, max_response_length=2048, timeout=600.0)
-_REACT = StrategySpec(name="StandardReAct")
 
 
 class AgentRuntime:
@@ -250,9 +210,6 @@ class AgentRuntime:
         options: of the ``ToolEnvironment``.
         limits: of one request. ``max_response_length`` is the maximum number of tokens of each model response.
         sampling: defaults for parameters that a request does not set.
-        make_strategy: makes the strategy of a request, ReAct by default. Only ReAct streams text: other strategies
-            sample candidates that are discarded.
-        strategy_spec: its name and options, for the records.
         storage: records every conversation under ``run_id``; ``None``: no recording. It is not closed.
     """
 
@@ -265,8 +222,6 @@ class AgentRuntime:
         options: ToolOptions | None = None,
         limits: Limits = DEFAULT_LIMITS,
         sampling: SamplingParams | None = None,
-        make_strategy: Callable[[], Strategy] | None = None,
-        strategy_spec: StrategySpec = _REACT,
         storage: TrajectoryStorage | None = None,
         run_id: str = "agent",
     ) -> None:
@@ -276,63 +231,33 @@ class AgentRuntime:
         self._options = options or ToolOptions()
         self._limits = limits
         self._sampling = sampling or SamplingParams()
-        self._make_strategy = make_strategy
-        self._spec = strategy_spec
         self._storage = storage
         self._run_id = run_id
         # Invalid tools raise here, not at the first request.
-        self._environment()
+        ToolEnvironment(self._options, tools=tools)
 
     async def run(
-        self, messages: Sequence[Message], *, sampling: SamplingParams | None = None, name: str = ""
+        self,
+        messages: Sequence[Message],
+        *,
+        sampling: SamplingParams | None = None,
+        name: str = "",
+        listener: Callable[[TextDelta | ToolCallStarted | ToolResult], None] | None = None,
     ) -> AgentResult:
         """Answer a conversation. ``sampling``: the parameters of this request; its ``seed`` is that of the episode.
 
-        ``name`` identifies the recorded episode and must be unique; generated by default. Failures are part of the
-        result. Raises ``StorageError``.
+        ``name`` identifies the recorded episode and must be unique; generated by default. ``listener`` takes the events
+        of the episode. Failures are part of the result. Raises ``StorageError``.
         """
-        return await self._run_episode(messages, sampling, name, self._environment(), self._engine)
-
-    async def stream(
-        self, messages: Sequence[Message], *, sampling: SamplingParams | None = None, name: str = ""
-    ) -> AsyncIterator[AgentEvent]:
-        """Like ``run``, but yields events during the episode. Closing the iterator cancels it."""
-        events: asyncio.Queue[AgentEvent | None] = asyncio.Queue()
-        environment = self._environment(events.put_nowait)
-        text_engine = None
-        if environment.speaks and self._make_strategy is None:
-            text_engine = TextStreamingEngine(self._engine, environment, events.put_nowait)
-        episode = asyncio.create_task(
-            self._run_episode(
-                messages, sampling, name, environment, text_engine if text_engine is not None else self._engine
-            )
-        )
-        episode.add_done_callback(lambda _: events.put_nowait(None))
-        try:
-            while (event := await events.get()) is not None:
-                yield event
-            yield _last(episode.result(), text_engine)
-        finally:
-            episode.cancel()
-            await asyncio.wait({episode})
-
-    def _environment(self, listener: ToolListener | None = None) -> ToolEnvironment:
-        return ToolEnvironment(self._options, tools=self._tools, listener=listener)
-
-    async def _run_episode(
-        self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None,
-        name: str,
-        environment: ToolEnvironment,
-        engine: LLMEngine,
-    ) -> AgentResult:
-        name = name or uuid.uuid4().hex
-        wanted = sampling or SamplingParams()
+        name, wanted = name or uuid.uuid4().hex, sampling or SamplingParams()
+        environment = ToolEnvironment(self._options, tools=self._tools, listener=listener)
+        engine, spoken = self._engine, None
+        if listener is not None and environment.speaks:
+            engine = spoken = TextStreamingEngine(self._engine, environment, listener)
         session = AgentSession(
             environment=environment,
-            strategy=self._make_strategy() if self._make_strategy is not None else StandardReActStrategy(),
-            strategy_spec=self._spec,
+            strategy=StandardReActStrategy(),
+            strategy_spec=StrategySpec(name="StandardReAct"),
             engine=SeededEngine(engine, self._merged(wanted), wanted.seed),
             policy=self.policy,
             limits=self._limits,
@@ -343,20 +268,29 @@ class AgentRuntime:
         answer = trajectory.evidence.get("answer")
         if not isinstance(answer, str) or trajectory.failure is not None:
             answer = None
-        return AgentResult(answer=answer, trajectory=trajectory)
+        streamed = spoken is not None and spoken.streamed_text == answer
+        return AgentResult(answer=answer, trajectory=trajectory, streamed=streamed)
+
+    async def stream(
+        self, messages: Sequence[Message], *, sampling: SamplingParams | None = None, name: str = ""
+    ) -> AsyncGenerator[AgentEvent]:
+        """Like ``run``, but yields events during the episode. Closing the iterator cancels it."""
+        events: asyncio.Queue[AgentEvent | None] = asyncio.Queue()
+        episode = asyncio.create_task(self.run(messages, sampling=sampling, name=name, listener=events.put_nowait))
+        episode.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            yield episode.result()
+        finally:
+            episode.cancel()
+            await asyncio.wait({episode})
 
     def _merged(self, wanted: SamplingParams) -> SamplingParams:
         """The request's parameters, with the runtime's defaults; ``max_tokens`` is capped by the limits."""
         bound = self._limits.max_response_length
         merged = merge_sampling(wanted, self._sampling)
         return merged.model_copy(update={"max_tokens": min(merged.max_tokens or bound, bound)})
-
-
-def _last(result: AgentResult, text_engine: TextStreamingEngine | None) -> Answer | Stopped:
-    if result.answer is None:
-        return Stopped(reason=result.stop, result=result)
-    streamed = text_engine is not None and text_engine.streamed_text == result.answer
-    return Answer(text=result.answer, result=result, streamed=streamed)
 
 
 MIB = 1024**2
@@ -385,20 +319,6 @@ class PolicyConfig(Frozen):
     record: str = Field(default="", description="folder of a file store in which every conversation is recorded")
     run_id: str = Field(default="agent", min_length=1, max_length=200, description="run that the records belong to")
 
-    def options(self) -> ToolOptions:
-        """Of the environment. A conversation without tools has no system message of its own."""
-        return ToolOptions(
-            tools=self.tools, template=self.template, opens_thought=self.opens_thought, system_prompt=self.system_prompt
-        )
-
-    def limits(self) -> Limits:
-        """Of one request."""
-        return Limits(max_turns=self.max_turns, max_response_length=self.max_tokens, timeout=self.timeout)
-
-    def sampling(self) -> SamplingParams:
-        """Defaults for parameters that a request does not set."""
-        return SamplingParams(temperature=self.temperature)
-
 
 class AgentConfig(PolicyConfig):
     """The endpoint: its address and its limits."""
@@ -409,8 +329,7 @@ class AgentConfig(PolicyConfig):
         default=API_KEY,
         description="environment variable with the API key that clients must send; unset: no key is required",
     )
-    max_running: int = Field(default=16, ge=1, le=4096, description="concurrent requests")
-    max_waiting: int = Field(default=64, ge=0, description="requests that may wait; one more gets status 503")
+    max_running: int = Field(default=64, ge=1, le=4096, description="concurrent requests; one more gets status 503")
     max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="maximum size of a request in bytes")
 
     def access(self) -> AccessRules:
@@ -441,9 +360,14 @@ async def opened_runtime(config: PolicyConfig) -> AsyncIterator[AgentRuntime]:
         yield AgentRuntime(
             engine,
             policy=PolicyRef.from_served_name(engine.base_model, config.model),
-            options=config.options(),
-            limits=config.limits(),
-            sampling=config.sampling(),
+            options=ToolOptions(
+                tools=config.tools,
+                template=config.template,
+                opens_thought=config.opens_thought,
+                system_prompt=config.system_prompt,
+            ),
+            limits=Limits(max_turns=config.max_turns, max_response_length=config.max_tokens, timeout=config.timeout),
+            sampling=SamplingParams(temperature=config.temperature),
             storage=storage,
             run_id=config.run_id,
         )
@@ -466,39 +390,14 @@ def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
     )
 
 
-class ConcurrencyLimit:
-    """Runs at most ``running`` requests at a time and queues at most ``waiting`` more."""
-
-    def __init__(self, running: int, waiting: int) -> None:
-        self._slots = asyncio.Semaphore(running)
-        self._most = running + waiting
-        self._inside = 0
-
-    def check(self) -> None:
-        """Raise ``Overloaded`` when the queue is full."""
-        if self._inside >= self._most:
-            raise Overloaded(f"{self._inside} requests are running or waiting; retry later.")
-
-    @asynccontextmanager
-    async def passed(self) -> AsyncIterator[None]:
-        """Wait for a slot and hold it. Raises ``Overloaded``."""
-        self.check()
-        self._inside += 1
-        try:
-            async with self._slots:
-                yield
-        finally:
-            self._inside -= 1
-
-
 class AgentEndpoints:
     """One method per path."""
 
     def __init__(self, config: AgentConfig, open_runtime: OpenRuntime) -> None:
-        self._config = config
+        self._model = config.model
         self._open_runtime = open_runtime
         self._runtime: AgentRuntime | None = None
-        self._limit = ConcurrencyLimit(config.max_running, config.max_waiting)
+        self._places = asyncio.Semaphore(config.max_running)
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -512,98 +411,84 @@ class AgentEndpoints:
         A stream also contains the text before each tool call, as separate paragraphs.
         """
         body = await read_body(await request.body(), AgentCompletionRequest.model_validate_json)
-        served = self._config.model
-        if body.model and body.model != served:
-            raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{served}'.", param="model")
-        runtime = self._runtime
-        assert runtime is not None, "the application runs within its lifespan"
-        self._limit.check()
-        name = uuid.uuid4().hex
+        if body.model and body.model != self._model:
+            raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{self._model}'.", param="model")
+        assert self._runtime is not None, "the application runs within its lifespan"
+        if self._places.locked():
+            raise Overloaded("As many requests are running as may; retry later.")
+        name = uuid.uuid4().hex  # the task id of the recorded episode
+        conversation = tuple(to_message(message.wire) for message in body.messages)
+        events = self._runtime.stream(conversation, sampling=body.sampling(), name=name)
         if body.stream:
-            events = _Stream(body, served, name).events(runtime, self._limit)
-            return StreamingResponse(events, media_type="text/event-stream")
-        result = await unless_disconnected(request, self._answer(runtime, body, name))
-        if result.failure is not None:
-            raise _error_of(result.failure)
-        return json_response(completion_response(_identifier(name), served, result))
+            return StreamingResponse(self._sse(events, body, f"chatcmpl-{name}"), media_type="text/event-stream")
+        result = await unless_disconnected(request, self._result(events))
+        message = assistant_body(result.answer, ())
+        choice = {"index": 0, "message": message, "logprobs": None, **result.end}
+        return json_response(chat_body(f"chatcmpl-{name}", self._model, [choice], _usage(result)))
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the agent as the only model."""
-        return json_response(models_body([{"id": self._config.model, "root": self._config.model}]))
+        return json_response(models_body([{"id": self._model, "root": self._model}]))
 
     async def health(self, _: Request) -> Response:
         """GET /health."""
         return Response()
 
-    async def _answer(self, runtime: AgentRuntime, body: AgentCompletionRequest, name: str) -> AgentResult:
-        async with self._limit.passed():
-            return await runtime.run(body.conversation(), sampling=body.sampling(), name=name)
+    async def _result(self, events: AsyncGenerator[AgentEvent]) -> AgentResult:
+        async with self._places, aclosing(events):
+            return _checked([event async for event in events][-1])
 
-
-class _Stream:
-    """One streamed response."""
-
-    def __init__(self, body: AgentCompletionRequest, model: str, name: str) -> None:
-        self._body = body
-        self._name = name
-        self._head = {"id": _identifier(name), "object": "chat.completion.chunk", "created": now(), "model": model}
-        self._turn = 0
-
-    async def events(self, runtime: AgentRuntime, limit: ConcurrencyLimit) -> AsyncIterator[str]:
+    async def _sse(
+        self, events: AsyncGenerator[AgentEvent], body: AgentCompletionRequest, identifier: str
+    ) -> AsyncIterator[str]:
         """All events up to and including ``[DONE]``. The episode is cancelled when the client disconnects."""
+        head = {"id": identifier, "object": "chat.completion.chunk", "created": now(), "model": self._model}
+        turn, more = 0, body.stream_options is not None and body.stream_options.include_usage
+
+        def chunk(*, end: Body | None = None, **delta: object) -> str:
+            return sse_event(chunk_body(head, [chunk_choice(0, delta=delta, **(end or {}))]))
+
         try:
-            async with limit.passed():
-                yield self._chunk(role="assistant", content="")
-                stream = runtime.stream(self._body.conversation(), sampling=self._body.sampling(), name=self._name)
-                async with aclosing(stream):  # pyright: ignore[reportArgumentType]
-                    async for event in stream:
-                        for text in self._sse_events(event):
-                            yield text
+            async with self._places, aclosing(events):
+                yield chunk(role="assistant", content="")
+                async for event in events:
+                    gap = "\n\n" if turn else ""
+                    match event:
+                        case TextDelta():
+                            yield chunk(content=(gap if event.turn != turn else "") + event.text)
+                            turn = event.turn
+                        case ToolCallStarted() | ToolResult():
+                            yield chunk(tool_event=tool_event_delta(event))
+                        case AgentResult():
+                            answer = _checked(event).answer if not event.streamed else None
+                            yield chunk(end=event.end, **({"content": gap + answer} if answer else {}))
+                            if more:
+                                yield sse_event(chunk_body(head, [], usage=_usage(event)))
         except ServingError as error:
             yield sse_event(error_body(error.status, error.message, error.kind))
         except StorageError as error:
             yield sse_event(error_body(500, str(error), "InternalServerError"))
         yield SSE_DONE
 
-    def _sse_events(self, event: AgentEvent) -> list[str]:
-        match event:
-            case TextDelta():
-                return [self._chunk(content=self._paragraph(event.turn) + event.text)]
-            case ToolCallStarted() | ToolResult():
-                return [self._chunk(tool_event=tool_event_delta(event))]
-            case Answer():
-                return self._end(event.result, "" if event.streamed else self._paragraph(0) + event.text)
-            case Stopped():
-                if event.result.failure is not None:
-                    raise _error_of(event.result.failure)
-                return self._end(event.result, "")
 
-    def _paragraph(self, turn: int) -> str:
-        """The separator before the text of ``turn``: a paragraph break after an earlier turn."""
-        before, self._turn = self._turn, turn
-        return "\n\n" if before and before != turn else ""
-
-    def _end(self, result: AgentResult, text: str) -> list[str]:
-        delta = {"content": text} if text else {}
-        last = chunk_choice(0, delta=delta, **result.end)
-        ending = [sse_event(chunk_body(self._head, [last]))]
-        if self._body.stream_options and self._body.stream_options.include_usage:
-            ending.append(sse_event(chunk_body(self._head, [], usage=usage_of(result))))
-        return ending
-
-    def _chunk(self, **delta: object) -> str:
-        return sse_event(chunk_body(self._head, [chunk_choice(0, delta=delta)]))
+def tool_event_delta(event: ToolCallStarted | ToolResult) -> Body:
+    """A tool call or its result as the field ``tool_event`` of a chunk."""
+    if isinstance(event, ToolCallStarted):
+        return {"event": "started", "id": event.call_id, "name": event.name, "arguments": event.arguments}
+    return {"event": "result", "id": event.call_id, "name": event.name, "content": event.content, "ok": event.ok}
 
 
-def _error_of(failure: Failure) -> ServingError:
-    if failure.kind is FailureKind.INFRASTRUCTURE:
-        return Overloaded(failure.message)
-    return UpstreamFailure(failure.message)
+def _usage(result: AgentResult) -> Body:
+    """Token usage of the whole episode."""
+    return usage_body(result.trajectory.usage.prompt_tokens, result.trajectory.usage.completion_tokens)
 
 
-def _identifier(name: str) -> str:
-    """The ``id`` of the response; ``name`` is the task id of the recorded episode."""
-    return f"chatcmpl-{name}"
+def _checked(event: AgentEvent) -> AgentResult:
+    """The result. Raises ``ServingError`` for a failure."""
+    assert isinstance(event, AgentResult), "it is the last event"
+    if (failure := event.failure) is not None:
+        raise (Overloaded if failure.kind is FailureKind.INFRASTRUCTURE else UpstreamFailure)(failure.message)
+    return event
 
 
 @contextmanager

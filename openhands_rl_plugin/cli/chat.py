@@ -105,16 +105,16 @@ class Chat:
                     self._messages = (*asked, *result.messages)
 
     async def _answer(self, messages: tuple[Message, ...]) -> AgentResult:
-        from openhands_rl_plugin.apps.chat_endpoint import Answer, Stopped
+        from openhands_rl_plugin.apps.chat_endpoint import AgentResult
 
         assert self._runtime is not None
         printer = _Printer()
-        async with aclosing(self._runtime.stream(messages)) as events:  # pyright: ignore[reportArgumentType]
+        async with aclosing(self._runtime.stream(messages)) as events:
             async for event in events:
                 printer.show(event)
-                if isinstance(event, Answer | Stopped):
-                    return event.result
-        raise AssertionError("a stream ends with ``Answer`` or ``Stopped``")
+                if isinstance(event, AgentResult):
+                    return event
+        raise AssertionError("a stream ends with an ``AgentResult``")
 
 
 class _Printer:
@@ -125,7 +125,7 @@ class _Printer:
 
     def show(self, event: AgentEvent) -> None:
         """Print an event."""
-        from openhands_rl_plugin.apps.chat_endpoint import Answer, Stopped, TextDelta, ToolCallStarted
+        from openhands_rl_plugin.apps.chat_endpoint import AgentResult, TextDelta, ToolCallStarted
 
         match event:
             case TextDelta():
@@ -135,13 +135,12 @@ class _Printer:
                 print(visible(event.text), end="", flush=True)
             case ToolCallStarted():
                 self._line(f"[{event.name}] {_short(event.arguments)}")
-            case Answer():
-                self._end_line() if event.streamed else self._line(event.text)
-                if event.result.end["finish_reason"] == "length":
+            case AgentResult(answer=None, failure=failure):
+                self._line(f"(no answer: {failure.message if failure else event.stop})")
+            case AgentResult():
+                self._end_line() if event.streamed else self._line(event.answer or "")
+                if event.end["finish_reason"] == "length":
                     self._line("(cut off at --max-tokens)")
-            case Stopped():
-                failure = event.result.failure
-                self._line(f"(no answer: {failure.message if failure else event.reason})")
             case _:
                 self._line(f"[{event.name}] {'-> ' if event.ok else 'failed: '}{_short(event.content)}")
 

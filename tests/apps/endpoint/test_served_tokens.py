@@ -11,7 +11,7 @@ import httpx
 import pytest
 from caller_model import ANSWER, NOTES, QUESTION, WIRE, add, tools
 
-from openhands_rl_plugin.apps.chat_endpoint import AgentConfig, AgentRuntime, Answer, Stopped, running_agent
+from openhands_rl_plugin.apps.chat_endpoint import AgentConfig, AgentResult, AgentRuntime, running_agent
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Limits,
@@ -79,8 +79,8 @@ async def test_run_and_stream_sample_what_a_rollout_samples(model_url: str, seed
     async with runtime(model_url, options) as agent:
         assert tokens_of((await agent.run(ASKED, sampling=wanted)).trajectory) == expected
         last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
-        assert isinstance(last, Answer | Stopped)
-        assert tokens_of(last.result.trajectory) == expected
+        assert isinstance(last, AgentResult)
+        assert tokens_of(last.trajectory) == expected
 
 
 @pytest.mark.parametrize("seed", SEEDS[:1])
@@ -94,10 +94,10 @@ async def test_a_spoken_answer_is_streamed_from_the_same_tokens(model_url: str, 
     whole = await agent.run(ASKED, sampling=wanted)
     last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
     await engine.aclose()
-    assert isinstance(last, Answer | Stopped)
-    assert tokens_of(last.result.trajectory) == tokens_of(whole.trajectory)
-    assert last.result.answer == whole.answer
-    assert [m.content for m in last.result.messages] == [m.content for m in whole.messages]
+    assert isinstance(last, AgentResult)
+    assert tokens_of(last.trajectory) == tokens_of(whole.trajectory)
+    assert last.answer == whole.answer
+    assert [m.content for m in last.messages] == [m.content for m in whole.messages]
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
