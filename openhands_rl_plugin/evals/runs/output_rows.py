@@ -21,7 +21,6 @@ from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, PREDICTIO
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
 from openhands_rl_plugin.trajectories.exchange import events
-from openhands_rl_plugin.trajectories.exchange.rows import date_of
 
 
 def metadata_of(
@@ -52,17 +51,16 @@ def metadata_of(
         "environment": redact_json(plan.environment),
         "workspace": redact_json(access.model_dump(mode="json")) if access is not None else None,
     }
-    return {
-        "agent_class": plan.agent,
-        "llm_config": plan.model.as_llm_config(),
-        "max_iterations": plan.max_iterations,
-        "eval_output_dir": str(plan.run_directory(run)),
-        "start_time": date_of(started).strftime("%Y-%m-%d %H:%M:%S"),
-        "git_commit": "",
-        "dataset": plan.dataset,
-        "data_split": plan.split,
-        "details": own,
-    }
+    return events.v0_metadata(
+        agent_class=plan.agent,
+        llm_config=plan.model.as_llm_config(),
+        max_iterations=plan.max_iterations,
+        eval_output_dir=str(plan.run_directory(run)),
+        started=started,
+        dataset=plan.dataset,
+        data_split=plan.split,
+        details=own,
+    )
 
 
 def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, metadata: JsonObject) -> JsonObject:
@@ -70,79 +68,21 @@ def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, met
 
     ``test_result.outcome`` has what reports need in addition.
     """
-    trajectory = graded.trajectory
-    held = trajectory.evidence.get("test_result")
-    result: JsonObject = {**(held if isinstance(held, dict) else {}), "outcome": outcome.model_dump(mode="json")}
-    patch = trajectory.evidence.get("git_patch")
-    if isinstance(patch, str):
-        result["git_patch"] = patch
-    if commands := graded.commands:
-        result["commands_flagged"] = [flag.model_dump(mode="json") for flag in commands]
-    row: JsonObject = {
-        "instance_id": eval_task.task.id,
-        "test_result": result,
-        "instruction": eval_task.task.instruction,
-        "metadata": metadata,
-        "history": [*events.v0_history(trajectory)],
-        "metrics": _metrics(trajectory, outcome),
-        "error": _error(trajectory),
-        "instance": eval_task.row,
-    }
-    return redact_json({name: value for name, value in row.items() if value is not None})
+    trajectory, task = graded.trajectory, eval_task.task
+    evidence, failure = trajectory.evidence, trajectory.failure
+    held, flagged = evidence.get("test_result"), [flag.model_dump(mode="json") for flag in graded.commands]
+    added = {"outcome": outcome.model_dump(mode="json"), "git_patch": evidence.get("git_patch")}
+    result = {**(held if isinstance(held, dict) else {}), **added, "commands_flagged": flagged or None}
+    known: JsonObject = {name: value for name, value in result.items() if value is not None}
+    row = events.v0_row(trajectory, metadata, known, cost=outcome.cost)
+    row |= {"instance_id": task.id, "instruction": task.instruction, "instance": eval_task.row}
+    error = failure.message if failure is not None else evidence.get(LAST_ERROR)
+    return redact_json({**row, "error": error} if isinstance(error, str) else row)
 
 
 def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]:
     """The files of ``llm_completions/<instance>``: one ``<model>-<number>.json`` for every model call."""
     return ((name, redact_json(row)) for name, row in events.completion_files(trajectory))
-
-
-def prediction_of(row: JsonObject, model: str) -> JsonObject | None:
-    """The SWE-bench prediction in a line of ``output.jsonl``; ``None`` for a line without a patch."""
-    result = row.get("test_result")
-    patch = result.get("git_patch") if isinstance(result, dict) else None
-    if not isinstance(patch, str):
-        return None
-    return {"instance_id": row["instance_id"], "model_name_or_path": model, "model_patch": patch}
-
-
-def _metrics(trajectory: Trajectory, outcome: Outcome) -> JsonObject:
-    model = trajectory.policy.served_name
-    usage: JsonObject = {
-        "model": model,
-        "prompt_tokens": outcome.prompt_tokens,
-        "completion_tokens": outcome.completion_tokens,
-        "cache_read_tokens": outcome.cached_tokens,
-        "cache_write_tokens": 0,
-        "context_window": 0,
-        "per_turn_token": 0,
-        "response_id": "",
-    }
-    latencies: list[JsonObject] = [
-        {"model": model, "latency": latency, "response_id": ""} for latency in _latencies(trajectory)
-    ]
-    return {
-        "accumulated_cost": outcome.cost or 0.0,
-        "max_budget_per_task": None,
-        "accumulated_token_usage": usage,
-        "costs": [],
-        "response_latencies": [*latencies],
-        "token_usages": [],
-    }
-
-
-def _latencies(trajectory: Trajectory) -> Iterator[float]:
-    for node in trajectory.nodes:
-        attempts = node.metadata.get("attempts")
-        for attempt in attempts if isinstance(attempts, list) else ():
-            if isinstance(attempt, dict) and isinstance(latency := attempt.get("latency"), float):
-                yield latency
-
-
-def _error(trajectory: Trajectory) -> str | None:
-    said = trajectory.evidence.get(LAST_ERROR)
-    if trajectory.failure is not None:
-        return trajectory.failure.message
-    return said if isinstance(said, str) else None
 
 
 def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -> None:
@@ -151,7 +91,8 @@ def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -
     outcomes: list[Outcome] = []
     for row in read_rows(directory / OUTPUT):
         outcomes.append(outcome_of_row(row))
-        if (prediction := prediction_of(row, model)) is not None:
+        if isinstance(patch := json_object(row.get("test_result")).get("git_patch"), str):
+            prediction = {"instance_id": row["instance_id"], "model_name_or_path": model, "model_patch": patch}
             predictions.append(json.dumps(prediction) + "\n")
     write_file(directory / PREDICTIONS, "".join(predictions), PRIVATE)
     verdicts = {each.instance_id: _verdict(each) for each in outcomes if each.kind is not OutcomeKind.UNGRADED}
@@ -180,32 +121,16 @@ def check_same_settings(
 ) -> None:
     """Raise ``ConfigError`` when the run's folder holds results of other settings.
 
-    Settings that its metadata lacks, as in runs of older versions, are not compared.
+    Settings that its metadata lacks are not compared.
     """
     directory = plan.run_directory(run)
     held, now = _deciding(_held(directory)), _deciding(metadata_of(plan, run, 0.0, by, access))
-    if by is not None:
-        _forgive(held, now, plan, by)
-    if isinstance(was := held.get("workspace"), dict):
-        if was.get("network") == []:
-            was["network"] = False  # older versions noted a list of hosts
-        now["workspace"] = {name: value for name, value in json_object(now.get("workspace")).items() if name in was}
-    said = [line for name, was in held.items() if was is not None for line in _differences(name, was, now[name])]
-    if said:
+    other = [line for name, was in held.items() if was is not None for line in _differences(name, was, now.get(name))]
+    if other:
         raise ConfigError(
-            f"{directory} holds a run with other settings ({'; '.join(said)}): give the same ones to resume it, or "
+            f"{directory} holds a run with other settings ({'; '.join(other)}): give the same ones to resume it, or "
             "choose another --note or another --out"
         )
-
-
-def _forgive(held: JsonObject, now: JsonObject, plan: EvaluationPlan, by: AgentStrategy) -> None:
-    """Skip settings that older versions recorded in another way."""
-    if by.temperature is not None:
-        held.pop("temperature", None)  # they recorded the run's; that of a search is one of its options
-    if "strategy" in held and held["strategy"] is None:
-        # They recorded a strategy and its options only when an option named it.
-        held.pop("strategy_options", None)
-        held["strategy"] = "that of [rl] rollout_strategy" if plan.strategy else now["strategy"]
 
 
 def _held(directory: Path) -> JsonObject:

@@ -245,40 +245,67 @@ def _shell_result(text: str, metadata: JsonObject) -> str:
 
 def v0_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """One row. Raises ``LeftOutError`` without a message."""
-    if not (history := v0_history(trajectory)):
+    judged, patch = resolved(trajectory, scores), patch_of(trajectory) or ""
+    test_result: JsonObject = {"git_patch": patch, **object_at(trajectory.evidence, "test_result")}
+    if judged is not None:
+        test_result = {"report": {"resolved": judged, "empty_generation": not patch}, **test_result}
+    model, limits = trajectory.policy.served_name, trajectory.task.limits
+    metadata = v0_metadata(
+        agent_class=trajectory.strategy.name,
+        llm_config={"model": model},
+        max_iterations=limits.max_turns if limits else len(trajectory.nodes),
+        eval_output_dir=trajectory.run_id,
+        started=trajectory.times.started,
+        dataset=trajectory.task.environment,
+        data_split=trajectory.task.split,
+        details={"trajectory_id": trajectory.id, "stop": trajectory.stop.value},
+    )
+    row = v0_row(trajectory, metadata, test_result)
+    if not row["history"]:
         raise LeftOutError("there is no message in it")
-    judged = resolved(trajectory, scores)
-    test_result: JsonObject = {**object_at(trajectory.evidence, "test_result"), "git_patch": patch_of(trajectory) or ""}
-    usage: JsonObject = {
-        "model": trajectory.policy.served_name,
-        "prompt_tokens": trajectory.usage.prompt_tokens,
-        "completion_tokens": trajectory.usage.completion_tokens,
-        "cache_read_tokens": trajectory.usage.cached_tokens,
+    failure = trajectory.failure
+    yield {**row, "run_id": trajectory.run_id, **present(error=failure and failure.message)}
+
+
+def v0_metadata(*, started: float, **settings: JsonValue) -> JsonObject:
+    """The ``EvalMetadata`` of OpenHands' harness, which requires all of its fields, if only as empty values."""
+    start = date_of(started).strftime("%Y-%m-%d %H:%M:%S")
+    return {**settings, "start_time": start, "git_commit": ""}
+
+
+def v0_row(
+    trajectory: Trajectory, metadata: JsonObject, test_result: JsonObject, *, cost: float | None = None
+) -> JsonObject:
+    """The ``EvalOutput`` of OpenHands' harness, without an error."""
+    model, usage = trajectory.policy.served_name, trajectory.usage
+    attempts = (each for node in trajectory.nodes for each in _listed(node.metadata.get("attempts")))
+    latencies = [each for each in (at_path(attempt, "latency") for attempt in attempts) if isinstance(each, float)]
+    counts: JsonObject = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cache_read_tokens": usage.cached_tokens,
+        **dict.fromkeys(("cache_write_tokens", "context_window", "per_turn_token"), 0),
     }
-    if judged is not None and "report" not in test_result:
-        test_result["report"] = {"resolved": judged, "empty_generation": not test_result["git_patch"]}
-    row: JsonObject = {
+    return {
         "instance_id": trajectory.task.id,
         "test_result": test_result,
         "instruction": trajectory.task.instruction,
-        # The harness requires each of these, if only as an empty value.
-        "metadata": {
-            "agent_class": trajectory.strategy.name,
-            "llm_config": {"model": trajectory.policy.served_name},
-            "max_iterations": trajectory.task.limits.max_turns if trajectory.task.limits else len(trajectory.nodes),
-            "eval_output_dir": trajectory.run_id,
-            "start_time": date_of(trajectory.times.started).strftime("%Y-%m-%d %H:%M:%S"),
-            "git_commit": "",
-            "dataset": trajectory.task.environment,
-            "data_split": trajectory.task.split,
-            "details": {"trajectory_id": trajectory.id, "stop": trajectory.stop.value},
+        "metadata": metadata,
+        "history": [*v0_history(trajectory)],
+        "metrics": {
+            "accumulated_cost": cost or 0.0,
+            "max_budget_per_task": None,
+            "accumulated_token_usage": {"model": model, "response_id": "", **counts},
+            "costs": [],
+            "response_latencies": [{"model": model, "latency": each, "response_id": ""} for each in latencies],
+            "token_usages": [],
         },
-        "history": [*history],
-        "metrics": {"accumulated_token_usage": usage},
         "instance": trajectory.task.data,
-        "run_id": trajectory.run_id,
     }
-    yield row if trajectory.failure is None else {**row, "error": trajectory.failure.message}
+
+
+def _listed(value: JsonValue) -> list[JsonValue]:
+    return value if isinstance(value, list) else []
 
 
 _SHELL = {"execute_bash", "execute_powershell", "terminal"}
@@ -588,8 +615,7 @@ def _read_tool(given: JsonObject) -> JsonObject:
 def _as_wire(message: JsonObject) -> JsonObject:
     """The SDK's message as OpenAI's; it has the reasoning of OpenAI's Responses in an item of its own."""
     blocks, item = message.get("thinking_blocks"), message.get("responses_reasoning_item")
-    thoughts = blocks if isinstance(blocks, list) else []
-    thoughts = [*thoughts, {**item, "type": "reasoning"}] if isinstance(item, dict) else thoughts
+    thoughts = [*_listed(blocks), *([{**item, "type": "reasoning"}] if isinstance(item, dict) else [])]
     return {**message, "content": _parts(message.get("content")), "thinking_blocks": thoughts}
 
 

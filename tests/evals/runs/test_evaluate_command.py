@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 STOCK = agent_named("stock", host_of(RLSettings()))
 SCRIPTS = sorted(file for file in (ROOT / "evaluation" / "scripts").glob("*.sh") if file.name != "common.sh")
 # As noted before there was a choice of instructions, and when the network was a list of hosts.
-OPEN = {"isolation": "bubblewrap", "network": [], "visible": [], "writable": []}
+OPEN = {"isolation": "bubblewrap", "network": False, "visible": [], "writable": []}
 CONFIG = """\
 [llm]
 num_retries = 7
@@ -77,13 +77,9 @@ SAME = ["--strategy", "BestOfN", "--strategy-option", "n=4"]
         (NOTED, [*SAME, "--seed", "1"], "(seed: 0, now 1)"),
         (NOTED, [*SAME, "--top-p", "0.5"], "(top_p: 1.0, now 0.5)"),
         (NOTED, ["--strategy", "MCTS", "--note", "v2"], ""),
-        # As older versions noted it, or not at all.
-        ({"strategy": None, "strategy_options": {}, "temperature": 0.0}, [], ""),
-        ({"strategy": None, "strategy_options": {"n": 2}}, ["--strategy", "MCTS"], 'rollout_strategy", now "MCTS")'),
         ({"strategy": "ToT", "strategy_options": {}}, ["--strategy", "MCTS"], '(strategy: "ToT", now "MCTS")'),
         ({"workspace": {**OPEN, "network": ["pypi"]}}, [], 'workspace.network: ["pypi"], now false'),
         ({"workspace": {**OPEN, "prompt": "compact"}}, [], 'workspace.prompt: "compact", now "standard"'),
-        ({"workspace": OPEN}, [], ""),
         ({}, ["--strategy", "MCTS"], ""),
         (None, ["--strategy", "MCTS"], ""),
     ],
