@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.contrib.improve.gym import Gym
-    from openhands_rl_plugin.contrib.improve.price import Price, PromptChoice
+    from openhands_rl_plugin.contrib.improve.price import PromptChoice
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.tasks.packages import OwnRepository
 
@@ -97,7 +97,7 @@ def _add_tasks(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make tasks, say the price, train. Raises ``RLError`` when the repository, the model or the disk is unusable."""
+    """Make tasks, print the price, train. Raises ``RLError`` when the repository, the model or the disk is unusable."""
     silence_libraries()
     prepare_threads()
     with from_extra("openhands"):
@@ -133,8 +133,7 @@ def _settings(args: argparse.Namespace, repository: OwnRepository, directory: Pa
 def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepository, directory: Path) -> int:
     from openhands_rl_plugin.apps.loop.checks import forget
     from openhands_rl_plugin.contrib.improve.gym import gym_lines
-    from openhands_rl_plugin.contrib.improve.price import check_room, measure_rates, price_of
-    from openhands_rl_plugin.contrib.improve.price import lines as price_lines
+    from openhands_rl_plugin.contrib.improve.price import check_room, price_lines, price_of
     from openhands_rl_plugin.core.machine import machine
 
     if args.fresh:
@@ -148,21 +147,14 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
     settings = settings.model_copy(update={"loop": loop.model_copy(update=sizes)})
     _say(args, *gym_lines(gym), f"model: {model}", *(f"  {reason}" for reason in choice.reasons))
     with served_policy(settings, model, directory) as (served, weights):
-        rates = ENDING.run(measure_rates(served, gym.longest * 2))
-        graders, own = os.cpu_count() or 1, not settings.serving.base_url
-        price = price_of(
-            *(served, gym, weights, lengths, rates),
-            graders=graders,
-            directory=directory,
-            serves=own,
-            timeout=args.timeout,
-        )
-        _say(args, "the run costs at most (episodes that end earlier cost less)", *price_lines(price, machine()))
+        price = price_of(served, gym, weights, lengths, directory)
+        about = "the run costs at most (episodes that end earlier cost less)"
+        _say(args, about, *price_lines(price, gym.grading, machine()))
         found: JsonObject = {"tasks": gym.model_dump(mode="json"), "prompt": choice.model_dump(mode="json")}
-        found["price"] = price.model_dump(mode="json")
+        found["price"] = {**price}
         if args.dry_run:
             return _done(args, found)
-        return _train(args, settings, served, weights, choice, gym, directory, found, price)
+        return _train(args, settings, served, weights, choice, gym, directory, found)
 
 
 def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSettings, PromptChoice]:
@@ -215,7 +207,6 @@ def _train(
     gym: Gym,
     directory: Path,
     found: JsonObject,
-    price: Price,
 ) -> int:
     """The loop, and what it earned. ``settings``: as they were before the server's address was known."""
     from rich.console import Console
@@ -243,7 +234,7 @@ def _train(
         result = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state))
     used = use_lines(result, model, adapters, server=settings.serving.base_url)
-    _say(args, *earned_lines(result), took_line(result.state, price), f"report: {result.report}", *used)
+    _say(args, *earned_lines(result), took_line(result.state), f"report: {result.report}", *used)
     return _done(args, {**found, "result": earned(result)})
 
 
