@@ -263,13 +263,19 @@ def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tu
 
 
 async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> None:
-    from openhands_rl_plugin.evals.report.tables import EvaluationProgress
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
+    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
     def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
         if evaluation.left:
             _check_parts(args, evaluation, suite, settings)
-        return shown.enter_context(EvaluationProgress(evaluation.left)).finished
+        bar = shown.enter_context(progress_bar("evaluating", evaluation.left))
+
+        def finished(outcome: Outcome) -> None:
+            bar.print(f"{outcome.instance_id}  {outcome.kind.value}  ({outcome.seconds:.1f} s)")
+            bar.advance()
+
+        return finished
 
     entries = _entries(args, suite, settings)
     store = args.store or str(plan.out / STORE)
@@ -360,15 +366,15 @@ def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     """Print the results; exit code 1 when they say nothing about the agent. ``graded``: verdicts were wanted."""
     from openhands_rl_plugin.cli.report import print_report
     from openhands_rl_plugin.evals.report.run_records import read_runs
-    from openhands_rl_plugin.evals.runs.outcome import UNKNOWN, OutcomeKind
     from openhands_rl_plugin.evals.swe.run_evaluation import commonest
+    from openhands_rl_plugin.evals.swe.types import UNKNOWN, VerdictKind
 
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
     runs = read_runs(directories)
     print_report(runs)
     print("\n".join(str(directory) for directory in directories))
     outcomes = [outcome for run in runs for outcome in run.outcomes]
-    expected = set() if graded else {OutcomeKind.UNGRADED}
+    expected = set() if graded else {VerdictKind.UNGRADED}
     unknown = [outcome for outcome in outcomes if outcome.kind in UNKNOWN - expected]
     if unknown:
         why = commonest((each.instance_id, each.reason or each.kind.value) for each in unknown)

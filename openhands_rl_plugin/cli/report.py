@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options import STORE_HELP, finite
+from openhands_rl_plugin.cli.options import STORE_HELP
 from openhands_rl_plugin.cli.terminal import ENDING
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     version = "prefix of the version of the verifier's scores"
     parser.add_argument("--verifier", default="verifier", metavar="VERSION", help=version)
     parser.add_argument("--json", action="store_true", help="print report.json instead of tables")
-    success = "least reward of a resolved attempt (default: as the runs were made)"
-    parser.add_argument("--success-at", type=finite, metavar="REWARD", help=success)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +50,6 @@ def read_judged_runs(args: argparse.Namespace, paths: Sequence[Path]) -> tuple[R
     from openhands_rl_plugin.evals.report.run_records import read_runs
 
     runs = read_runs(tuple(paths))
-    if args.success_at is not None:
-        runs = tuple(run.judged_at(args.success_at) for run in runs)
     return ENDING.run(_verified(args, runs)) if args.store else runs
 
 

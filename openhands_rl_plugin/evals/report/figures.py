@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from pydantic import JsonValue
 
@@ -25,60 +24,26 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.report.run_records import RunRecord, json_object
 from openhands_rl_plugin.evals.runs.outcome import Outcome, count_kinds
 
-_NOTE = re.compile(r"_N_(?P<note>.+)\Z")
-
 
 def labels_of(runs: Sequence[RunRecord]) -> list[str]:
-    """A label for one run of each group, all different: ``RLAgent, BestOfN n=4``, ``CodeActAgent``.
+    """A label for one run of each group, all different: ``RLAgent, BestOfN {"n": 4}``, ``CodeActAgent``.
 
-    A single group has its name. Where the settings do not tell two apart, their names do, or else their folders.
+    A single group has its name. Two of the same agent and strategy have their names, or else their folders.
     """
     if len(runs) < 2:
         return [run.name for run in runs]
-    aspects = [_aspects(run) for run in runs]
-    differing = [key for key in aspects[0] if len({each[key] for each in aspects}) > 1]
-    labels = [", ".join(filter(None, (each[key] for key in differing))) for each in aspects]
-    for also in ([run.name for run in runs], _folders(runs)):
-        if len(set(labels)) == len(labels) and all(labels):
-            break
-        labels = [", ".join(filter(None, pair)) for pair in zip(labels, also, strict=True)]
+    labels = [""] * len(runs)
+    for aspect in zip(*map(_aspects, runs), strict=True):
+        if len(set(aspect)) > 1 and (not any(labels) or len(set(labels)) < len(runs)):
+            labels = [", ".join(filter(None, pair)) for pair in zip(labels, aspect, strict=True)]
     return labels
 
 
-def _aspects(run: RunRecord) -> dict[str, str]:
-    metadata, details = run.metadata, json_object(run.metadata.get("details"))
-    llm = json_object(metadata.get("llm_config"))
-    note = _NOTE.search(run.name)
-    said: dict[str, object] = {
-        "dataset": "-".join(filter(None, (_text(metadata.get("dataset")), _text(metadata.get("data_split"))))),
-        "agent": metadata.get("agent_class") or run.directory.parent.name,
-        "strategy": " ".join([_text(details.get("strategy")), *_options(json_object(details.get("strategy_options")))]),
-        "model": _after("model", _text(llm.get("model")).removeprefix("openai/")),
-        "note": _after("note", note["note"] if note else ""),
-        "iterations": _after("max iterations", metadata.get("max_iterations")),
-        "temperature": _after("temperature", details.get("temperature")),
-        "seed": _after("seed", details.get("seed")),
-    }
-    return {key: _text(value).strip() for key, value in said.items()}
-
-
-def _options(options: Mapping[str, object]) -> list[str]:
-    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in options.items()]
-
-
-def _after(what: str, value: object) -> str:
-    return f"{what} {value}" if value not in (None, "") else ""
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _folders(runs: Sequence[RunRecord]) -> list[str]:
-    """The folders of the runs, without what all of them begin with."""
-    parts = [run.directory.with_name(run.name).parts for run in runs]
-    shared = next((at for at, level in enumerate(zip(*parts, strict=False)) if len(set(level)) > 1), 0)
-    return ["/".join(each[shared:]) for each in parts]
+def _aspects(run: RunRecord) -> tuple[str, ...]:
+    details = json_object(run.metadata.get("details"))
+    strategy, options = details.get("strategy") or "", details.get("strategy_options")
+    agent = str(run.metadata.get("agent_class") or run.directory.parent.name)
+    return agent, f"{strategy} {json.dumps(options)}" if options else str(strategy), run.name, str(run.directory)
 
 
 _MOST_K = 64
@@ -202,10 +167,10 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
         dataset=str(metadata.get("dataset") or ""),
         split=str(metadata.get("data_split") or ""),
         in_force=_in_force(metadata),
-        started=_said(metadata.get("start_time")),
+        started=_text(metadata.get("start_time")),
         seed=seed if isinstance(seed := details.get("seed"), int) else None,
-        machine=_said(details.get("machine")),
-        command=_said(details.get("command")),
+        machine=_text(details.get("machine")),
+        command=_text(details.get("command")),
         tasks=len({outcome.instance_id for outcome in outcomes}),
         attempts=len(outcomes),
         kinds=count_kinds(outcomes),
@@ -231,7 +196,7 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
     )
 
 
-def _said(value: JsonValue) -> str:
+def _text(value: JsonValue) -> str:
     return value[:_LONGEST] if isinstance(value, str) else ""
 
 

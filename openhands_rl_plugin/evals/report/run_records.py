@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
 
 from pydantic import Field, JsonValue, ValidationError
 
@@ -17,8 +16,9 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Score
-from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind, is_stuck
+from openhands_rl_plugin.evals.runs.outcome import Outcome, is_stuck
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
+from openhands_rl_plugin.evals.swe.types import VerdictKind
 
 ENVIRONMENT = "environment"
 """The suites whose rewards are an environment's."""
@@ -34,32 +34,6 @@ class RunRecord(Frozen):
     directory: Path
     metadata: JsonObject = Field(default_factory=dict)
     outcomes: tuple[Outcome, ...] = ()
-
-    def judged_at(self, least: float) -> Self:
-        """This run with another criterion, for attempts that an environment paid; patches keep their verdicts.
-
-        An attempt without a valid return stays unresolved; where older runs do not say so, one that timed out.
-        """
-        paid = {OutcomeKind.RESOLVED: 1, OutcomeKind.UNRESOLVED: 0}
-        outcomes = tuple(
-            each.model_copy(
-                update={"kind": OutcomeKind.RESOLVED if each.reward >= least - 1e-9 else OutcomeKind.UNRESOLVED}
-            )
-            if each.reward is not None
-            and each.kind in paid
-            and self._paid
-            and each.valid
-            and not (each.kind is OutcomeKind.UNRESOLVED and each.timed_out)
-            else each
-            for each in self.outcomes
-        )
-        details = {**json_object(self.metadata.get("details")), "success": f"a reward of at least {least:g}"}
-        return self.model_copy(update={"outcomes": outcomes, "metadata": {**self.metadata, "details": details}})
-
-    @property
-    def _paid(self) -> bool:
-        """Whether rewards are those of an environment."""
-        return bool(json_object(self.metadata.get("details")).get("environment"))
 
 
 def read_runs(paths: tuple[Path, ...]) -> tuple[RunRecord, ...]:
@@ -140,23 +114,23 @@ def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
     )
 
 
-def _foreign_kind(row: JsonObject, result: JsonObject, patched: bool, timed_out: bool) -> OutcomeKind:
+def _foreign_kind(row: JsonObject, result: JsonObject, patched: bool, timed_out: bool) -> VerdictKind:
     report = json_object(result.get("report") or row.get("report"))
     flags = {
-        "error_eval": OutcomeKind.INFRASTRUCTURE,
-        "resolved": OutcomeKind.RESOLVED,
-        "empty_generation": OutcomeKind.EMPTY_PATCH,
-        "failed_apply_patch": OutcomeKind.UNAPPLIED,
-        "test_timeout": OutcomeKind.TIMED_OUT,
+        "error_eval": VerdictKind.INFRASTRUCTURE,
+        "resolved": VerdictKind.RESOLVED,
+        "empty_generation": VerdictKind.EMPTY_PATCH,
+        "failed_apply_patch": VerdictKind.UNAPPLIED,
+        "test_timeout": VerdictKind.TIMED_OUT,
     }
     for name, kind in flags.items():
         if report.get(name) is True:
             return kind
     if isinstance(report.get("resolved"), bool):
-        return OutcomeKind.UNRESOLVED
+        return VerdictKind.UNRESOLVED
     if not patched and (row.get("error") is None or timed_out):
-        return OutcomeKind.EMPTY_PATCH
-    return OutcomeKind.UNGRADED
+        return VerdictKind.EMPTY_PATCH
+    return VerdictKind.UNGRADED
 
 
 def _systems(events: list[JsonObject]) -> int:

@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, StrategySpec
 from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner
-from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask, GradedEpisode, Outcome, OutcomeKind, outcome_of
+from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask, GradedEpisode, Outcome, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import (
     check_same_settings,
     completion_files,
@@ -32,7 +32,7 @@ from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, R
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, Suite, graded_by
 from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
-from openhands_rl_plugin.evals.swe.types import InstanceBackend
+from openhands_rl_plugin.evals.swe.types import InstanceBackend, VerdictKind
 from openhands_rl_plugin.hosts.pool import HostRunner, open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, HostOptions
 
@@ -166,7 +166,7 @@ def _with_first_cause(graded: GradedEpisode, last: Failure, first: str) -> Grade
 def _failed_row(row: JsonObject) -> bool:
     result = row.get("test_result")
     outcome = result.get("outcome") if isinstance(result, dict) else None
-    return isinstance(outcome, dict) and outcome.get("kind") == OutcomeKind.INFRASTRUCTURE.value
+    return isinstance(outcome, dict) and outcome.get("kind") == VerdictKind.INFRASTRUCTURE.value
 
 
 STORE = "trajectories"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from pydantic import JsonValue
@@ -25,7 +24,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
-from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import UNKNOWN, Flag, Instance, PatchVerdict, VerdictKind
 
 
 class GradedEpisode(NamedTuple):
@@ -85,37 +84,18 @@ def _shown(strategy: StrategySpec) -> str:
     return f"{strategy.name} {json.dumps(strategy.options)}" if strategy.options else strategy.name
 
 
-class OutcomeKind(StrEnum):
-    """The kind of a verdict, or the reason for having none."""
-
-    RESOLVED = VerdictKind.RESOLVED.value
-    UNRESOLVED = VerdictKind.UNRESOLVED.value
-    EMPTY_PATCH = VerdictKind.EMPTY_PATCH.value
-    UNAPPLIED = VerdictKind.UNAPPLIED.value
-    TIMED_OUT = VerdictKind.TIMED_OUT.value
-    REFUSED = VerdictKind.REFUSED.value
-    INFRASTRUCTURE = VerdictKind.INFRASTRUCTURE.value
-    FAILED = "failed"
-    """The episode failed because of the model server or the environment, so it says nothing about the agent."""
-    UNGRADED = "ungraded"
-
-
-UNKNOWN = frozenset({OutcomeKind.INFRASTRUCTURE, OutcomeKind.FAILED, OutcomeKind.UNGRADED})
-"""Kinds that say nothing about the agent: counted, but excluded from success rates."""
-
-
 class Outcome(Frozen):
     """One attempt. ``cost`` is in the currency of the model's prices, ``None`` without prices; times in seconds.
 
-    ``answers`` counts model answers, ``malformed`` those that could not be parsed, ``turns`` those that were executed.
-    ``valid``: whether the reward is a whole return; that of an episode whose last action got no answer is not.
+    ``answers`` counts completions, ``malformed`` those that could not be parsed, ``turns`` those that were executed.
+    ``valid``: whether the reward is a whole return; that of an episode whose last action has no observation is not.
     ``flags``: guard rules that matched the patch or its run; ``commands_flagged``: turns that searched for the
     solution elsewhere. ``verifier``: the score of a verifier, if there is one.
     """
 
     instance_id: str
     run: int = 0
-    kind: OutcomeKind
+    kind: VerdictKind
     reward: float | None = None
     valid: bool = True
     reason: str = ""
@@ -140,7 +120,7 @@ class Outcome(Frozen):
     @property
     def resolved(self) -> bool | None:
         """Whether the instance was resolved; ``None`` when that is unknown."""
-        return None if self.kind in UNKNOWN else self.kind is OutcomeKind.RESOLVED
+        return None if self.kind in UNKNOWN else self.kind is VerdictKind.RESOLVED
 
 
 def outcome_of(graded: GradedEpisode, run: int, model: EvaluatedModel) -> Outcome:
@@ -180,28 +160,28 @@ def is_stuck(error: JsonValue) -> bool:
     return "stuck in a loop" in said or "stuckinloop" in said
 
 
-def kind_of_failure(trajectory: Trajectory) -> OutcomeKind | None:
+def kind_of_failure(trajectory: Trajectory) -> VerdictKind | None:
     """The kind of a failed episode; ``None`` for a valid one."""
     if trajectory.failure is None:
         return None
     infrastructure = trajectory.failure.kind is FailureKind.INFRASTRUCTURE
-    return OutcomeKind.INFRASTRUCTURE if infrastructure else OutcomeKind.FAILED
+    return VerdictKind.INFRASTRUCTURE if infrastructure else VerdictKind.FAILED
 
 
 def count_kinds(outcomes: Iterable[Outcome]) -> dict[str, int]:
     """The number of outcomes of every kind, zeros included."""
     found = [outcome.kind for outcome in outcomes]
-    return {kind.value: found.count(kind) for kind in OutcomeKind}
+    return {kind.value: found.count(kind) for kind in VerdictKind}
 
 
-def _kind(graded: GradedEpisode) -> OutcomeKind:
+def _kind(graded: GradedEpisode) -> VerdictKind:
     if (failed := kind_of_failure(graded.trajectory)) is not None:
         return failed
     if graded.verdict is not None:
-        return OutcomeKind(graded.verdict.kind.value)
+        return graded.verdict.kind
     if graded.score is None or graded.score.reward is None:
-        return OutcomeKind.UNGRADED
-    return OutcomeKind.RESOLVED if graded.score.detail.get("resolved") is True else OutcomeKind.UNRESOLVED
+        return VerdictKind.UNGRADED
+    return VerdictKind.RESOLVED if graded.score.detail.get("resolved") is True else VerdictKind.UNRESOLVED
 
 
 def _reason(graded: GradedEpisode) -> str:

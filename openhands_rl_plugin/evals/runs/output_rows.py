@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.evals.report.run_records import json_object, outcome_of_row, read_metadata
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome
 from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec, SessionAccess
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, PREDICTIONS, read_rows
 from openhands_rl_plugin.evals.swe.logs import run_report
@@ -95,7 +95,7 @@ def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -
             prediction = {"instance_id": row["instance_id"], "model_name_or_path": model, "model_patch": patch}
             predictions.append(json.dumps(prediction) + "\n")
     write_file(directory / PREDICTIONS, "".join(predictions), PRIVATE)
-    verdicts = {each.instance_id: _verdict(each) for each in outcomes if each.kind is not OutcomeKind.UNGRADED}
+    verdicts = {each.instance_id: _verdict(each) for each in outcomes if each.kind is not VerdictKind.UNGRADED}
     report = run_report(verdicts, list(instance_ids), [outcome.instance_id for outcome in outcomes])
     name = f"{model.replace('/', '__')}.{directory.name}.json"
     write_file(directory / name, json.dumps(report, indent=4), PRIVATE)
@@ -103,7 +103,7 @@ def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -
 
 def _verdict(outcome: Outcome) -> PatchVerdict:
     """An attempt as a verdict for the report. A failed episode is an error, as in the official harness."""
-    kind = VerdictKind.INFRASTRUCTURE if outcome.kind is OutcomeKind.FAILED else VerdictKind(outcome.kind.value)
+    kind = VerdictKind.INFRASTRUCTURE if outcome.kind is VerdictKind.FAILED else outcome.kind
     flags = tuple(Flag(rule=rule, where="") for rule in outcome.flags)
     return PatchVerdict(instance_id=outcome.instance_id, kind=kind, reason=outcome.reason, flags=flags)
 

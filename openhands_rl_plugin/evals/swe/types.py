@@ -38,7 +38,7 @@ class Instance(Frozen):
 
 
 class VerdictKind(StrEnum):
-    """The result of grading a patch. Only the first two come from its tests; the others are not "unresolved"."""
+    """The result of an attempt. Only the first two come from its tests; the others are not "unresolved"."""
 
     RESOLVED = "resolved"
     UNRESOLVED = "unresolved"
@@ -49,6 +49,13 @@ class VerdictKind(StrEnum):
     """Too large, binary without its data, or not a patch at all."""
     INFRASTRUCTURE = "infrastructure"
     """The infrastructure failed: nothing is known about the patch."""
+    FAILED = "failed"
+    """The episode failed because of the model server or the environment: nothing is known about the agent."""
+    UNGRADED = "ungraded"
+
+
+UNKNOWN = frozenset({VerdictKind.INFRASTRUCTURE, VerdictKind.FAILED, VerdictKind.UNGRADED})
+"""Kinds that say nothing about the agent: counted, but excluded from success rates."""
 
 
 class TestsStatus(Frozen):

@@ -17,28 +17,18 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.evals.report.figures import compare, figures_of, mcnemar, sign_permutation
 from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs, with_verifier
-from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.swe.types import VerdictKind
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-RESOLVED, UNRESOLVED = OutcomeKind.RESOLVED, OutcomeKind.UNRESOLVED
+RESOLVED, UNRESOLVED = VerdictKind.RESOLVED, VerdictKind.UNRESOLVED
 
 
-def run(index: int, kinds: Sequence[OutcomeKind], name: str = "run", **more) -> RunRecord:
+def run(index: int, kinds: Sequence[VerdictKind], name: str = "run", **more) -> RunRecord:
     """A run over tasks t0, t1, ..."""
     outcomes = tuple(Outcome(instance_id=f"t{at}", run=index, kind=kind, **more) for at, kind in enumerate(kinds))
     return RunRecord(name=name, index=index, directory=Path(f"/runs/{name}-run_{index}"), outcomes=outcomes)
-
-
-def test_another_criterion_resolves_no_attempt_without_a_valid_return():
-    suite = {"details": {"suite": "environment", "environment": {"env_name": "maze"}}}
-    for more, kind in (
-        ({}, OutcomeKind.RESOLVED),
-        ({"valid": False}, OutcomeKind.UNRESOLVED),
-        ({"timed_out": True}, OutcomeKind.UNRESOLVED),
-    ):
-        found = run(0, [OutcomeKind.UNRESOLVED], reward=0.75, **more).model_copy(update={"metadata": suite})
-        assert found.judged_at(0.7).outcomes[0].kind is kind
 
 
 def write(folder: Path, rows: Sequence[dict], metadata: dict | None = None) -> Path:
@@ -50,7 +40,7 @@ def write(folder: Path, rows: Sequence[dict], metadata: dict | None = None) -> P
 
 
 def test_what_is_unknown_is_in_no_rate_of_success():
-    kinds = [RESOLVED, UNRESOLVED, OutcomeKind.TIMED_OUT, OutcomeKind.INFRASTRUCTURE, OutcomeKind.FAILED]
+    kinds = [RESOLVED, UNRESOLVED, VerdictKind.TIMED_OUT, VerdictKind.INFRASTRUCTURE, VerdictKind.FAILED]
     (group,) = figures_of([run(0, kinds)])
     assert group.pass_at_1.mean == pytest.approx(1 / 3) and group.pass_at_1.n == 3
     assert (group.runs[0].resolved, group.runs[0].known, group.attempts) == (1, 3, 5)
@@ -111,7 +101,7 @@ def test_sign_permutation_is_exact(differences: list[float]):
 
 
 def test_a_comparison_is_over_tasks_of_both():
-    before = run(0, [UNRESOLVED] * 6 + [RESOLVED, OutcomeKind.INFRASTRUCTURE], "before")
+    before = run(0, [UNRESOLVED] * 6 + [RESOLVED, VerdictKind.INFRASTRUCTURE], "before")
     after = run(0, [RESOLVED] * 6 + [UNRESOLVED], "after")
     found = compare([before], [after])
     assert (found.tasks, found.only_first, found.only_second, found.test) == (7, 0, 0, "exact McNemar")
@@ -134,10 +124,10 @@ def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureF
     stock, plain = side("CodeActAgent"), side("RLAgent", strategy="StandardReAct")
     best, noted = side("RLAgent", strategy="BestOfN", strategy_options={"n": 4}), side("CodeActAgent", "v2")
     for one, other, said in (
-        (stock, plain, ("CodeActAgent", "RLAgent, StandardReAct")),
-        (plain, best, ("StandardReAct", "BestOfN n=4")),
-        (stock, noted, ("note v1", "note v2")),
-        (stock, side("CodeActAgent"), ("qwen_maxiter_50_N_v1, out0/", "qwen_maxiter_50_N_v1, out4/")),
+        (stock, plain, ("CodeActAgent", "RLAgent")),
+        (plain, best, ("StandardReAct", 'BestOfN {"n": 4}')),
+        (stock, noted, ("qwen_maxiter_50_N_v1", "qwen_maxiter_50_N_v2")),
+        (stock, side("CodeActAgent"), (str(tmp_path / "out0"), str(tmp_path / "out4"))),
     ):
         assert main(["compare", str(one), str(other), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -145,7 +135,7 @@ def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureF
         assert all(name.startswith(start) for name, start in zip(named, said, strict=True)), named
         assert [group["label"] for group in found["groups"]] == list(named)
     assert main(["report", str(plain), str(best)]) == 0
-    assert "BestOfN n=4" in capsys.readouterr().out
+    assert "BestOfN" in capsys.readouterr().out
     assert main(["report", str(plain)]) == 0
     assert "qwen_maxiter_50_N_v1" in capsys.readouterr().out, "a single one has its own name"
 

@@ -20,11 +20,11 @@ from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 from openhands_rl_plugin.evals.report.run_records import read_runs
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.runs.suites import Suite, environment_tasks, find_suite, swe_task
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = needs_bubblewrap
@@ -120,10 +120,10 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     plan = plan_for(model, tmp_path / "out")
     outcomes = {each.instance_id[-1]: each for each in await played(plan, entries, GitBackend(tmp_path / "grade"))}
     assert {name: each.kind for name, each in outcomes.items()} == {
-        "0": OutcomeKind.RESOLVED,
-        "1": OutcomeKind.UNRESOLVED,
-        "2": OutcomeKind.EMPTY_PATCH,
-        "3": OutcomeKind.EMPTY_PATCH,
+        "0": VerdictKind.RESOLVED,
+        "1": VerdictKind.UNRESOLVED,
+        "2": VerdictKind.EMPTY_PATCH,
+        "3": VerdictKind.EMPTY_PATCH,
     }
     assert [outcomes[name].stuck for name in "0123"] == [False, False, False, True]
     assert outcomes["1"].flags == ("exit",) and outcomes["2"].turns == 3
@@ -183,12 +183,12 @@ async def test_infrastructure_is_tried_again_and_never_counts_as_unresolved(mode
     entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
     plan = plan_for(model, tmp_path / "out", workers=1, graders=1, retries=1)
     backend = GitBackend(tmp_path / "grade", lost_checkouts=1, outages=1)
-    assert [each.kind for each in await played(plan, entries, backend)] == [OutcomeKind.RESOLVED] * 2
+    assert [each.kind for each in await played(plan, entries, backend)] == [VerdictKind.RESOLVED] * 2
 
     plan = plan_for(model, tmp_path / "other", workers=1, graders=1, retries=0)
     broken = GitBackend(tmp_path / "grade", lost_checkouts=1, outages=1)
     outcomes = await played(plan, entries, broken)
-    assert [each.kind for each in outcomes] == [OutcomeKind.INFRASTRUCTURE] * 2
+    assert [each.kind for each in outcomes] == [VerdictKind.INFRASTRUCTURE] * 2
     assert {each.resolved for each in outcomes} == {None}
     assert {each.reason for each in outcomes} == {"InfrastructureError: the mirror is away", "the disk is full"}
     (run,) = plan.out.rglob("org__instant.*.json")
@@ -196,7 +196,7 @@ async def test_infrastructure_is_tried_again_and_never_counts_as_unresolved(mode
     assert (report["error_instances"], report["unresolved_instances"]) == (2, 0)
     again = GitBackend(tmp_path / "grade")
     assert await played(plan, entries, again) == []
-    assert [each.kind for each in await played(plan, entries, again, retry_failed=True)] == [OutcomeKind.RESOLVED] * 2
+    assert [each.kind for each in await played(plan, entries, again, retry_failed=True)] == [VerdictKind.RESOLVED] * 2
     assert len(again.checked_out) == 1, "the episode whose grading failed is graded, not played again"
 
 
@@ -204,11 +204,11 @@ async def test_rl_agent_with_a_strategy_and_without_grading(model: str, tmp_path
     entries = entries_of(make_instances(tmp_path, 1), [FIXED])
     plan = plan_for(model, tmp_path / "out", agent="RLAgent", strategy="StandardReAct")
     (outcome,) = await played(plan, entries, GitBackend(tmp_path / "grade"), grade=False)
-    assert (outcome.kind, outcome.turns, outcome.answers) == (OutcomeKind.UNGRADED, 2, 2)
+    assert (outcome.kind, outcome.turns, outcome.answers) == (VerdictKind.UNGRADED, 2, 2)
     (row,) = lines(next(plan.out.rglob("output.jsonl")))
     assert "+    return a + b" in row["test_result"]["git_patch"] and "report" not in row["test_result"]
     (outcome,) = await played(plan.model_copy(update={"note": "v2"}), entries, GitBackend(tmp_path / "grade"))
-    assert outcome.kind is OutcomeKind.RESOLVED
+    assert outcome.kind is VerdictKind.RESOLVED
 
 
 async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
@@ -217,7 +217,7 @@ async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
     plan = plan_for(model, tmp_path / "out", agent="RLAgent", max_iterations=3)
     plan = plan.model_copy(update={"suite": suite.name, "dataset": suite.dataset, "split": suite.split})
     outcomes = await played(plan, entries, None, suite)
-    assert [(each.kind, each.reward) for each in outcomes] == [(OutcomeKind.UNRESOLVED, 0.0)] * 3
+    assert [(each.kind, each.reward) for each in outcomes] == [(VerdictKind.UNRESOLVED, 0.0)] * 3
     assert {each.stop for each in outcomes} == {"max_turns"}
     (row, *_) = lines(next(plan.out.rglob("output.jsonl")))
     assert row["test_result"]["report"] == {"resolved": False} and row["instance"]["environment"] == "webshop"
@@ -265,9 +265,9 @@ async def test_a_row_that_cannot_be_set_up_costs_itself_only(model: str, tmp_pat
     entries = entries_of([bad.model_copy(update={"extra": {}}), good, large], [FIXED, FIXED, much])
     outcomes = await played(plan_for(model, tmp_path / "out"), entries, GitBackend(tmp_path / "grade"))
     assert {each.instance_id[-1]: (each.kind, each.reason) for each in outcomes} == {
-        "0": (OutcomeKind.RESOLVED, ""),
-        "1": (OutcomeKind.FAILED, "nothing is known about this row"),
-        "2": (OutcomeKind.REFUSED, "the change is larger than a recorded patch may be"),
+        "0": (VerdictKind.RESOLVED, ""),
+        "1": (VerdictKind.FAILED, "nothing is known about this row"),
+        "2": (VerdictKind.REFUSED, "the change is larger than a recorded patch may be"),
     }
 
 
@@ -299,9 +299,9 @@ async def test_the_local_back_end_sets_up_shows_and_grades(agent: str, model: st
     (run,) = read_runs((plan.out,))
     kinds = {outcome.instance_id.rpartition("-")[2]: outcome.kind for outcome in run.outcomes}
     assert kinds == {
-        "fixed": OutcomeKind.RESOLVED,
-        "spoilt": OutcomeKind.UNRESOLVED,
-        "odd": OutcomeKind.INFRASTRUCTURE,
+        "fixed": VerdictKind.RESOLVED,
+        "spoilt": VerdictKind.UNRESOLVED,
+        "odd": VerdictKind.INFRASTRUCTURE,
     }, [outcome.reason for outcome in run.outcomes]
     rows = {row["instance_id"].rpartition("-")[2]: row for row in lines(next(plan.out.rglob("output.jsonl")))}
     said = json.dumps(rows["fixed"]["history"])

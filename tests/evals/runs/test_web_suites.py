@@ -22,9 +22,10 @@ from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
 from openhands_rl_plugin.environments.openenv import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import environment_tasks, find_suite
+from openhands_rl_plugin.evals.swe.types import VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SUITE = find_suite("environment")
@@ -79,7 +80,7 @@ async def test_openenv(model: str, tmp_path: Path):
     assert [each.instance_id for each in outcomes] == [f"openenv__grid_world-{at}" for at in range(3)]
     assert [each.turns for each in outcomes] == [8] * 3
     assert [each.reward for each in outcomes] == pytest.approx([0.3] * 3)
-    assert {each.kind for each in outcomes} == {OutcomeKind.UNRESOLVED}
+    assert {each.kind for each in outcomes} == {VerdictKind.UNRESOLVED}
     resets = [message["data"]["seed"] for message in server.messages if message["type"] == "reset"]
     assert sorted(resets) == [0, 1, 2]
 
@@ -97,8 +98,8 @@ async def test_nemo_gym_with_the_rows_of_a_data_set(model: str, tmp_path: Path):
         entries = environment_tasks(SUITE, "nemo-gym/answers", 2, file)
         outcomes = await outcomes_of(write_config(tmp_path, *lines), model, entries, tmp_path / "out")
     assert [(each.kind, each.reward) for each in outcomes] == [
-        (OutcomeKind.RESOLVED, 1.0),
-        (OutcomeKind.UNRESOLVED, 0.0),
+        (VerdictKind.RESOLVED, 1.0),
+        (VerdictKind.UNRESOLVED, 0.0),
     ]
     row = json.loads(next((tmp_path / "out").rglob("output.jsonl")).read_text().splitlines()[0])
     assert row["instance"]["row"]["expected_answer"] in ("42", "41")
@@ -143,7 +144,7 @@ async def test_a_server_that_dies_is_infrastructure_and_no_zero(model: str, tmp_
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
         entries = environment_tasks(SUITE, "openenv/grid_world", 1)
         (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out")
-    assert (outcome.kind, outcome.reward) == (OutcomeKind.INFRASTRUCTURE, None)
+    assert (outcome.kind, outcome.reward) == (VerdictKind.INFRASTRUCTURE, None)
 
 
 def test_rows_that_are_none_are_refused(tmp_path: Path):

@@ -20,7 +20,8 @@ from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.report.figures import compare
 from openhands_rl_plugin.evals.report.run_records import RunRecord
-from openhands_rl_plugin.evals.runs.outcome import Outcome, OutcomeKind
+from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.swe.types import VerdictKind
 from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, SamplePair, StageChange, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -65,7 +66,7 @@ def evaluation_report(folder: Path) -> Path:
         for index in range(2):
             directory = folder / str(solved) / f"RLAgent-run_{index}"
             directory.mkdir(parents=True)
-            kinds = [OutcomeKind.RESOLVED if at < solved else OutcomeKind.UNRESOLVED for at in range(len(names))]
+            kinds = [VerdictKind.RESOLVED if at < solved else VerdictKind.UNRESOLVED for at in range(len(names))]
             outcomes = [Outcome(instance_id=names[at], run=index, kind=kind) for at, kind in enumerate(kinds)]
             rows = [{"instance_id": each, "test_result": {"git_patch": TEXT, "report": {TEXT: TEXT}}} for each in names]
             (directory / "output.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
