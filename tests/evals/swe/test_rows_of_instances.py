@@ -101,7 +101,6 @@ def test_files(tmp_path: Path, form: str) -> None:
         (json.dumps({**ROW, "FAIL_TO_PASS": "{"}), "column FAIL_TO_PASS is neither a list nor its text"),
         (json.dumps({**ROW, "FAIL_TO_PASS": "['a' 'b']"}), "column FAIL_TO_PASS must be a list of test names"),
         (json.dumps({**ROW, "FAIL_TO_PASS": "[" * 9999}), "column FAIL_TO_PASS is neither a list nor its text"),
-        (json.dumps({**ROW, "fail_to_pass": ["t::other"]}), "column FAIL_TO_PASS is there twice, with different tests"),
         (json.dumps({**ROW, "FAIL_TO_PASS": "[]", "PASS_TO_PASS": None}), "name no test"),
         (json.dumps({**ROW, "PASS_TO_PASS": [1]}), "column PASS_TO_PASS must be a list of test names"),
         (json.dumps({**ROW, "instance_id": "../x"}), "cannot name a folder"),
