@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -24,84 +25,98 @@ MAX_PATCH = 16 * 2**20
 
 _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _GIT = re.compile(r'diff --git (?:a/(.*) b/(.*)|"a/(.*)" "b/(.*)")\r?$')
-_WORDS = ("GIT binary patch", "rename from ", "new file mode ", "deleted file mode ", "old mode ")
-_MOVED = re.compile(r'(?:(?:rename|copy) (?:from|to)|Index:) (?:"(.*)"|(.*?))\r?$')
-_OTHER_FORMS = {
-    "a context diff": re.compile(r"\*{8}"),
-    "an ed script or a normal diff": re.compile(r"\d+(?:,\d+)?[acdis](?:\d+(?:,\d+)?)?\r?$"),
-}
-"""What ``patch`` reads beside unified diffs, by the first line that makes it do so."""
+_SECTIONS = ("GIT binary patch", "rename from ", "new file mode ", "deleted file mode ", "old mode ")
 _ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
 _SIGNS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\"}
 
 
-class Sides(NamedTuple):
-    """The names of one changed file; ``None`` for the missing side of an added or deleted one."""
+@dataclass
+class FilePatch:
+    """The part of a patch about one file.
 
-    old: str | None
-    new: str | None
+    ``header``: its names in the ``diff --git`` line. ``old`` and ``new``: those above its hunks, ``None`` for the
+    missing side of an added or deleted file. ``added``: new lines with their numbers; ``kept``: removed lines and
+    context. ``applies``: whether anything in it can be applied.
+    """
+
+    header: tuple[str, ...] = ()
+    old: str | None = None
+    new: str | None = None
+    has_hunks: bool = False
+    applies: bool = False
+    added: list[tuple[int, str]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+
+def read_patch(patch: str) -> list[FilePatch]:
+    """The parts of a patch, in its order."""
+    files: list[FilePatch] = []
+    before = after = number = 0
+    for line in patch.split("\n"):
+        if before > 0 or after > 0:
+            if line.startswith(("-", "+", " ", "\\")) or not line.strip():
+                if line.startswith("+"):
+                    files[-1].added.append((number, line[1:].rstrip("\r")))
+                elif line.startswith(("-", " ")):
+                    files[-1].kept.append(line[1:])
+                before -= not line.startswith(("+", "\\"))
+                after -= not line.startswith(("-", "\\"))
+                number += not line.startswith(("-", "\\"))
+                continue
+            before = after = 0
+        if match := _GIT.match(line):
+            names = (match[1] or _unescaped(match[3] or ""), match[2] or _unescaped(match[4] or ""))
+            files.append(FilePatch(header=names))
+        elif line.startswith("--- "):
+            if not files or files[-1].has_hunks:
+                files.append(FilePatch())
+            files[-1].old = _name(line[4:], "a/")
+        elif line.startswith("+++ ") and files:
+            files[-1].new, files[-1].has_hunks = _name(line[4:], "b/"), True
+        elif files and (line.startswith(_SECTIONS) or _HUNK.match(line)):
+            files[-1].applies = True
+            if match := _HUNK.match(line):
+                before, after = (int(match[at]) if match[at] is not None else 1 for at in (1, 3))
+                number = int(match[2])
+    return files
 
 
 def changed_files(patch: str) -> tuple[str, ...]:
     """The files that a git patch names, by their new names, in its order."""
-    found = (_GIT.match(line) for line in _headers(patch))
-    return tuple(dict.fromkeys(match[2] or _unescaped(match[4] or "") for match in found if match))
-
-
-def sides(patch: str) -> tuple[Sides, ...]:
-    """Old and new name of every file with hunks."""
-    pairs: list[Sides] = []
-    old: str | None = None
-    for line in _headers(patch):
-        if line.startswith("--- "):
-            old = _name(line[4:], "a/")
-        elif line.startswith("+++ "):
-            pairs.append(Sides(old, _name(line[4:], "b/")))
-    return tuple(pairs)
+    return tuple(dict.fromkeys(each.header[1] for each in read_patch(patch) if each.header))
 
 
 def restored_files(patch: str) -> tuple[str, ...]:
     """The files with hunks that exist before the patch."""
-    return tuple(dict.fromkeys(each.old for each in sides(patch) if each.old))
+    return tuple(dict.fromkeys(each.old for each in read_patch(patch) if each.has_hunks and each.old))
 
 
 def added_files(patch: str) -> tuple[str, ...]:
     """The files with hunks that the patch creates."""
-    return tuple(dict.fromkeys(each.new for each in sides(patch) if each.new and not each.old))
+    return tuple(dict.fromkeys(each.new for each in read_patch(patch) if each.new and not each.old))
 
 
 def touched_files(patch: str) -> frozenset[str]:
     """Every file that the patch changes, adds or deletes, by its old and new name."""
-    named = (_GIT.match(line) for line in _headers(patch))
-    pairs = (
-        (match[1] or _unescaped(match[3] or ""), match[2] or _unescaped(match[4] or "")) for match in named if match
-    )
-    moved = (match for line in _headers(patch) if (match := _MOVED.match(line)))
-    names = tuple(_unescaped(match[1]) if match[1] is not None else match[2] for match in moved)
-    return frozenset(name for pair in (*pairs, *sides(patch), names) for name in pair if name)
+    return frozenset(name for each in read_patch(patch) for name in (*each.header, each.old, each.new) if name)
 
 
 def added_lines(patch: str) -> dict[str, list[tuple[int, str]]]:
     """The lines that the patch adds, with their numbers, by file."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    lines: list[tuple[int, str]] = []
-    for line, number in _numbered(patch):
-        if number is not None and line.startswith("+"):
-            lines.append((number, line[1:].rstrip("\r")))
-        elif number is None and line.startswith("+++ "):
-            lines = found.setdefault(_name(line[4:], "b/") or "", [])
-    return {file: each for file, each in found.items() if file}
+    return _lines(patch, lambda each: each.added)
 
 
 def kept_lines(patch: str) -> dict[str, list[str]]:
     """The lines that the patch removes or shows around its changes, by the file's new name."""
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line, number in _numbered(patch):
-        if number is not None and line.startswith(("-", " ")):
-            lines.append(line[1:])
-        elif number is None and line.startswith("+++ "):
-            lines = found.setdefault(_name(line[4:], "b/") or "", [])
+    return _lines(patch, lambda each: each.kept)
+
+
+def _lines[T](patch: str, lines_of: Callable[[FilePatch], list[T]]) -> dict[str, list[T]]:
+    """A file may have several parts."""
+    found: dict[str, list[T]] = {}
+    for each in read_patch(patch):
+        if each.new:
+            found.setdefault(each.new, []).extend(lines_of(each))
     return found
 
 
@@ -110,46 +125,14 @@ def refusal(patch: str) -> str | None:
     size = len(patch.encode("utf-8", "surrogatepass"))
     if size > MAX_PATCH:
         return f"the patch has {size / 2**20:.0f} MiB, more than {MAX_PATCH >> 20}"
-    if "\0" in patch:
-        return "the patch holds zero bytes: it is binary, not text"
-    if any(0xD800 <= ord(sign) <= 0xDFFF for sign in patch):
-        return "the patch is not valid Unicode"
-    headers = list(_headers(patch))
-    if any(line.startswith("Binary files ") and line.rstrip().endswith(" differ") for line in headers):
-        return "the patch changes binary files without their data; make it with git diff --binary"
+    if re.search("[\0\ud800-\udfff]", patch):
+        return "the patch is not text: it holds zero bytes or invalid Unicode"
     names = touched_files(patch)
-    if not names or not any(line.startswith(_WORDS) or _HUNK.match(line) for line in headers):
+    if not names or not any(each.applies for each in read_patch(patch)):
         return "this is not a patch: no file and no hunk in it"
-    for form, first in _OTHER_FORMS.items():
-        if found := next((line for line in headers if first.match(line)), None):
-            said = found.strip()[:60]
-            return f"the patch holds {form} ({said!r}); only unified diffs are applied: make it with git diff"
     if inside := next((name for name in sorted(names) if is_gits_own(name)), None):
         return f"the patch writes into git's own files ({inside})"
     return None
-
-
-def _headers(patch: str) -> Iterator[str]:
-    """The lines outside of hunks, with the hunks' ``@@`` lines."""
-    return (line for line, number in _numbered(patch) if number is None)
-
-
-def _numbered(patch: str) -> Iterator[tuple[str, int | None]]:
-    """Every line of a patch with its number in the new file; ``None`` for lines outside of hunks."""
-    before = after = number = 0
-    for line in patch.split("\n"):
-        if before > 0 or after > 0:
-            if line.startswith(("-", "+", " ", "\\")) or not line.strip():
-                yield line, number
-                before -= not line.startswith(("+", "\\"))
-                after -= not line.startswith(("-", "\\"))
-                number += not line.startswith(("-", "\\"))
-                continue
-            before = after = 0
-        if match := _HUNK.match(line):
-            before, after = (int(match[at]) if match[at] is not None else 1 for at in (1, 3))
-            number = int(match[2])
-        yield line, None
 
 
 def _name(text: str, prefix: str) -> str | None:
@@ -173,9 +156,9 @@ PATCH_INSIDE = "/tmp/patch.diff"
 
 _APPLY = " || ".join(
     f"{command} {PATCH_INSIDE}"
-    for command in ("git apply --verbose", "git apply --verbose --reject", "patch --batch --fuzz=5 -p1 -i")
+    for command in ("git apply --verbose", "git apply --verbose --reject", "patch --unified --batch --fuzz=5 -p1 -i")
 )
-"""The official commands, tried in this order."""
+"""The official commands, tried in this order; ``patch`` reads no form but unified diffs, as others run commands."""
 _APPLY_TIME = 120.0
 _LEFT = (".orig", ".rej")
 _MOST = 3
