@@ -104,15 +104,6 @@ async def test_tests_that_end_their_own_container_are_unresolved(program: Path, 
     assert verdict.kind is VerdictKind.UNRESOLVED and "the run ended before its tests did" in verdict.reason
 
 
-@pytest.mark.parametrize("network", [False, True])
-async def test_tests_that_lack_a_service_say_so(program: Path, tmp_path: Path, network: bool) -> None:
-    row = with_extra(ROW, httpbin=True).model_copy(update={"fail_to_pass": ("tests/test_calc.py::test_web",)})
-    backend = DockerBackend(program=str(program), network=network)
-    verdict = await backend.grade(row, FIX, logs=tmp_path / "logs", timeout=30.0)
-    assert verdict.kind is VerdictKind.UNRESOLVED
-    assert ("ask httpbin.org, which containers" in verdict.reason) is not network
-
-
 async def test_containers_that_a_killed_process_left_are_removed(program: Path, tmp_path: Path, monkeypatch) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()

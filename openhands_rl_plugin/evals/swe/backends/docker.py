@@ -26,10 +26,9 @@ from openhands_rl_plugin.evals.swe.grading import Box, Guard, GuardEquipment, No
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
-_LACKING = "these tests ask httpbin.org, which containers without a network have not; --network, or --backend local"
 
 _PREFIX = f"openhands-rl-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
 """Of containers of this machine; the number of their process follows."""
@@ -62,8 +61,7 @@ class ImageGrader:
             recipe = await read_recipe(instance, self._sources)
             written.write_script(recipe.evaluation_script)
             async with self.box(image_of(instance, recipe), self._guard.equipment(instance)) as box:
-                verdict = await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
-            return with_services(verdict, recipe, network=self._network)
+                return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
 
         return await grade_and_log(instance, patch, written, grade)
 
@@ -253,14 +251,6 @@ def checkout_of(directory: Path) -> Checkout:
         mounts=(Mount(host=environment, inside=ENVIRONMENT), Mount(host=directory, inside="/testbed")),
         variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
     )
-
-
-def with_services(verdict: PatchVerdict, recipe: Recipe, *, network: bool) -> PatchVerdict:
-    """The verdict of a run that may have lacked services, and says so then."""
-    lacking = (recipe.httpbin or recipe.unreachable) and not network
-    if not lacking or verdict.kind is not VerdictKind.UNRESOLVED:
-        return verdict
-    return verdict.model_copy(update={"reason": "; ".join(filter(None, (verdict.reason, _LACKING)))})
 
 
 def from_mirrors(sources: Sequence[MirrorSource]) -> ReadFile:

@@ -2,8 +2,6 @@
 
 A layer is a folder with ``PARTS``: an environment that all rows with its Python and requirements share, and on top of a
 copy of it an instance with its repository installed. Graded patches write to an overlay, never there.
-
-Golds of ``requests`` (SWE-bench) need httpbin and addresses that never answer: ``services_of`` makes both.
 """
 
 from __future__ import annotations
@@ -12,14 +10,12 @@ import asyncio
 import hashlib
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.git import checked_git, git_command, git_folder
-from openhands_rl_plugin.environments.workspace.processes import checked, run
+from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.environments.workspace.visible import installed_parts
 from openhands_rl_plugin.evals.swe.backends.caching import (
     Cache,
@@ -60,54 +56,19 @@ from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
 
-_HTTPBIN = ("httpbin==0.10.2", "flask<3.1", "werkzeug<3.1")
-_HTTPBIN_INSIDE, _TARGET = "/opt/httpbin", "/tmp/httpbin"
-_HOSTS = "127.0.0.1 localhost httpbin.org\n::1 localhost\n"
-
-
-class Services(NamedTuple):
-    """What tests expect of a network, in a sandbox without one: addresses that never answer, and httpbin in a folder
-    beside ``hosts``.
-    """
-
-    unreachable: Sequence[str] = ()
-    httpbin: Path | None = None
-
-    def around(self, command: Sequence[str]) -> list[str]:
-        """The command that runs another beside the services."""
-        given = [",".join(self.unreachable), _HTTPBIN_INSIDE if self.httpbin else ""]
-        program = [f"{CONDA}/host-python", "-IS", f"{CONDA}/shim/network.py", *given] if any(self) else []
-        return [*program, *command]
-
-    @property
-    def shown(self) -> list[Shown]:
-        """The files that the sandbox has to show."""
-        if self.httpbin is None:
-            return []
-        return [Shown(self.httpbin, _HTTPBIN_INSIDE), Shown(self.httpbin.with_name("hosts"), "/etc/hosts")]
-
-
-async def services_of(cache: Cache, recipe: Recipe) -> Services:
-    """The services of a recipe, installed where they are missing. Raises ``InfrastructureError``."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    place = cache.path("services", f"{_HTTPBIN[0]}-python{version}")
-
-    async def make(into: Path) -> None:
-        (into / "hosts").write_text(_HOSTS)
-        for part in ("layer", "tmp"):
-            (into / part).mkdir()
-        python = find_python(version)
-        install = [f"{CONDA}/bin/uv", "pip", "install", "--quiet", "--python", str(python.program), "--target", _TARGET]
-        room, variables = Room(into / "layer", into / "tmp"), {"UV_LINK_MODE": "copy"}
-        sandbox = InstanceSandbox(python, "")
-        command = sandbox.wrap(room, [*install, *_HTTPBIN], network=True, setup=True, logins=False, variables=variables)
-        await checked(command, "install httpbin", timeout=600)
-        (into / "tmp" / "httpbin").rename(into / "httpbin")
-
-    if recipe.httpbin:
-        await cache.made(place, make)
-    return Services(recipe.unreachable, place / "httpbin" if recipe.httpbin else None)
-
+_SERVED = "psf/requests"
+"""Its tests ask httpbin and an address that never answers. The network of their sandbox has neither by itself."""
+_INSTALL_SERVICES = f"""
+{CONDA}/bin/uv pip install --python {CONDA}/host-python --target /root/httpbin \\
+    httpbin==0.10.2 'flask<3.1' 'werkzeug<3.1'
+echo '127.0.0.1 localhost httpbin.org' > /root/hosts
+"""
+_SERVE = f"""
+ip route add 10.255.255.1 dev lo
+PYTHONPATH=/root/httpbin {CONDA}/host-python -c 'import httpbin; httpbin.app.run("127.0.0.1", 80)' >/dev/null 2>&1 &
+for _ in {{1..99}}; do (: >/dev/tcp/127.0.0.1/80) 2>/dev/null && break; sleep 0.1; done
+exec setpriv --bounding-set -net_admin --inh-caps -net_admin --ambient-caps -net_admin "$@"
+"""
 
 SETUP_TIME = 3600.0
 """Seconds that an environment, or a repository's installation, may take."""
@@ -199,23 +160,20 @@ class LocalBackend:
             recipe = await self._recipe(instance)
             written.write_script(recipe.evaluation_script)
             layer, _, sandbox = await self._layer(instance, recipe)
-            services = Services() if self._network else await services_of(self._cache, recipe)
             equipment = self._guard.equipment(instance)
             async with fresh_room(self._runs(), layer, equipment) as room:
 
                 def wrap(
                     command: Sequence[str], tests: bool, shown: Sequence[Shown], variables: Mapping[str, str]
                 ) -> list[str]:
-                    if not tests:
-                        return sandbox.wrap(room, command, network=False)
+                    if tests and instance.repo == _SERVED and not self._network:
+                        command = ["/bin/bash", "-c", _SERVE, "serve", *command]
+                        shown, more = [*shown, Shown(layer / "root/hosts", "/etc/hosts")], ["NET_ADMIN"]
+                    else:
+                        more = []
+                    network = tests and self._network
                     return sandbox.wrap(
-                        room,
-                        services.around(command),
-                        network=self._network,
-                        shown=[*shown, *services.shown],
-                        variables=variables,
-                        # Over the sandbox's own network, until the tests begin.
-                        capabilities=["NET_ADMIN"] if any(services) else [],
+                        room, command, network=network, shown=shown, variables=variables, capabilities=more
                     )
 
                 box = SandboxBox(room, equipment, wrap)
@@ -232,13 +190,15 @@ class LocalBackend:
             return asyncio.run_coroutine_threadsafe(self._read(wanted, path), loop).result()
 
         loop = asyncio.get_running_loop()
-        return await asyncio.to_thread(recipe_of, instance, read_file)
+        recipe = await asyncio.to_thread(recipe_of, instance, read_file)
+        more = _INSTALL_SERVICES if instance.repo == _SERVED else ""
+        return recipe.model_copy(update={"environment_script": recipe.environment_script + more})
 
     async def _read(self, instance: Instance, path: str) -> str | None:
         return await file_at(await find_repository(instance, self._sources), instance.base_commit, path)
 
     async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, InstanceSandbox]:
-        if not recipe.environment_script:
+        if not recipe.install_script:
             raise ConfigError(
                 f"{instance.instance_id}: its row names an image, but not how to install {instance.repo}; "
                 "use --backend docker"

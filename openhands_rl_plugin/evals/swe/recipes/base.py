@@ -21,9 +21,6 @@ class Recipe(Frozen):
     ``exclude_newer``: the date of which packages are installed, ``YYYY-MM-DD``; empty for today's. ``python``: a
     version as "3.9". ``grader``: whose functions compare the outcomes of tests with the row, those of ``swebench``
     ("official") or ours ("own").
-
-    ``httpbin``: the tests ask ``http://httpbin.org``; ``unreachable``: IPv4 addresses at which they expect that nobody
-    answers, however long they wait.
     """
 
     environment_script: str
@@ -35,5 +32,3 @@ class Recipe(Frozen):
     exclude_newer: str = ""
     image: str | None = None
     grader: Literal["official", "own"] = "official"
-    httpbin: bool = False
-    unreachable: tuple[str, ...] = ()

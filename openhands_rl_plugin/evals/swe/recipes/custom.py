@@ -12,8 +12,6 @@ Their columns, beside those of SWE-bench:
   when left out and a name ends within its parameters), or another name of ``swe_bench.parser_of``.
 - ``exclude_newer``: the date of which packages are installed, ``YYYY-MM-DD``.
 - ``image``: for Docker.
-- ``httpbin``: true where tests ask ``http://httpbin.org``, which then answers in their sandbox; ``unreachable``: IPv4
-  addresses, a list, at which they expect that nobody ever answers.
 
 The environment is shared by all rows with the same ``python``, ``packages`` and ``exclude_newer``.
 """
@@ -54,8 +52,6 @@ def recipe(instance: Instance) -> Recipe:
         exclude_newer=_text(instance, "exclude_newer"),
         image=_text(instance, "image") or None,
         grader="own",
-        httpbin=instance.extra.get("httpbin") is True,
-        unreachable=tuple(_lines(instance, "unreachable")),
     )
 
 

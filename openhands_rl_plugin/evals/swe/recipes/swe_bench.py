@@ -27,9 +27,6 @@ EXTRA = "swe"
 IMAGE_ONLY = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="")
 """What the columns of a row that is complete are put into."""
 
-_ASKS_HTTPBIN = frozenset({"psf/requests"})
-_UNREACHABLE = {"psf/requests": ("10.255.255.1",)}
-
 _RAW = "https://raw.githubusercontent.com/"
 _LOCK = threading.Lock()
 
@@ -80,8 +77,6 @@ def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
         eval_type="fail_only" if instance.repo in constants.FAIL_ONLY_REPOS else "pass_and_fail",
         exclude_newer=EXCLUDE_NEWER,
         image=spec.instance_image_key,
-        httpbin=instance.repo in _ASKS_HTTPBIN,
-        unreachable=_UNREACHABLE.get(instance.repo, ()),
     )
 
 
