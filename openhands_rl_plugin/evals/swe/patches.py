@@ -129,7 +129,7 @@ def refusal(patch: str) -> str | None:
         return "the patch is not text: it holds zero bytes or invalid Unicode"
     names = touched_files(patch)
     if not names or not any(each.applies for each in read_patch(patch)):
-        return "this is not a patch: no file and no hunk in it"
+        return "this is not a patch: it has no file with a hunk or binary data (git diff --binary)"
     if inside := next((name for name in sorted(names) if is_gits_own(name)), None):
         return f"the patch writes into git's own files ({inside})"
     return None

@@ -37,7 +37,6 @@ from openhands_rl_plugin.evals.swe.backends.repositories import (
     make_origin,
 )
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
-    CONDA,
     ENVIRONMENTS,
     PARTS,
     InstanceLimits,
@@ -55,20 +54,6 @@ from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
-
-_SERVED = "psf/requests"
-"""Its tests ask httpbin and an address that never answers. The network of their sandbox has neither by itself."""
-_INSTALL_SERVICES = f"""
-{CONDA}/bin/uv pip install --python {CONDA}/host-python --target /root/httpbin \\
-    httpbin==0.10.2 'flask<3.1' 'werkzeug<3.1'
-echo '127.0.0.1 localhost httpbin.org' > /root/hosts
-"""
-_SERVE = f"""
-ip route add 10.255.255.1 dev lo
-PYTHONPATH=/root/httpbin {CONDA}/host-python -c 'import httpbin; httpbin.app.run("127.0.0.1", 80)' >/dev/null 2>&1 &
-for _ in {{1..99}}; do (: >/dev/tcp/127.0.0.1/80) 2>/dev/null && break; sleep 0.1; done
-exec setpriv --bounding-set -net_admin --inh-caps -net_admin --ambient-caps -net_admin "$@"
-"""
 
 SETUP_TIME = 3600.0
 """Seconds that an environment, or a repository's installation, may take."""
@@ -166,15 +151,8 @@ class LocalBackend:
                 def wrap(
                     command: Sequence[str], tests: bool, shown: Sequence[Shown], variables: Mapping[str, str]
                 ) -> list[str]:
-                    if tests and instance.repo == _SERVED and not self._network:
-                        command = ["/bin/bash", "-c", _SERVE, "serve", *command]
-                        shown, more = [*shown, Shown(layer / "root/hosts", "/etc/hosts")], ["NET_ADMIN"]
-                    else:
-                        more = []
                     network = tests and self._network
-                    return sandbox.wrap(
-                        room, command, network=network, shown=shown, variables=variables, capabilities=more
-                    )
+                    return sandbox.wrap(room, command, network=network, shown=shown, variables=variables)
 
                 box = SandboxBox(room, equipment, wrap)
                 return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
@@ -190,15 +168,13 @@ class LocalBackend:
             return asyncio.run_coroutine_threadsafe(self._read(wanted, path), loop).result()
 
         loop = asyncio.get_running_loop()
-        recipe = await asyncio.to_thread(recipe_of, instance, read_file)
-        more = _INSTALL_SERVICES if instance.repo == _SERVED else ""
-        return recipe.model_copy(update={"environment_script": recipe.environment_script + more})
+        return await asyncio.to_thread(recipe_of, instance, read_file)
 
     async def _read(self, instance: Instance, path: str) -> str | None:
         return await file_at(await find_repository(instance, self._sources), instance.base_commit, path)
 
     async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, InstanceSandbox]:
-        if not recipe.install_script:
+        if not recipe.environment_script:
             raise ConfigError(
                 f"{instance.instance_id}: its row names an image, but not how to install {instance.repo}; "
                 "use --backend docker"

@@ -14,19 +14,25 @@ _OF_HOME = (".config/uv/uv.toml", ".config/pip/pip.conf", ".pip/pip.conf", ".net
 _OF_SYSTEM = ("/etc/pip.conf", "/etc/uv/uv.toml")
 _VARIABLES = re.compile(r"(?:PIP|UV)_\w+", re.IGNORECASE)
 _UNWANTED = ("UV_PROJECT", "UV_PYTHON", "UV_CACHE_DIR", "UV_OFFLINE", "UV_NO_CACHE", "PIP_REQUIRE_VIRTUALENV")
+_LOGIN = re.compile(r"://[^/\s]*@|\bpassword\s|\w*(?:PASSWORD|TOKEN|USERNAME|KEYRING)\w* ")
 _FOLDER = re.compile(r"(?:file://[^\s/]*)?(/[^\s\"',\]]+)")
 
 
-def files() -> Iterator[tuple[Path, str]]:
-    """The files with settings of the index, and the paths by which root reads them in a sandbox."""
+def files(*, logins: bool = True) -> Iterator[tuple[Path, str]]:
+    """The files with settings of the index, and the paths by which root reads them in a sandbox; with ``logins``, those
+    that hold one, too.
+    """
     paths = [(Path.home() / name, f"/root/{name}") for name in _OF_HOME] + [(Path(name), name) for name in _OF_SYSTEM]
-    return (each for each in paths if each[0].is_file())
+    for path, inside in paths:
+        if path.is_file() and (logins or not _LOGIN.search(path.read_text(errors="replace"))):
+            yield path, inside
 
 
-def variables() -> dict[str, str]:
+def variables(*, logins: bool = True) -> dict[str, str]:
     """The variables of pip and uv that hold for a sandbox too."""
     named = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
-    return {name: value for name, value in named.items() if not name.startswith(_UNWANTED)}
+    wanted = {name: value for name, value in named.items() if not name.startswith(_UNWANTED)}
+    return {name: value for name, value in wanted.items() if logins or not _LOGIN.search(f"{name} {value}")}
 
 
 def folders() -> list[Path]:

@@ -108,23 +108,23 @@ class InstanceSandbox:
         *,
         network: bool,
         setup: bool = False,
+        logins: bool = True,
         shown: Sequence[Shown] = (),
         variables: Mapping[str, str] | None = None,
-        capabilities: Sequence[str] = (),
     ) -> list[str]:
         """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists.
 
-        ``setup``: with the user's package index. ``capabilities``: more than root has in a container.
+        ``setup``: with the user's package index, and its ``logins``.
         """
         parts = [(room.layer / name, inside) for name, inside in PARTS.items()]
         parts = [(host, inside) for host, inside in parts if room.overlay or host.exists()]
         has_testbed = any(inside == "/testbed" for _, inside in parts)
-        settings = {**self._variables(network=network, setup=setup), **(variables or {})}
+        settings = {**self._variables(network=network, setup=setup, logins=setup and logins), **(variables or {})}
         root = [*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()]
         mounts = [word for host, inside in parts for word in ("--bind", str(host), inside)]
-        mounts += [*self._tools(setup=setup), *(word for each in shown for word in bind(each))]
+        mounts += [*self._tools(setup=setup, logins=logins), *(word for each in shown for word in bind(each))]
         return [
-            *as_root(room, self._limits, root, mounts, settings, network=network, capabilities=capabilities),
+            *as_root(room, self._limits, root, mounts, settings, network=network),
             *("--chdir", "/testbed" if has_testbed else "/", "--"),
             *bounded(self._bound(has_testbed), f"{CONDA}/host-python", program),
         ]
@@ -133,13 +133,13 @@ class InstanceSandbox:
         limits, disk = self._limits, self._limits.disk if has_testbed else 0
         return Bound(processes=limits.processes, memory=limits.memory, disk=disk, folder="/testbed")
 
-    def _tools(self, *, setup: bool) -> list[str]:
+    def _tools(self, *, setup: bool, logins: bool) -> list[str]:
         folder = Path(shim.__file__).parent
         binds = [
             Shown(folder / "activate.sh", f"{CONDA}/bin/activate"),
             Shown(folder, f"{CONDA}/shim"),
             Shown(self._uv, f"{CONDA}/bin/uv"),
-            *(_index_settings() if setup else ()),
+            *(_index_settings(logins) if setup else ()),
         ]
         host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
         links = {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS}
@@ -151,11 +151,10 @@ class InstanceSandbox:
     def _prefixes(self) -> set[str]:
         return {os.path.realpath(prefix) for prefix in (self._interpreter.prefix, sys.base_prefix)}
 
-    def _variables(self, *, network: bool, setup: bool) -> dict[str, str]:
+    def _variables(self, *, network: bool, setup: bool, logins: bool) -> dict[str, str]:
         named = {name: value for name, value in os.environ.items() if network and _NETWORK_VARIABLES.fullmatch(name)}
-        # A proxy's login is for the set-up only.
-        settings = {name: value for name, value in named.items() if setup or "@" not in value}
-        settings |= package_index.variables() if setup else {}
+        settings = {name: value for name, value in named.items() if logins or "@" not in value}
+        settings |= package_index.variables(logins=logins) if setup else {}
         return {
             **settings,
             "HOME": "/root",
@@ -183,12 +182,11 @@ def as_root(
     variables: Mapping[str, str],
     *,
     network: bool,
-    capabilities: Sequence[str] = (),
 ) -> list[str]:
     """The beginning of a command line that runs a program in ``room`` as root in a container. ``root``: the mounts of
-    ``/``, below the others. ``capabilities``: more than root has there.
+    ``/``, below the others.
     """
-    allowed = [word for name in (*_CAPABILITIES, *capabilities) for word in ("--cap-add", f"CAP_{name}")]
+    allowed = [word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
     # ``localhost`` is a name that resolves without a network.
     options = [*_AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
     return [
@@ -199,9 +197,9 @@ def as_root(
     ]
 
 
-def _index_settings() -> Iterator[Shown]:
+def _index_settings(logins: bool) -> Iterator[Shown]:
     """The user's settings of the package index, and indexes that are folders."""
-    yield from (Shown(file, inside) for file, inside in package_index.files())
+    yield from (Shown(file, inside) for file, inside in package_index.files(logins=logins))
     yield from (Shown(folder, str(folder)) for folder in package_index.folders() if str(folder) != CONDA)
 
 
