@@ -185,7 +185,7 @@ def _served(
 ) -> Iterator[tuple[RLSettings, Path]]:
     """The settings with all addresses, and the weights of the base model. Servers that are not named are started."""
     from openhands_rl_plugin.cli.jobs import free_port, running_command
-    from openhands_rl_plugin.evals.runs.own_suites import own_suite
+    from openhands_rl_plugin.evals.runs.suites import own_suite
 
     with ExitStack() as opened:
         own, name = own_suite(tasks.suite.name), tasks.suite.name

@@ -184,7 +184,7 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.evals.runs.own_suites import own_suite
+    from openhands_rl_plugin.evals.runs.suites import own_suite
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.gate import read_lineage, table_of
     from openhands_rl_plugin.evals.tasks.packages import tasks_file

@@ -13,7 +13,7 @@ from shopping_loop import MODEL, write_talker
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.evals.runs.environment_runner import row_tasks
+from openhands_rl_plugin.evals.runs.suites import row_tasks
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 

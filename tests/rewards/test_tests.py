@@ -7,7 +7,7 @@ import pytest
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.types import StrategySpec, Trajectory
-from openhands_rl_plugin.evals.runs.swe_runner import report_of, with_verdict
+from openhands_rl_plugin.evals.runs.runner import report_of, with_verdict
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
 from openhands_rl_plugin.rewards.command import CommandOptions, CommandReward
 from openhands_rl_plugin.testing import check_reward, example_trajectory

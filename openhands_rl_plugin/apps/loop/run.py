@@ -26,10 +26,11 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of
-from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask
+from openhands_rl_plugin.evals.runs.evaluate import options_of
+from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
-from openhands_rl_plugin.evals.runs.suites import graded_by
+from openhands_rl_plugin.evals.runs.runner import EvalRunner
+from openhands_rl_plugin.evals.runs.suites import TESTS
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
@@ -112,7 +113,7 @@ class LoopResult:
 
 def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:
     """The reward that is maximised: ``[rl.reward]``. The return of a software task is what its grading says."""
-    return graded_by(tasks.entries, settings.reward) if _is_verdict(tasks, settings) else settings.reward
+    return settings.reward.overridden(TESTS) if _is_verdict(tasks, settings) else settings.reward
 
 
 def _is_verdict(tasks: LoopTasks, settings: RLSettings) -> bool:
@@ -173,7 +174,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     title, stages = job.title or job.tasks.suite.name, job.settings.loop.stages
     facts = RunFacts.begin(job.directory, plan, title=title, stages=stages, command=job.command)
     software = job.tasks.suite.software
-    reward = make_reward(graded_by(job.tasks.entries, job.settings.reward) if software else RewardSettings(name=RETURN))
+    reward = make_reward(job.settings.reward.overridden(TESTS) if software else RewardSettings(name=RETURN))
     serving = job.settings.serving
     adapters = AdapterStore(serving.adapters_directory.resolve())
     kind = WeightsPublisher if job.settings.training.method == "full" else AdapterPublisher
@@ -283,10 +284,16 @@ async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectorySto
         if job.backend is None:
             yield runner
             return
-        strategy, tasks = options.strategy_spec(settings), job.tasks
-        reward = graded_by(tasks.entries, settings.reward)
-        player = open_swe_runner(plan, runner, strategy, storage, job.backend, job.directory / CHECKOUTS, reward=reward)
-        yield GradedRunner(player, tasks.entries)
+        graded = EvalRunner(
+            plan,
+            runner,
+            strategy=options.strategy_spec(settings),
+            storage=storage,
+            scratch=job.directory / CHECKOUTS,
+            backend=job.backend,
+            reward=settings.reward.overridden(TESTS),
+        )
+        yield GradedRunner(graded, job.tasks.entries)
 
 
 def _evaluation_plan(job: LoopJob, settings: RLSettings) -> EvaluationPlan:

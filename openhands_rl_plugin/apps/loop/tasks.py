@@ -18,7 +18,6 @@ from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.own_suites import own_suite
 from openhands_rl_plugin.evals.runs.plan import Selection
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
@@ -28,6 +27,7 @@ from openhands_rl_plugin.evals.runs.suites import (
     environment_tasks,
     find_suite,
     has_splits,
+    own_suite,
     swe_tasks,
 )
 from openhands_rl_plugin.evals.swe.dataset import read_instances

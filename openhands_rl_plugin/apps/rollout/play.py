@@ -33,20 +33,22 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.environment_runner import folder_name, indexed_tasks, tasks_of_rows
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.own_suites import own_suites
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan, served_model, stated_bounds
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     ENVIRONMENT,
     LOCAL,
+    TESTS,
     Suite,
     find_suite,
-    graded_by,
+    folder_name,
+    indexed_tasks,
+    own_suites,
     swe_task,
     swe_tasks,
+    tasks_of_rows,
 )
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -121,7 +123,7 @@ def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward
     settings, own = with_base_model(found.settings, options), found.settings.reward
     if found.suite.name == ENVIRONMENT:
         check_environment_server(settings)
-    graded = graded_by((found.entry,), own)
+    graded = own.overridden(TESTS)
     # The return of a repository task is what its grading says, as in a loop.
     reward = make_reward(graded if found.suite.software and own.name == _RETURN else own)
     refuse_labels(reward, "nobody labels while a trainer waits")

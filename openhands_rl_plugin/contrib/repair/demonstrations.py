@@ -14,6 +14,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.run import LoopJob, open_player
 from openhands_rl_plugin.apps.loop.tasks import Demonstrator
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.host import TOOLS, ToolNames, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.repair.bugs import (
@@ -41,7 +42,6 @@ from openhands_rl_plugin.contrib.repair.suites import RepairSuite
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node, Trajectory
-from openhands_rl_plugin.evals.runs.own_suites import require_own_suite
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs import parse
 from openhands_rl_plugin.training.loop.loop import Lessons, LoopListener
@@ -311,7 +311,7 @@ class RepairDemonstrator(Demonstrator):
 
     def lessons(self, job: LoopJob, listener: LoopListener) -> Lessons:
         """Of the oracle's episodes what is right in them, and drills."""
-        suite = require_own_suite(job.tasks.suite.name)
+        suite = registry.find("suites", job.tasks.suite.name)
         assert isinstance(suite, RepairSuite)
         known = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
         held_out = [entry.instance for entry in job.tasks.held_out if entry.instance is not None]

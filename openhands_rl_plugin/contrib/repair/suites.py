@@ -36,8 +36,7 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.own_suites import OwnSuite, Suite
-from openhands_rl_plugin.evals.runs.suites import swe_task
+from openhands_rl_plugin.evals.runs.suites import OwnSuite, Suite, swe_task
 from openhands_rl_plugin.evals.swe.backends.interpreters import with_own_interpreter
 from openhands_rl_plugin.evals.swe.grading import grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs

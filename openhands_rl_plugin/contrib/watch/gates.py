@@ -25,8 +25,7 @@ from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.statistics import paired_difference, sign_greater
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.evals.runs.outcome import is_stuck
-from openhands_rl_plugin.evals.runs.own_suites import own_suite
-from openhands_rl_plugin.evals.runs.suites import graded_by
+from openhands_rl_plugin.evals.runs.suites import TESTS, own_suite
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
@@ -203,9 +202,7 @@ async def measure(
             await job.backend.check()
         async with open_player(job, settings, storage) as runner:
             executed = await roll_out(plan, runner, storage)
-    reward = make_reward(
-        graded_by(job.tasks.entries, job.settings.reward) if software else RewardSettings(name="return")
-    )
+    reward = make_reward(job.settings.reward.overridden(TESTS) if software else RewardSettings(name="return"))
     await rescore(storage, reward, TrajectoryFilter(run_id=run_id))
     rule = success_rule(tasks[0].environment, job.settings.reward)
     success: dict[str, list[bool]] = defaultdict(list)

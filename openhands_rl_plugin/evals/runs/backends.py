@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.runs.own_suites import own_suite_of, own_suites
+from openhands_rl_plugin.evals.runs.suites import own_suite_of, own_suites
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, default_cache
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
 from openhands_rl_plugin.evals.swe.backends.image import REGISTRIES, ImageBackend

@@ -10,16 +10,15 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from openhands_rl_plugin.config.build import make_reward, make_strategy
+from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, StrategySpec
-from openhands_rl_plugin.evals.runs.environment_runner import EnvironmentRunner
-from openhands_rl_plugin.evals.runs.outcome import EvalRunner, EvalTask, GradedEpisode, Outcome, outcome_of
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import (
     check_same_settings,
     completion_files,
@@ -27,13 +26,12 @@ from openhands_rl_plugin.evals.runs.output_rows import (
     output_row,
     write_run_report,
 )
-from openhands_rl_plugin.evals.runs.own_suites import own_suite
 from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec, SessionAccess
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
-from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, Suite, graded_by
-from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
+from openhands_rl_plugin.evals.runs.runner import EvalRunner
+from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, Suite, own_suite
 from openhands_rl_plugin.evals.swe.types import InstanceBackend, VerdictKind
-from openhands_rl_plugin.hosts.pool import HostRunner, open_runner
+from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, HostOptions
 
 SCRATCH = ".work"
@@ -174,7 +172,6 @@ STORE = "trajectories"
 
 _MOST_PROCESSES = 8
 _ISOLATION = "bubblewrap"
-_BY_TESTS = RewardSettings(name=TESTS)
 
 
 async def evaluate(
@@ -204,7 +201,7 @@ async def evaluate(
     evaluation = Evaluation(plan, eval_tasks, by=by, access=access, retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
-        reward = graded_by(eval_tasks, settings.reward)
+        reward = settings.reward.overridden(TESTS)
         async with open_eval_runner(
             plan, suite, settings, storage, backend, reward, grade, evaluation.scratch, processes
         ) as runner:
@@ -231,35 +228,16 @@ async def open_eval_runner(
         if (own := own_suite(suite.name)) is not None:
             settings = opened.enter_context(own.serving(settings))
         async with open_runner(settings, options, storage=storage, workers=processes) as host:
-            strategy = options.strategy_spec(settings)
-            if backend is None:
-                yield EnvironmentRunner(plan, host, strategy=strategy, storage=storage, success=plan.success)
-            else:
-                yield open_swe_runner(plan, host, strategy, storage, backend, scratch, reward=reward, grade=grade)
-
-
-def open_swe_runner(
-    plan: EvaluationPlan,
-    host: HostRunner,
-    strategy: StrategySpec,
-    storage: TrajectoryStorage,
-    backend: InstanceBackend,
-    scratch: Path,
-    *,
-    reward: RewardSettings = _BY_TESTS,
-    grade: bool = True,
-) -> SweRunner:
-    """A runner for SWE-bench instances. ``backend`` gives the checkouts and grades; ``reward``: see ``graded_by``."""
-    return SweRunner(
-        plan,
-        host,
-        strategy=strategy,
-        storage=storage,
-        checkouts=backend,
-        grader=backend if grade else None,
-        scratch=scratch,
-        reward=make_reward(reward),
-    )
+            yield EvalRunner(
+                plan,
+                host,
+                strategy=options.strategy_spec(settings),
+                storage=storage,
+                scratch=scratch,
+                backend=backend,
+                reward=reward,
+                grade=grade,
+            )
 
 
 def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOptions:

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import LAST_ERROR, TrajectoryFilter
-from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
-    FailureKind,
-    Frozen,
-    JsonObject,
-    Score,
-    StopReason,
-    StrategySpec,
-    Task,
-    Trajectory,
-)
+from openhands_rl_plugin.core.records import LAST_ERROR
+from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.types import UNKNOWN, Flag, Instance, PatchVerdict, VerdictKind
@@ -50,38 +37,6 @@ class EvalTask(NamedTuple):
     task: Task
     row: JsonObject
     instance: Instance | None = None
-
-
-class EvalRunner(Protocol):
-    """Rolls out and grades episodes of one suite."""
-
-    async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
-        """Roll out, store, grade and score. A failed episode is returned, not raised; a stored one is reused.
-
-        Raises what must stop an evaluation: ``ConfigError`` and ``StorageError``.
-        """
-        ...
-
-
-async def stored_with_scores(
-    storage: TrajectoryStorage, identity: str, by: StrategySpec
-) -> tuple[Trajectory, tuple[Score, ...]] | None:
-    """The stored episode of an earlier process, finished or not, with its scores.
-
-    Raises ``ConfigError`` for a finished one of another strategy than ``by``, and ``StorageError``.
-    """
-    where = TrajectoryFilter(ids=(identity,), finished=None)
-    found = next(iter([found async for found in storage.find(where)]), None)
-    if found is not None and found[0].stop is not StopReason.UNFINISHED and found[0].strategy != by:
-        raise ConfigError(
-            f"the store holds {found[0].task.id} of this run with {_shown(found[0].strategy)}, not {_shown(by)}: "
-            "give another --note or another --store"
-        )
-    return found
-
-
-def _shown(strategy: StrategySpec) -> str:
-    return f"{strategy.name} {json.dumps(strategy.options)}" if strategy.options else strategy.name
 
 
 class Outcome(Frozen):

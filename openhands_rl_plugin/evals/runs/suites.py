@@ -1,22 +1,139 @@
-"""Suites by name, their tasks, and what an agent is told of one."""
+"""Suites by name, those that other packages bring, their tasks, and the instruction of a task.
+
+Other packages' are entry points of the group ``openhands_rl_plugin.suites``, each an ``OwnSuite``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.rl import RewardSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra, unknown_name
-from openhands_rl_plugin.core.types import Task
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Task
 from openhands_rl_plugin.evals.report.run_records import ENVIRONMENT as ENVIRONMENT
-from openhands_rl_plugin.evals.runs.environment_runner import indexed_tasks, row_tasks
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.own_suites import Suite as Suite
-from openhands_rl_plugin.evals.runs.own_suites import own_suite, own_suite_of, require_own_suite
-from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, row_of
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, read_rows, row_of
+from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
+
+_NO_NAME = re.compile(r"[^\w.-]+")
+_ROW_NAMES = ("id", "task_id", "instance_id", "task", "name")
+_LONGEST_NAME = 100
+
+
+class Suite(Frozen):
+    """A suite by name. ``dataset`` is its name in run folders, and on the Hugging Face hub if ``on_hub``."""
+
+    name: str
+    dataset: str
+    split: str
+    software: bool = True
+    on_hub: bool = False
+
+    def of_environment(self, name: str) -> Suite:
+        """The suite whose results are kept apart from those of other environments; other suites as they are."""
+        return self.model_copy(update={"dataset": folder_name(name)}) if self.name == ENVIRONMENT and name else self
+
+    def environment(self, settings: RLSettings) -> str:
+        """The environment of its tasks: of a suite with an environment of its own, the suite's name."""
+        return settings.env_name if self.software or self.name == ENVIRONMENT else self.name
+
+
+class OwnSuite:
+    """A suite of another package.
+
+    ``suite`` has its name and its default split, ``splits`` those to train on and to hold out, ``further`` the split of
+    further training tasks, if it has any, ``rows`` the file of its rows. Of a suite with tests, rows of any file that
+    have ``column`` are its tasks, whose repository is ``directory`` below ``/workspace``. ``server``: the words of the
+    ``openhands-rl`` command that serves its environment.
+    """
+
+    suite: Suite
+    splits: tuple[str, str] = ("train", "heldout")
+    further: str = ""
+    rows: Path | None = None
+    column: str = ""
+    directory: str = ""
+    server: tuple[str, ...] = ()
+
+    def tasks(self, split: str) -> tuple[EvalTask, ...]:
+        """The tasks of one split; ``all``: of all that are no further ones. Raises ``ConfigError``."""
+        raise NotImplementedError
+
+    def backend(self) -> InstanceBackend:
+        """Sets up and grades its rows, without an environment of their own."""
+        raise NotImplementedError
+
+    def serving(self, settings: RLSettings) -> AbstractContextManager[RLSettings]:
+        """Serve the suite's environment until the block ends; the settings that connect to it."""
+        return nullcontext(settings)
+
+
+def own_suite(name: str) -> OwnSuite | None:
+    """The suite of that name; ``None`` where no package has it. Raises ``ConfigError`` where it cannot be loaded."""
+    return registry.find("suites", name) if name in registry.names("suites") else None
+
+
+@cache
+def own_suites() -> tuple[OwnSuite, ...]:
+    """All of them; those that cannot be loaded are left out."""
+    found = []
+    for name in registry.names("suites"):
+        try:
+            found.append(registry.find("suites", name))
+        except ConfigError:
+            continue  # whoever asks for it by its name is told
+    return tuple(found)
+
+
+def own_suite_of(instance: Instance) -> OwnSuite | None:
+    """The suite whose kind of row this is."""
+    return next((each for each in own_suites() if each.column and each.column in instance.extra), None)
+
+
+def folder_name(environment: str) -> str:
+    """The name of an environment as a valid folder name: ``gymnasium__FrozenLake-v1``."""
+    return _NO_NAME.sub("__", environment)
+
+
+def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:
+    """A task for each index that the environment's ``reset`` takes. Ids are valid folder names."""
+    name = folder_name(environment)
+    tasks = (Task(id=f"{name}-{index}", environment=environment, data={"idx": index}, split=split) for index in indices)
+    return tuple(EvalTask(task, {"idx": task.data["idx"], "environment": environment}) for task in tasks)
+
+
+def row_tasks(environment: str, file: Path, split: str) -> tuple[EvalTask, ...]:
+    """``tasks_of_rows`` of a file. Raises ``ConfigError``."""
+    return tasks_of_rows(environment, tuple(read_rows(file)), split)
+
+
+def tasks_of_rows(environment: str, rows: Sequence[JsonObject], split: str) -> tuple[EvalTask, ...]:
+    """A task for each row; ``reset`` gets the row.
+
+    A task has the name that its row gives, if no other row has it, else the row's number.
+    """
+    name = folder_name(environment)
+    names = tuple(_name_of(row) for row in rows)
+    held = Counter(names)
+    eval_tasks = []
+    for index, row in enumerate(rows):
+        own = names[index] if names[index] and held[names[index]] == 1 else str(index)
+        task = Task(id=f"{name}-{own}", environment=environment, data={"idx": index, "row": row}, split=split)
+        eval_tasks.append(EvalTask(task, {"idx": index, "environment": environment, "row": row}))
+    return tuple(eval_tasks)
+
+
+def _name_of(row: JsonObject) -> str:
+    given = next((row[key] for key in _ROW_NAMES if isinstance(row.get(key), str | int)), "")
+    return _NO_NAME.sub("__", str(given))[:_LONGEST_NAME]
+
 
 _INSTRUCTION = """\
 <uploaded_files>
@@ -141,18 +258,13 @@ def swe_task(instance: Instance, suite: Suite) -> EvalTask:
     return EvalTask(task, row, instance)
 
 
-def graded_by(entries: Iterable[EvalTask], reward: RewardSettings) -> RewardSettings:
-    """The reward of software tasks: their tests."""
-    return reward.overridden(TESTS)
-
-
 def environment_tasks(
     suite: Suite, environment: str, count: int | None, rows: Path | None = None
 ) -> tuple[EvalTask, ...]:
     """Tasks of an environment: those of its own suite, the (first ``count``) rows of a file, or the first ``count``
     numbers. Raises ``ConfigError``."""
     if suite.name != ENVIRONMENT:
-        return require_own_suite(suite.name).tasks(suite.split)
+        return registry.find("suites", suite.name).tasks(suite.split)
     if rows is not None:
         return row_tasks(environment, rows, suite.split)[:count]
     if count is None:

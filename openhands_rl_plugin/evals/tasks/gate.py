@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.files import file_sha256, scratch_folder, write_fi
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.evals.runs.own_suites import own_suite_of
+from openhands_rl_plugin.evals.runs.suites import own_suite_of
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
 

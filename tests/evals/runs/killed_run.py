@@ -12,7 +12,6 @@ from pathlib import Path
 
 from git_backend import FIX, GitBackend, git, make_instances
 
-from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -26,8 +25,8 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.evals.runs.evaluate import Evaluation
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
+from openhands_rl_plugin.evals.runs.runner import EvalRunner
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
-from openhands_rl_plugin.evals.runs.swe_runner import SweRunner
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
@@ -124,15 +123,13 @@ async def main(folder: Path, count: int) -> None:
         evaluation = Evaluation(plan, [swe_task(instance, SUITE) for instance in instances])
         print(evaluation.left, flush=True)
         backend = GitBackend(folder / "graded")
-        player = SweRunner(
+        player = EvalRunner(
             plan,
             SessionsInPlaces(storage, folder / "played.log"),
             strategy=StrategySpec(name="StandardReAct"),
             storage=storage,
-            checkouts=backend,
-            grader=backend,
+            backend=backend,
             scratch=evaluation.scratch,
-            reward=build("rewards", "tests"),
         )
         try:
             await evaluation.run(player)

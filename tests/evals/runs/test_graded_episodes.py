@@ -11,8 +11,9 @@ from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.apps.loop.run import GradedRunner
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.runs.evaluate import open_swe_runner, options_of, settings_of
+from openhands_rl_plugin.evals.runs.evaluate import options_of, settings_of
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
+from openhands_rl_plugin.evals.runs.runner import EvalRunner
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
@@ -49,7 +50,9 @@ async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
             open_runner(settings, options, storage=storage) as runner,
         ):
             spec = options.strategy_spec(settings)
-            player = open_swe_runner(plan, runner, spec, storage, backend, tmp_path / "checkouts")
+            player = EvalRunner(
+                plan, runner, strategy=spec, storage=storage, scratch=tmp_path / "checkouts", backend=backend
+            )
             played = await roll_out(rollout, GradedRunner(player, entries), storage)
             report = await rescore(storage, reward)
             rewards = await stored_rewards(storage, reward, played)
