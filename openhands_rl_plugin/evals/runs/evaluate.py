@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
+from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import (
     check_same_settings,
@@ -127,23 +127,21 @@ class Evaluation:
         remove_tree(self.scratch)
 
     async def _attempt(self, runner: EvalRunner, run: RunSpec, eval_task: EvalTask) -> GradedEpisode:
-        """The first attempt without an infrastructure failure, or the last one, which says the first one's cause, too.
+        """The first attempt without an infrastructure failure, or the last one.
 
         Failed attempts of an earlier process are skipped and do not count as retries.
         """
         task = eval_task.task.model_copy(update={"limits": eval_task.task.limits or self.plan.limits()})
         started, attempt, failures = time.time(), 0, 0
-        first = ""
         while True:
             graded = await runner.run(self.plan.request(run, task, attempt), eval_task)
             failure = graded.trajectory.failure
             if failure is None or failure.kind is not FailureKind.INFRASTRUCTURE:
                 return graded
-            first = first or failure.message
             if graded.trajectory.times.finished >= started:
                 failures += 1
                 if failures > self.plan.retries:
-                    return _with_first_cause(graded, failure, first)
+                    return graded
                 await _BACKOFF.wait(failures)
             attempt += 1
 
@@ -151,14 +149,6 @@ class Evaluation:
         if self.plan.completions:
             work.files.write_completions(eval_task.task.id, completion_files(graded.trajectory))
         work.files.append(output_row(graded, eval_task, outcome, work.metadata))
-
-
-def _with_first_cause(graded: GradedEpisode, last: Failure, first: str) -> GradedEpisode:
-    """The stored episode has its own failure; its line says what it began with as well."""
-    if first == last.message:
-        return graded
-    failure = last.model_copy(update={"message": f"{last.message} (at the first attempt: {first})"})
-    return graded._replace(trajectory=graded.trajectory.model_copy(update={"failure": failure}))
 
 
 def _failed_row(row: JsonObject) -> bool:

@@ -24,7 +24,6 @@ METADATA = "metadata.json"
 PREDICTIONS = "predictions.jsonl"
 COMPLETIONS = "llm_completions"
 _LOCK = ".lock"
-_BLOCK = 65536
 
 
 class RunFiles:
@@ -137,17 +136,7 @@ def finished_instances(directory: Path) -> set[str]:
 def _cut_half_line(output: Path) -> None:
     if output.exists():
         with output.open("r+b") as file:
-            end = at = file.seek(0, os.SEEK_END)
-            while at > 0:
-                start = max(0, at - _BLOCK)
-                file.seek(start)
-                found = file.read(at - start).rfind(b"\n")
-                if found >= 0:
-                    at = start + found + 1
-                    break
-                at = start
-            if at < end:
-                file.truncate(at)
+            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
 def _row(file: Path, number: int, line: bytes) -> JsonObject:

@@ -6,7 +6,6 @@ Scripts, markers and verdicts are those of the local back end; only the ``Box`` 
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import os
 import platform
@@ -17,15 +16,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, find_repository
+from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
+from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.backends.sandbox import GUARD, GUARD_OUT
 from openhands_rl_plugin.evals.swe.grading import Box, Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
-from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
+from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
@@ -58,7 +57,7 @@ class ImageGrader:
         written = InstanceLogs(logs)
 
         async def grade() -> PatchVerdict:
-            recipe = await read_recipe(instance, self._sources)
+            recipe = await self.recipe(instance)
             written.write_script(recipe.evaluation_script)
             async with self.box(image_of(instance, recipe), self._guard.equipment(instance)) as box:
                 return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
@@ -69,10 +68,11 @@ class ImageGrader:
         """Nothing to release; images stay."""
 
 
-class DockerBackend(ImageGrader):
+class DockerBackend(BoxBackend):
     """Grades each patch in a new container, which is always removed.
 
-    ``program``: one with docker's arguments; left out, ``docker``, or ``podman`` where only that is installed.
+    ``mirror``: a folder of git directories with the requirement files of recipes. ``program``: one with docker's
+    arguments; left out, ``docker``, or ``podman`` where only that is installed.
     """
 
     name = "docker"
@@ -87,7 +87,7 @@ class DockerBackend(ImageGrader):
         memory: str = "16g",
     ) -> None:
         self._program = program or ("podman" if shutil.which("podman") and not shutil.which("docker") else "docker")
-        super().__init__(mirror, guard, network=network)
+        super().__init__([MirrorSource(mirror)] if mirror else [], guard, network=network)
         self._memory = memory
 
     async def check(self) -> None:
@@ -102,7 +102,7 @@ class DockerBackend(ImageGrader):
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         """Copy repository and environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
-        image = await self._image(image_of(instance, await read_recipe(instance, self._sources)))
+        image = await self._image(image_of(instance, await self.recipe(instance)))
         checkout = checkout_of(directory)
         async with self._container(image, GuardEquipment()) as container:
             for mount in checkout.mounts:
@@ -111,9 +111,9 @@ class DockerBackend(ImageGrader):
         return checkout
 
     @asynccontextmanager
-    async def box(self, image: str, equipment: GuardEquipment) -> AsyncIterator[DockerBox]:
-        """A container of ``image``, which is pulled if missing."""
-        async with self._container(await self._image(image), equipment) as container:
+    async def box(self, instance: Instance, recipe: Recipe, equipment: GuardEquipment) -> AsyncIterator[DockerBox]:
+        """A container of the instance's image, which is pulled if missing."""
+        async with self._container(await self._image(image_of(instance, recipe)), equipment) as container:
             yield DockerBox(self._program, container, equipment)
 
     async def _remove_left(self) -> None:
@@ -230,12 +230,6 @@ async def copy_in(program: str, container: str, inside: str, text: str) -> None:
         os.unlink(path)
 
 
-async def read_recipe(instance: Instance, sources: Sequence[MirrorSource]) -> Recipe:
-    """The recipe of an instance, whose requirement files come from ``sources``; without any, from GitHub."""
-    read_file = from_mirrors(sources) if sources else from_github
-    return await asyncio.to_thread(recipe_of, instance, read_file)
-
-
 def image_of(instance: Instance, recipe: Recipe) -> str:
     """The name of the instance's image. Raises ``ConfigError``."""
     if recipe.image is None:
@@ -251,31 +245,3 @@ def checkout_of(directory: Path) -> Checkout:
         mounts=(Mount(host=environment, inside=ENVIRONMENT), Mount(host=directory, inside="/testbed")),
         variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
     )
-
-
-def from_mirrors(sources: Sequence[MirrorSource]) -> ReadFile:
-    """Requirement files from local git directories; for use in a thread without an event loop."""
-
-    def read_file(repo: str, commit: str, path: str) -> str | None:
-        async def read() -> str | None:
-            wanted = Instance(instance_id=repo, repo=repo, base_commit=commit)
-            return await file_at(await find_repository(wanted, sources), commit, path)
-
-        return asyncio.run(read())
-
-    return read_file
-
-
-@functools.lru_cache(maxsize=512)
-def from_github(repo: str, commit: str, path: str) -> str | None:
-    """A file of a public repository. Raises ``InfrastructureError``."""
-    import httpx
-
-    address = f"https://raw.githubusercontent.com/{repo}/{commit}/{path}"
-    try:
-        answer = httpx.get(address, timeout=60, follow_redirects=True)
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            return None
-        return answer.raise_for_status().text
-    except httpx.HTTPError as error:
-        raise InfrastructureError(f"{address}: {error}") from error

@@ -18,8 +18,10 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
 from openhands_rl_plugin.environments.workspace.processes import checked
+from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, remove, remove_left
-from openhands_rl_plugin.evals.swe.backends.docker import ImageGrader, checkout_of, image_of, platform_of, read_recipe
+from openhands_rl_plugin.evals.swe.backends.docker import checkout_of, image_of, platform_of
+from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
     GUARD,
     GUARD_OUT,
@@ -32,6 +34,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     fresh_room,
 )
 from openhands_rl_plugin.evals.swe.grading import SCRIPT_INSIDE, Guard, GuardEquipment
+from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
 REGISTRIES = "docker://"
@@ -40,7 +43,7 @@ _MOUNTED = ("/tmp", "/dev", "/proc", SCRIPT_INSIDE, GUARD, GUARD_OUT, _HOSTS)
 _PULL_TIME = 3600.0
 
 
-class ImageBackend(ImageGrader):
+class ImageBackend(BoxBackend):
     """Grades each patch in a fresh writable layer above the image's files.
 
     ``source``: what ``skopeo`` reads before an image's name.
@@ -58,7 +61,7 @@ class ImageBackend(ImageGrader):
         limits: InstanceLimits | None = None,
         network: bool = False,
     ) -> None:
-        super().__init__(mirror, guard, network=network)
+        super().__init__([MirrorSource(mirror)] if mirror else [], guard, network=network)
         self._cache = Cache(cache)
         self._source = source
         self._limits = limits or InstanceLimits()
@@ -78,16 +81,16 @@ class ImageBackend(ImageGrader):
 
         Raises ``InfrastructureError``, ``ConfigError`` and ``BadEnvironmentError``.
         """
-        root = await self._unpacked(image_of(instance, await read_recipe(instance, self._sources))) / "rootfs"
+        root = await self._unpacked(image_of(instance, await self.recipe(instance))) / "rootfs"
         checkout = checkout_of(directory)
         for mount in checkout.mounts:
             await copy_tree(_folder(root, mount.inside), mount.host)
         return checkout
 
     @asynccontextmanager
-    async def box(self, image: str, equipment: GuardEquipment) -> AsyncIterator[SandboxBox]:
-        """A layer above the files of ``image``, in which commands run as root, as in a container."""
-        bundle, limits = await self._unpacked(image), self._limits
+    async def box(self, instance: Instance, recipe: Recipe, equipment: GuardEquipment) -> AsyncIterator[SandboxBox]:
+        """A layer above the files of the instance's image, in which commands run as root, as in a container."""
+        bundle, limits = await self._unpacked(image_of(instance, recipe)), self._limits
         config = json.loads((bundle / "config.json").read_text())
         own = dict(each.split("=", 1) for each in config["process"].get("env", []))
         _folder(bundle / "rootfs", _TESTBED)

@@ -10,13 +10,15 @@ import asyncio
 import hashlib
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.git import checked_git, git_command, git_folder
 from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.environments.workspace.visible import installed_parts
+from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
 from openhands_rl_plugin.evals.swe.backends.caching import (
     Cache,
     copy_tree,
@@ -32,7 +34,6 @@ from openhands_rl_plugin.evals.swe.backends.repositories import (
     ORIGIN_INSIDE,
     CloneSource,
     RepositorySource,
-    file_at,
     find_repository,
     make_origin,
 )
@@ -49,11 +50,9 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     git_settings,
     shim_digest,
 )
-from openhands_rl_plugin.evals.swe.grading import Guard, NoGuard, evaluate, grade_and_log
-from openhands_rl_plugin.evals.swe.logs import InstanceLogs
+from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
-from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount
 
 SETUP_TIME = 3600.0
 """Seconds that an environment, or a repository's installation, may take."""
@@ -71,7 +70,7 @@ _PACKING = re.compile(r"^git gc\b.*$", re.MULTILINE)
 _BRANCH = re.compile(r"\bgit clone\b.*--branch (\S+)")
 
 
-class LocalBackend:
+class LocalBackend(BoxBackend):
     """Sets instances up once, keeps them in ``cache``, and grades on what is thrown away afterwards.
 
     ``sources``: where repositories come from, the first that has the commit; left out, clones from GitHub. ``network``
@@ -90,10 +89,8 @@ class LocalBackend:
         network: bool = False,
     ) -> None:
         self._cache = Cache(cache or default_cache())
-        self._sources = (CloneSource(self._cache),) if sources is None else tuple(sources)
-        self._guard = guard or NoGuard()
+        super().__init__([CloneSource(self._cache)] if sources is None else sources, guard, network=network)
         self._limits = limits
-        self._network = network
 
     async def check(self) -> None:
         """Raise ``ConfigError`` without bubblewrap, git, patch or uv. Removes leftovers of killed processes."""
@@ -106,7 +103,7 @@ class LocalBackend:
 
     async def prepare(self, instance: Instance) -> Path:
         """The layer of the instance, made if missing. Raises ``InfrastructureError`` and ``ConfigError``."""
-        recipe = await self._recipe(instance)
+        recipe = await self.recipe(instance)
         layer, _, _ = await self._layer(instance, recipe)
         return layer
 
@@ -116,7 +113,7 @@ class LocalBackend:
 
         Raises ``InfrastructureError``; ``ConfigError`` for a row without a known recipe.
         """
-        recipe = await self._recipe(instance)
+        recipe = await self.recipe(instance)
         layer, interpreter, _ = await self._layer(instance, recipe)
         await copy_tree(layer / "testbed", directory)
         await _commit_changes(directory)
@@ -137,41 +134,19 @@ class LocalBackend:
             },
         )
 
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
-        """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
-        written = InstanceLogs(logs)
+    @asynccontextmanager
+    async def box(self, instance: Instance, recipe: Recipe, equipment: GuardEquipment) -> AsyncIterator[SandboxBox]:
+        """A layer above the installed repository."""
+        layer, _, sandbox = await self._layer(instance, recipe)
+        async with fresh_room(self._runs(), layer, equipment) as room:
 
-        async def grade() -> PatchVerdict:
-            recipe = await self._recipe(instance)
-            written.write_script(recipe.evaluation_script)
-            layer, _, sandbox = await self._layer(instance, recipe)
-            equipment = self._guard.equipment(instance)
-            async with fresh_room(self._runs(), layer, equipment) as room:
+            def wrap(
+                command: Sequence[str], tests: bool, shown: Sequence[Shown], variables: Mapping[str, str]
+            ) -> list[str]:
+                network = tests and self._network
+                return sandbox.wrap(room, command, network=network, shown=shown, variables=variables)
 
-                def wrap(
-                    command: Sequence[str], tests: bool, shown: Sequence[Shown], variables: Mapping[str, str]
-                ) -> list[str]:
-                    network = tests and self._network
-                    return sandbox.wrap(room, command, network=network, shown=shown, variables=variables)
-
-                box = SandboxBox(room, equipment, wrap)
-                return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
-
-        return await grade_and_log(instance, patch, written, grade)
-
-    async def close(self) -> None:
-        """Nothing to release; the cache stays."""
-
-    async def _recipe(self, instance: Instance) -> Recipe:
-        def read_file(repo: str, commit: str, path: str) -> str | None:
-            wanted = instance.model_copy(update={"repo": repo, "base_commit": commit})
-            return asyncio.run_coroutine_threadsafe(self._read(wanted, path), loop).result()
-
-        loop = asyncio.get_running_loop()
-        return await asyncio.to_thread(recipe_of, instance, read_file)
-
-    async def _read(self, instance: Instance, path: str) -> str | None:
-        return await file_at(await find_repository(instance, self._sources), instance.base_commit, path)
+            yield SandboxBox(room, equipment, wrap)
 
     async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, InstanceSandbox]:
         if not recipe.environment_script:
