@@ -94,7 +94,13 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
             opened.push_async_callback(storage.close)
         backend = None
         if found.suite.software:
-            backend = make_backend(options.backend, mirror=options.mirror, cache=options.cache, network=options.network)
+            backend = make_backend(
+                options.backend,
+                mirror=options.mirror,
+                cache=options.cache,
+                network=options.network,
+                instances=[found.entry.instance] if found.entry.instance is not None else (),
+            )
             opened.push_async_callback(backend.close)
             await backend.check()
         plan = _plan(found, settings, options, folder)

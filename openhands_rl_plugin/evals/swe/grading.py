@@ -21,7 +21,7 @@ from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, apply_patch, ref
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import Parser, Statuses, parser_of
-from openhands_rl_plugin.evals.swe.resolution import TestFailure, load_official_grader, resolution_of, why_unresolved
+from openhands_rl_plugin.evals.swe.resolution import TestFailure, resolution_of, why_unresolved
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, VerdictKind
 
 SCRIPT_INSIDE = "/eval.sh"
@@ -169,7 +169,6 @@ async def evaluate(
         await _check_space(box, applied.output)
         identity = instance.instance_id
         return PatchVerdict(instance_id=identity, kind=applied.kind, reason=applied.reason, flags=flags)
-    loading = asyncio.create_task(asyncio.to_thread(load_official_grader, recipe))
     word = secrets.token_hex(16)
     await box.put(SCRIPT_INSIDE, recipe.evaluation_script)
     start = f"IFS= read -r PS4; exec </dev/null; . {SCRIPT_INSIDE}"
@@ -180,7 +179,6 @@ async def evaluate(
         tests=True,
         prelude=_prelude(recipe.evaluation_script, word),
     )
-    await loading
     log = read_log(ended.text, word, instance.base_commit)
     short = "\n\nThe output was cut here." if ended.truncated else ""
     late = f"\n\nTimeout error: {timeout:g} seconds exceeded." if ended.timed_out else ""

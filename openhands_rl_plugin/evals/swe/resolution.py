@@ -1,5 +1,5 @@
-"""Compares test outcomes with FAIL_TO_PASS and PASS_TO_PASS: by the ``swebench`` package's functions, or by equivalent
-ones for rows that do not need the package. Says why a patch does not resolve its instance.
+"""Compares test outcomes with FAIL_TO_PASS and PASS_TO_PASS as ``swebench`` does, and says why a patch does not resolve
+its instance.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import Statuses
@@ -29,47 +29,19 @@ class Resolution(NamedTuple):
         return any(group.success for group in groups) and not any(group.failure for group in groups)
 
 
-def load_official_grader(recipe: Recipe) -> None:
-    """Import what ``resolution_of`` needs. The first import takes seconds, so it runs while the tests run.
-
-    Raises ``MissingExtraError``.
-    """
-    if recipe.grader == "official":
-        from openhands_rl_plugin.evals.swe.recipes.swe_bench import swebench
-
-        swebench("grading")
-
-
 def resolution_of(instance: Instance, recipe: Recipe, statuses: Statuses) -> Resolution:
     """The resolution of a run. A skipped FAIL_TO_PASS test counts as failed; a skipped PASS_TO_PASS test is ignored,
     as in the official tools.
     """
-    if recipe.grader == "official":
-        fixed, kept = _official(instance, recipe, statuses)
-    else:
-        fixed, kept = (_status(names, statuses) for names in (instance.fail_to_pass, instance.pass_to_pass))
-    counted = {*fixed.success, *fixed.failure}
-    skipped = tuple(name for name in instance.fail_to_pass if name not in counted)
-    return Resolution(TestsStatus(success=fixed.success, failure=(*fixed.failure, *skipped)), kept)
+    only_failures = recipe.eval_type == "fail_only"
 
+    def status(names: Iterable[str], bad: Sequence[str]) -> TestsStatus:
+        outcomes = [(name, statuses.get(name, "PASSED" if only_failures else "FAILED")) for name in names]
+        failed = tuple(name for name, outcome in outcomes if outcome in (["FAILED"] if only_failures else bad))
+        good = [name for name, outcome in outcomes if outcome in _GOOD or (only_failures and outcome != "FAILED")]
+        return TestsStatus(success=tuple(good), failure=failed)
 
-def _status(names: Iterable[str], statuses: Statuses) -> TestsStatus:
-    outcomes = {name: statuses.get(name, "FAILED") for name in names}
-    return TestsStatus(
-        success=tuple(name for name, outcome in outcomes.items() if outcome in _GOOD),
-        failure=tuple(name for name, outcome in outcomes.items() if outcome in _BAD),
-    )
-
-
-def _official(instance: Instance, recipe: Recipe, statuses: Statuses) -> tuple[TestsStatus, TestsStatus]:
-    from openhands_rl_plugin.evals.swe.recipes.swe_bench import swebench
-
-    grading: Any = swebench("grading")
-    wanted = {"FAIL_TO_PASS": list(instance.fail_to_pass), "PASS_TO_PASS": list(instance.pass_to_pass)}
-    kind = swebench("constants").EvalType(recipe.eval_type)
-    report = grading.get_eval_tests_report(statuses, wanted, eval_type=kind)
-    fixed, kept = (TestsStatus.model_validate(report[group]) for group in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-    return fixed, kept
+    return Resolution(status(instance.fail_to_pass, (*_BAD, "SKIPPED")), status(instance.pass_to_pass, _BAD))
 
 
 _LONGEST = 160

@@ -20,7 +20,7 @@ from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.recipes.swe_bench import parser_of, swebench
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import parser_of
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
 
 _BACKOFF = Backoff(first=1.0, longest=10.0)
@@ -177,8 +177,6 @@ def _reason(instance: Instance, *, containers: bool) -> str:
     try:
         recipe = recipe_of(instance, _no_file)
         parser_of(recipe.parser)
-        if recipe.grader == "official":
-            swebench("constants")
         if containers:
             return ""
         if not recipe.environment_script:

@@ -38,7 +38,7 @@ def row(repo: str, version: str, **changes) -> Instance:
 
 def test_a_row_of_its_own() -> None:
     recipe = recipe_of(instance("c0ffee"), no_file)
-    assert (recipe.parser, recipe.grader, recipe.image) == ("pytest", "own", None)
+    assert (recipe.parser, recipe.image) == ("pytest", None)
     assert "python run_tests.py" in recipe.evaluation_script
     assert "git checkout c0ffee tests/test_calc.py" in recipe.evaluation_script
 
@@ -186,19 +186,25 @@ def test_an_unknown_parser_is_one_line() -> None:
         parser_of("mine")
 
 
-OWN = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="pytest", grader="own")
+OWN = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="pytest")
 tests = st.lists(st.sampled_from(["a", "b", "c", "d"]), unique=True, max_size=3).map(tuple)
 
 
 @needs_swebench
+@pytest.mark.parametrize("kind", ["pass_and_fail", "fail_only"])
 @given(tests, tests, st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.sampled_from(STATUSES)))
 def test_own_judgements_are_the_official_ones(
-    fixed: tuple[str, ...], kept: tuple[str, ...], found: dict[str, str]
+    kind: str, fixed: tuple[str, ...], kept: tuple[str, ...], found: dict[str, str]
 ) -> None:
     instance = row("psf/requests", "2.3", fail_to_pass=fixed, pass_to_pass=kept)
-    assert resolution_of(instance, OWN, found) == resolution_of(
-        instance, OWN.model_copy(update={"grader": "official"}), found
-    )
+    own = resolution_of(instance, OWN.model_copy(update={"eval_type": kind}), found)
+    wanted = {"FAIL_TO_PASS": list(fixed), "PASS_TO_PASS": list(kept)}
+    grading, kinds = swe_bench.swebench("grading"), swe_bench.swebench("constants").EvalType
+    official = grading.get_eval_tests_report(found, wanted, eval_type=kinds(kind))
+    groups = (("FAIL_TO_PASS", own.fail_to_pass), ("PASS_TO_PASS", own.pass_to_pass))
+    assert all([*each.success] == official[name]["success"] for name, each in groups)
+    skipped = {name for name in fixed if found.get(name) == "SKIPPED"}
+    assert all({*each.failure} - skipped == {*official[name]["failure"]} - skipped for name, each in groups)
 
 
 def test_a_skipped_test_is_not_fixed() -> None:
@@ -207,12 +213,10 @@ def test_a_skipped_test_is_not_fixed() -> None:
     assert resolution_of(instance, OWN, {"a": "XFAIL", "b": "SKIPPED"}).resolved
 
 
-@pytest.mark.parametrize("grader", ["own", pytest.param("official", marks=needs_swebench)])
 @pytest.mark.parametrize("found", [{}, {"b": "SKIPPED"}, {"other": "PASSED"}])
-def test_where_no_test_of_the_row_passed_nothing_is_resolved(found: dict[str, str], grader: str) -> None:
-    recipe = OWN.model_copy(update={"grader": grader})
+def test_where_no_test_of_the_row_passed_nothing_is_resolved(found: dict[str, str]) -> None:
     for task in (row("a/b", "1"), row("a/b", "1", pass_to_pass=("b",))):
-        resolution = resolution_of(task, recipe, found)
+        resolution = resolution_of(task, OWN, found)
         assert not resolution.resolved and why_unresolved(task, resolution, {"x": "PASSED"}, {})
 
 

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
@@ -22,10 +22,9 @@ from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude,
 from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.backends.sandbox import GUARD, GUARD_OUT
-from openhands_rl_plugin.evals.swe.grading import Box, Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
-from openhands_rl_plugin.evals.swe.logs import InstanceLogs
+from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount, PatchVerdict
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 
@@ -34,38 +33,6 @@ _PREFIX = f"openhands-rl-{hashlib.sha256(platform.node().encode()).hexdigest()[:
 
 _SHUTTING_DOWN = 2.0
 _PULL_TIME, _START_TIME, _COPY_TIME = 3600.0, 120.0, 600.0
-
-
-class ImageGrader:
-    """Grades each patch in a box of its own, made of the instance's image; ``box`` makes it.
-
-    ``mirror``: a folder of git directories for requirement files that rows do not contain; without it they come from
-    GitHub. ``network`` is for the tests.
-    """
-
-    def __init__(self, mirror: Path | None, guard: Guard | None, *, network: bool) -> None:
-        self._sources = [] if mirror is None else [MirrorSource(mirror)]
-        self._guard = guard or NoGuard()
-        self._network = network
-
-    def box(self, image: str, equipment: GuardEquipment) -> AbstractAsyncContextManager[Box]:
-        """A box with the files of ``image``, which is fetched if missing; it is removed at the block's end."""
-        raise NotImplementedError
-
-    async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
-        """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
-        written = InstanceLogs(logs)
-
-        async def grade() -> PatchVerdict:
-            recipe = await self.recipe(instance)
-            written.write_script(recipe.evaluation_script)
-            async with self.box(image_of(instance, recipe), self._guard.equipment(instance)) as box:
-                return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
-
-        return await grade_and_log(instance, patch, written, grade)
-
-    async def close(self) -> None:
-        """Nothing to release; images stay."""
 
 
 class DockerBackend(BoxBackend):

@@ -19,9 +19,7 @@ class Recipe(Frozen):
     two there is nothing but an image to run in.
 
     ``exclude_newer``: the date of which packages are installed, ``YYYY-MM-DD``; empty for today's. ``python``: a
-    version as "3.9". ``grader``: whose functions compare the outcomes of tests with the row, those of ``swebench``
-    ("official") or ours ("own").
-    """
+    version as "3.9"."""
 
     environment_script: str
     install_script: str
@@ -31,4 +29,3 @@ class Recipe(Frozen):
     eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
     exclude_newer: str = ""
     image: str | None = None
-    grader: Literal["official", "own"] = "official"

@@ -51,7 +51,6 @@ def recipe(instance: Instance) -> Recipe:
         parser=_text(instance, "log_parser") or ("pytest_cut" if _has_cut_names(instance) else "pytest"),
         exclude_newer=_text(instance, "exclude_newer"),
         image=_text(instance, "image") or None,
-        grader="own",
     )
 
 
