@@ -101,7 +101,7 @@ def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) 
         f"{'PASSED' if each else 'FAILED'} {'' if at < spec.shown else 'hidden '}{called(spec, at)} gave {outcomes[at]}"
         for at, each in enumerate(good)
     ]
-    logs.write_test_output("\n".join(lines) + "\n")
+    logs.write("test_output.txt", "\n".join(lines) + "\n")
     passed = {name: good[at] for at, name in enumerate(_names(instance, spec))}
     first = next((called(spec, at) for at, each in enumerate(good) if not each), "")
     return verdict.model_copy(

@@ -51,13 +51,6 @@ class Ended(NamedTuple):
         return lines[-1][:300] if lines else f"exit status {self.code}, without output"
 
 
-class Prelude(NamedTuple):
-    """What a program does before its time limit begins: until it prints ``mark``, for at most ``timeout`` seconds."""
-
-    mark: bytes
-    timeout: float
-
-
 async def run(
     command: Sequence[str],
     *,
@@ -66,10 +59,9 @@ async def run(
     variables: Mapping[str, str] | None = None,
     given: bytes | None = None,
     keep: int = 64 * 2**20,
-    prelude: Prelude | None = None,
 ) -> Ended:
     """Run ``command`` with ``given`` on stdin (else nothing), in a process group of its own, which is killed at the
-    time limit and when this task is cancelled. With a ``prelude`` the limit counts from its end.
+    time limit and when this task is cancelled.
 
     Raises ``InfrastructureError`` when the program cannot be started.
     """
@@ -88,19 +80,13 @@ async def run(
         raise InfrastructureError(f"cannot start {command[0]}: {error.strerror}") from error
     kept = bytearray()
     truncated = timed_out = False
-    waits = prelude is not None
-    limit = asyncio.timeout(timeout if prelude is None else prelude.timeout)
 
     async def read() -> None:
-        nonlocal truncated, waits
+        nonlocal truncated
         assert process.stdout is not None
-        seen = b""
         while chunk := await process.stdout.read(_CHUNK):
             kept.extend(chunk[: keep - len(kept)])
             truncated = truncated or len(kept) >= keep
-            if waits and prelude is not None and prelude.mark in (seen := seen[-len(prelude.mark) :] + chunk):
-                waits = False
-                limit.reschedule(None if timeout is None else asyncio.get_running_loop().time() + timeout)
 
     async def write() -> None:
         if given is not None and process.stdin is not None:
@@ -110,7 +96,7 @@ async def run(
             process.stdin.close()
 
     try:
-        async with limit:
+        async with asyncio.timeout(timeout):
             await asyncio.gather(write(), read())
             await process.wait()
     except TimeoutError:

@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pydantic import JsonValue
 
@@ -217,36 +217,26 @@ def _run(run: RunRecord) -> RunFigures:
 
 def _pass_at_k(tasks: dict[str, list[Outcome]]) -> tuple[AtK, ...]:
     counts = [(len(own), sum(bool(each.resolved) for each in own)) for own in tasks.values()]
-    return tuple(
-        AtK(k=k, estimate=over_tasks([pass_at_k(n, solved, k) for n, solved in counts if n >= k]))
-        for k in _each_k([n for n, _ in counts])
-    )
+    return _at_k(counts, lambda task: task[0], lambda task, k: pass_at_k(*task, k))
 
 
 def _best_at_k(tasks: dict[str, list[Outcome]]) -> tuple[AtK, ...]:
     """Best@k over the attempts with a verifier score; empty without any."""
-    scored = [
-        [(each.verifier, float(bool(each.resolved))) for each in own if each.verifier is not None]
-        for own in tasks.values()
-    ]
-    return tuple(
-        AtK(
-            k=k,
-            estimate=over_tasks(
-                [
-                    best_at_k([each for each, _ in own], [solved for _, solved in own], k)
-                    for own in scored
-                    if len(own) >= k
-                ]
-            ),
-        )
-        for k in _each_k([len(own) for own in scored])
-    )
+    scored = [[each for each in own if each.verifier is not None] for own in tasks.values()]
+
+    def best(own: list[Outcome], k: int) -> float:
+        return best_at_k([each.verifier or 0.0 for each in own], [float(bool(each.resolved)) for each in own], k)
+
+    return _at_k(scored, len, best)
 
 
-def _each_k(counts: Sequence[int]) -> range:
-    """1 to the number of attempts that at least half of the tasks have: a larger k would be measured on other tasks."""
-    return range(1, min(_MOST_K, math.floor(statistics.median_low(counts))) + 1) if counts else range(0)
+def _at_k[T](tasks: Sequence[T], count: Callable[[T], int], value: Callable[[T, int], float]) -> tuple[AtK, ...]:
+    """The metric for 1 to the number of attempts that at least half of the tasks have: a larger k would be measured on
+    other tasks.
+    """
+    most = min(_MOST_K, statistics.median_low(map(count, tasks))) if tasks else 0
+    estimates = (over_tasks([value(task, k) for task in tasks if count(task) >= k]) for k in range(1, most + 1))
+    return tuple(AtK(k=k, estimate=estimate) for k, estimate in enumerate(estimates, 1))
 
 
 def _share(found: Iterable[bool]) -> Share:

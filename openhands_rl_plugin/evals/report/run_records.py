@@ -93,7 +93,8 @@ def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
     patch = result.get("git_patch") or result.get("model_patch")
     error = row.get("error")
     history = row.get("history")
-    events = [event for event in history if isinstance(event, dict)] if isinstance(history, list) else []
+    events = [json_object(event) for event in history] if isinstance(history, list) else []
+    actions = [event.get("action") for event in events if event.get("source") == "agent" and "action" in event]
     metrics = json_object(row.get("metrics"))
     usage = json_object(metrics.get("accumulated_token_usage"))
     timed_out = isinstance(error, str) and error.startswith("Timeout after")
@@ -106,7 +107,7 @@ def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
         stuck=is_stuck(error),
         timed_out=timed_out,
         empty_patch=not str(patch or "").strip(),
-        turns=sum(event.get("source") == "agent" and "action" in event for event in events) - _systems(events),
+        turns=sum(action != "system" for action in actions),
         prompt_tokens=_whole(usage.get("prompt_tokens")),
         cached_tokens=_whole(usage.get("cache_read_tokens")),
         completion_tokens=_whole(usage.get("completion_tokens")),
@@ -131,10 +132,6 @@ def _foreign_kind(row: JsonObject, result: JsonObject, patched: bool, timed_out:
     if not patched and (row.get("error") is None or timed_out):
         return VerdictKind.EMPTY_PATCH
     return VerdictKind.UNGRADED
-
-
-def _systems(events: list[JsonObject]) -> int:
-    return sum(event.get("action") == "system" for event in events)
 
 
 def json_object(value: JsonValue) -> JsonObject:

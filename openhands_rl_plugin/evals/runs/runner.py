@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Trajectory,
 )
-from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import TESTS, directory_of
@@ -170,7 +170,7 @@ class EvalRunner:
         return TaskWorkspace(
             root=root,
             repository=directory.name,
-            mounts=tuple(WorkspaceMount(host=mount.host, inside=mount.inside) for mount in checkout.mounts),
+            mounts=checkout.mounts,
             variables=checkout.variables,
         )
 

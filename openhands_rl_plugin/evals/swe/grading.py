@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, describe
-from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude
+from openhands_rl_plugin.core.redaction import redact_text
+from openhands_rl_plugin.environments.workspace.processes import Ended
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, apply_patch, refusal
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
@@ -28,7 +29,6 @@ SCRIPT_INSIDE = "/eval.sh"
 
 _APPLY_TIME = 120.0
 _FULL = "No space left on device"
-_PRELUDE_TIME = 1800.0
 _SPOILED = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Errored", ">>>>> Tests Timed Out")
 
 
@@ -46,9 +46,8 @@ class Box(Protocol):
         timeout: float,
         given: bytes | None = None,
         tests: bool = False,
-        prelude: Prelude | None = None,
     ) -> Ended:
-        """Run a command in ``/testbed``. ``tests``: with the guard's equipment. ``prelude``: as for ``run``."""
+        """Run a command in ``/testbed``. ``tests``: with the guard's equipment."""
         ...
 
     async def left(self) -> Mapping[str, bytes]:
@@ -164,7 +163,7 @@ async def evaluate(
     flags = await asyncio.to_thread(guard.check_patch, instance, patch)
     await box.put(PATCH_INSIDE, patch)
     applied = await apply_patch(lambda command, seconds: box.run(command, timeout=seconds), instance, patch)
-    logs.note(f"apply:\n{applied.output}")
+    logs.write("run_instance.log", redact_text(f"apply:\n{applied.output}"))
     if applied.kind is not None:
         await _check_space(box, applied.output)
         identity = instance.instance_id
@@ -177,12 +176,11 @@ async def evaluate(
         timeout=timeout,
         given=f"+{word} \n".encode(),
         tests=True,
-        prelude=_prelude(recipe.evaluation_script, word),
     )
     log = read_log(ended.text, word, instance.base_commit)
     short = "\n\nThe output was cut here." if ended.truncated else ""
     late = f"\n\nTimeout error: {timeout:g} seconds exceeded." if ended.timed_out else ""
-    logs.write_test_output(log.text + short + late)
+    logs.write("test_output.txt", log.text + short + late)
     found = PatchVerdict(
         instance_id=instance.instance_id,
         kind=VerdictKind.UNRESOLVED,
@@ -219,13 +217,6 @@ async def _check_space(box: Box, said: str) -> None:
         fill = "head -c 4194304 /dev/zero >/tmp/space && rm -f /tmp/space"
         if (await box.run(["/bin/sh", "-c", fill], timeout=_APPLY_TIME)).code:
             raise InfrastructureError("no space is left where the tests run")
-
-
-def _prelude(script: str, word: str) -> Prelude | None:
-    """What a script does before its tests: it installs the repository again, which may have to be compiled."""
-    if START in script:
-        return Prelude(START.encode(), _PRELUDE_TIME)
-    return Prelude(f"{word} git apply -v -".encode(), _PRELUDE_TIME) if "git apply -v -" in script else None
 
 
 def _resolved(

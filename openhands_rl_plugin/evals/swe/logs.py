@@ -8,14 +8,12 @@ finished, because the official tools count its absence as an error.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.files import PRIVATE, write_file
-from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
 
@@ -33,29 +31,20 @@ class InstanceLogs:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("report.json", "verdict.json", "test_output.txt", "run_instance.log"):
             (self.folder / name).unlink(missing_ok=True)
-        self._write("patch.diff", patch)
+        self.write("patch.diff", patch)
 
-    def write_script(self, text: str) -> None:
-        """``eval.sh``."""
-        self._write("eval.sh", text)
-
-    def write_test_output(self, text: str) -> None:
-        """``test_output.txt``."""
-        self._write("test_output.txt", text)
-
-    def note(self, text: str) -> None:
-        """A paragraph in ``run_instance.log``."""
-        with open(self.folder / "run_instance.log", "a", encoding="utf-8", opener=_private) as file:
-            file.write(redact_text(text).rstrip() + "\n\n")
+    def write(self, name: str, text: str) -> None:
+        """Write one of the files."""
+        write_file(self.folder / name, text.encode(errors="replace"), PRIVATE)
 
     def write_verdict(self, verdict: PatchVerdict) -> None:
         """``verdict.json``, and ``report.json`` when the tests finished."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if verdict.kind in _TESTED:
-            self._write("report.json", json.dumps(instance_report(verdict), indent=4))
+            self.write("report.json", json.dumps(instance_report(verdict), indent=4))
         else:
             (self.folder / "report.json").unlink(missing_ok=True)
-        self._write("verdict.json", verdict.model_dump_json(indent=1))
+        self.write("verdict.json", verdict.model_dump_json(indent=1))
 
     def read_verdict(self) -> PatchVerdict | None:
         """The stored verdict; ``None`` without one, or for an incomplete file."""
@@ -63,9 +52,6 @@ class InstanceLogs:
             return PatchVerdict.model_validate_json((self.folder / "verdict.json").read_bytes())
         except (OSError, ValidationError):
             return None
-
-    def _write(self, name: str, text: str) -> None:
-        write_file(self.folder / name, text.encode(errors="replace"), PRIVATE)
 
 
 def instance_report(verdict: PatchVerdict) -> JsonObject:
@@ -90,36 +76,32 @@ def instance_report(verdict: PatchVerdict) -> JsonObject:
 def run_report(verdicts: Mapping[str, PatchVerdict], instances: list[str], submitted: list[str]) -> JsonObject:
     """The report of a run (schema version 2). In addition to the official fields: ids by kind of verdict."""
     kinds = {kind: sorted(name for name, each in verdicts.items() if each.kind is kind) for kind in VerdictKind}
-    resolved, unresolved = kinds[VerdictKind.RESOLVED], kinds[VerdictKind.UNRESOLVED]
+    resolved, unresolved, empty = (kinds[kind] for kind in (*_TESTED, VerdictKind.EMPTY_PATCH))
     failures = (VerdictKind.UNAPPLIED, VerdictKind.TIMED_OUT, VerdictKind.REFUSED, VerdictKind.INFRASTRUCTURE)
     errors = sorted(name for kind in failures for name in kinds[kind])
-    ids: dict[str, list[str]] = {
-        "completed_ids": sorted([*resolved, *unresolved]),
+    completed = sorted([*resolved, *unresolved])
+    ids = {
+        "completed_ids": completed,
         "incomplete_ids": sorted({*instances} - {*verdicts}),
-        "empty_patch_ids": kinds[VerdictKind.EMPTY_PATCH],
+        "empty_patch_ids": empty,
         "submitted_ids": sorted(submitted),
         "resolved_ids": resolved,
         "unresolved_ids": unresolved,
         "error_ids": errors,
+        **{f"{kind.value}_ids": kinds[kind] for kind in failures},
+        "flagged_ids": sorted(name for name, each in verdicts.items() if each.flagged),
     }
-    flagged = sorted(name for name, each in verdicts.items() if each.flagged)
-    more = {**{f"{kind.value}_ids": kinds[kind] for kind in failures}, "flagged_ids": flagged}
     return {
         "total_instances": len(instances),
         "submitted_instances": len(submitted),
-        "completed_instances": len(ids["completed_ids"]),
+        "completed_instances": len(completed),
         "resolved_instances": len(resolved),
         "unresolved_instances": len(unresolved),
-        "empty_patch_instances": len(ids["empty_patch_ids"]),
+        "empty_patch_instances": len(empty),
         "error_instances": len(errors),
-        **{name: list(value) for name, value in ids.items()},
-        **{name: list(value) for name, value in more.items()},
+        **{name: [*value] for name, value in ids.items()},
         "schema_version": 2,
         "unstopped_instances": 0,
         "unstopped_containers": [],
         "unremoved_images": [],
     }
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -9,6 +9,7 @@ from typing import Protocol
 from pydantic import Field
 
 from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 
 
 class Instance(Frozen):
@@ -111,13 +112,6 @@ class PatchVerdict(Frozen):
         return tuple(sorted({flag.rule for flag in self.flags if flag.severity is not Severity.NOTE}))
 
 
-class Mount(Frozen):
-    """A directory or file of the host that a sandbox mounts read-only at another path."""
-
-    host: Path
-    inside: str
-
-
 class Checkout(Frozen):
     """An instance's repository at its base commit, for an agent to work in.
 
@@ -126,7 +120,7 @@ class Checkout(Frozen):
     """
 
     directory: Path
-    mounts: tuple[Mount, ...] = ()
+    mounts: tuple[WorkspaceMount, ...] = ()
     variables: dict[str, str] = Field(default_factory=dict)
 
 
@@ -150,8 +144,7 @@ class InstanceBackend(Protocol):
         ...
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
-        """Apply ``patch`` and the row's tests to a fresh checkout and run them for at most ``timeout`` seconds, which
-        do not include what the script does before the tests.
+        """Apply ``patch`` and the row's tests to a fresh checkout and run them for at most ``timeout`` seconds.
 
         Never raises for what a patch does; an infrastructure failure is a verdict of kind ``INFRASTRUCTURE``.
         """

@@ -115,7 +115,7 @@ async def test_an_image_that_is_not_there_is_said(both: Both, tmp_path: Path) ->
 
 
 async def test_tests_that_end_their_container_are_unresolved(both: Both, tmp_path: Path) -> None:
-    row = with_extra(await both.image(), test_command="pkill -9 tail; sleep 30")
+    row = with_extra(await both.image(), test_command="pkill -9 sleep; sleep 30")
     verdict = await both.docker.grade(row, FIX, logs=tmp_path, timeout=60.0)
     assert verdict.kind is VerdictKind.UNRESOLVED and "the run ended before its tests did" in verdict.reason
 

@@ -39,7 +39,7 @@ class BoxBackend:
 
         async def grade() -> PatchVerdict:
             recipe = await self.recipe(instance)
-            written.write_script(recipe.evaluation_script)
+            written.write("eval.sh", recipe.evaluation_script)
             async with self.box(instance, recipe, self._guard.equipment(instance)) as box:
                 return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
 

@@ -6,11 +6,8 @@ Scripts, markers and verdicts are those of the local back end; only the ``Box`` 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
 import platform
 import shutil
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,19 +15,18 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import scratch_folder
-from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, checked, run
+from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
+from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.backends.sandbox import GUARD, GUARD_OUT
 from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 
-_PREFIX = f"openhands-rl-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
-"""Of containers of this machine; the number of their process follows."""
-
+_LABEL, _LONGEST_LIFE = "openhands-rl", 86400
 _SHUTTING_DOWN = 2.0
 _PULL_TIME, _START_TIME, _COPY_TIME = 3600.0, 120.0, 600.0
 
@@ -65,7 +61,7 @@ class DockerBackend(BoxBackend):
         if asked.code or asked.timed_out:
             reason = "it does not answer" if asked.timed_out else asked.last_line
             raise ConfigError(f"no Docker daemon ({reason}); start it, or use --backend local")
-        await self._remove_left()
+        await run([self._program, "container", "prune", "--force", "--filter", f"label={_LABEL}"], timeout=_START_TIME)
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         """Copy repository and environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
@@ -83,13 +79,6 @@ class DockerBackend(BoxBackend):
         async with self._container(await self._image(image_of(instance, recipe)), equipment) as container:
             yield DockerBox(self._program, container, equipment)
 
-    async def _remove_left(self) -> None:
-        listing = [self._program, "ps", "--all", "--filter", f"name={_PREFIX}", "--format", "{{.Names}}"]
-        for name in (await checked(listing, "list containers", timeout=_START_TIME)).text.split():
-            owner = name.removeprefix(_PREFIX).partition("-")[0]
-            if name.startswith(_PREFIX) and not Path("/proc", owner).exists():
-                await run([self._program, "rm", "--force", "--volumes", name], timeout=_START_TIME)
-
     async def _image(self, image: str) -> str:
         """The image's name, after it was pulled if missing."""
         if (await run([self._program, "image", "inspect", image], timeout=_START_TIME)).code:
@@ -99,7 +88,7 @@ class DockerBackend(BoxBackend):
 
     @asynccontextmanager
     async def _container(self, image: str, equipment: GuardEquipment) -> AsyncIterator[str]:
-        name = f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+        name = f"{_LABEL}-{uuid.uuid4().hex}"
         command = start_command(self._program, name, image, network=self._network, memory=self._memory)
         try:
             await checked(command, f"start a container of {image}", timeout=_START_TIME)
@@ -130,7 +119,6 @@ class DockerBox:
         timeout: float,
         given: bytes | None = None,
         tests: bool = False,
-        prelude: Prelude | None = None,
     ) -> Ended:
         """``docker exec``. At the time limit the container is stopped: ending the client would not do that.
 
@@ -141,7 +129,7 @@ class DockerBox:
         # The engine keeps two streams apart, and what is read then is not in the order in which it was written.
         together = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command]
         command = exec_command(self._program, self._container, together, variables)
-        ended = await run(command, timeout=timeout, given=given, prelude=prelude)
+        ended = await run(command, timeout=timeout, given=given)
         if ended.timed_out:
             await run([self._program, "kill", self._container], timeout=_START_TIME)
         elif tests or ended.code:
@@ -164,11 +152,12 @@ class DockerBox:
 
 
 def start_command(program: str, name: str, image: str, *, network: bool, memory: str) -> list[str]:
-    """The command that starts an idle container."""
+    """The command that starts an idle container, which ends by itself after a day."""
     bounds = ["--memory", memory, "--pids-limit", "8192", "--security-opt", "no-new-privileges"]
     net = [] if network else ["--network", "none"]
-    place = ["--platform", platform_of(image), "--workdir", "/testbed", "--entrypoint", "tail"]
-    return [program, "run", "--detach", "--init", "--name", name, *place, *net, *bounds, image, "-f", "/dev/null"]
+    place = ["--platform", platform_of(image), "--workdir", "/testbed", "--entrypoint", "sleep"]
+    named = ["--init", "--name", name, "--label", _LABEL]
+    return [program, "run", "--detach", *named, *place, *net, *bounds, image, str(_LONGEST_LIFE)]
 
 
 def exec_command(program: str, container: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
@@ -188,13 +177,8 @@ def platform_of(image: str) -> str:
 
 async def copy_in(program: str, container: str, inside: str, text: str) -> None:
     """Write a file in a container. Raises ``InfrastructureError``."""
-    descriptor, path = tempfile.mkstemp(prefix="openhands-rl-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode())
-        await checked([program, "cp", path, f"{container}:{inside}"], f"copy {inside} in", timeout=_COPY_TIME)
-    finally:
-        os.unlink(path)
+    command = exec_command(program, container, ["/bin/sh", "-c", 'cat >"$0"', inside], {})
+    await checked(command, f"copy {inside} in", timeout=_COPY_TIME, given=text.encode())
 
 
 def image_of(instance: Instance, recipe: Recipe) -> str:
@@ -209,6 +193,9 @@ def checkout_of(directory: Path) -> Checkout:
     environment = directory.with_name(f"{directory.name}.environment")
     return Checkout(
         directory=directory,
-        mounts=(Mount(host=environment, inside=ENVIRONMENT), Mount(host=directory, inside="/testbed")),
+        mounts=(
+            WorkspaceMount(host=environment, inside=ENVIRONMENT),
+            WorkspaceMount(host=directory, inside="/testbed"),
+        ),
         variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
     )

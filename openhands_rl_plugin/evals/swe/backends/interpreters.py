@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 from openhands_rl_plugin.environments.workspace.visible import installed_parts, is_system
-from openhands_rl_plugin.evals.swe.types import Checkout, Mount
+from openhands_rl_plugin.evals.swe.types import Checkout
 
 
 class Interpreter(NamedTuple):
@@ -63,6 +64,6 @@ def with_own_interpreter(directory: Path) -> Checkout:
     parts = [] if is_system(prefix.parts[1]) else installed_parts(prefix)
     return Checkout(
         directory=directory,
-        mounts=tuple(Mount(host=part, inside=str(part)) for part in parts),
+        mounts=tuple(WorkspaceMount(host=part, inside=str(part)) for part in parts),
         variables={"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.git import checked_git, git_command, git_folder
 from openhands_rl_plugin.environments.workspace.processes import run
+from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 from openhands_rl_plugin.environments.workspace.visible import installed_parts
 from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
 from openhands_rl_plugin.evals.swe.backends.caching import (
@@ -52,7 +53,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
 )
 from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, Mount
+from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
 SETUP_TIME = 3600.0
 """Seconds that an environment, or a repository's installation, may take."""
@@ -121,10 +122,10 @@ class LocalBackend(BoxBackend):
         return Checkout(
             directory=directory,
             mounts=(
-                Mount(host=layer / "conda" / "envs", inside=ENVIRONMENTS),
-                *(Mount(host=part, inside=str(part)) for part in installed_parts(interpreter.prefix)),
+                WorkspaceMount(host=layer / "conda" / "envs", inside=ENVIRONMENTS),
+                *(WorkspaceMount(host=part, inside=str(part)) for part in installed_parts(interpreter.prefix)),
                 # Where the environment looks for the installed project.
-                Mount(host=directory, inside=PARTS["testbed"]),
+                WorkspaceMount(host=directory, inside=PARTS["testbed"]),
             ),
             variables={
                 "PATH": f"{environment}/bin:/usr/local/bin:/usr/bin:/bin",

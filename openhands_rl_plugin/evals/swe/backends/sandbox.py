@@ -25,7 +25,7 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import (
     mount_overlays,
 )
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
-from openhands_rl_plugin.environments.workspace.processes import Ended, Prelude, run
+from openhands_rl_plugin.environments.workspace.processes import Ended, run
 from openhands_rl_plugin.environments.workspace.visible import (
     OF_A_PREFIX,
     prefix_mounts,
@@ -286,7 +286,6 @@ class SandboxBox:
         timeout: float,
         given: bytes | None = None,
         tests: bool = False,
-        prelude: Prelude | None = None,
     ) -> Ended:
         """Run in a sandbox that ends with the command and kills all of its processes."""
         shown = [
@@ -295,7 +294,7 @@ class SandboxBox:
             Shown(self._scratch / "eval.sh", SCRIPT_INSIDE),
         ]
         wrapped = self._wrap(command, tests, shown if tests else [], self._variables if tests else {})
-        return await run(wrapped, timeout=timeout, given=given, prelude=prelude)
+        return await run(wrapped, timeout=timeout, given=given)
 
     async def left(self) -> Mapping[str, bytes]:
         """Regular files that the tests left in ``GUARD_OUT``, without too large ones."""
