@@ -9,13 +9,12 @@ import json
 import math
 import re
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue
 
@@ -31,12 +30,14 @@ from openhands_rl_plugin.core.errors import (
     describe,
 )
 from openhands_rl_plugin.core.judgements import SuccessRule
-from openhands_rl_plugin.core.protocols import EnvInfo
-from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Message, Observation, Task
-from openhands_rl_plugin.environments.http.client import RefusedActionError, episode_index, opening_messages
-from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
-
-WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
+from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Message, Task
+from openhands_rl_plugin.environments.http.client import (
+    WITHOUT_FORKS,
+    Episode,
+    RefusedActionError,
+    ServerAnswer,
+    episode_index,
+)
 
 
 class GymOptions(Frozen):
@@ -63,42 +64,36 @@ class TextGymOptions(GymOptions):
     system_prompt: str | None = None
     action_language: str | None = None
 
-    def opening(self, task: Task, state: str, actions: str) -> tuple[Message, ...]:
-        """The messages that open an episode."""
-        language = actions if self.action_language is None else self.action_language
-        return opening_messages(
-            task, state, react_format=self.react_format, actions=language, system_prompt=self.system_prompt
-        )
 
-    def action_in(self, answer: Message) -> str:
-        """The action in a model's answer. Raises ``RefusedActionError``."""
-        parsed = parse_react(answer.content) if self.react_format else parse_plain(answer.content)
-        if parsed.action is None:
-            raise RefusedActionError(parsed.error or "Invalid action.")
-        return parsed.action
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(ServerAnswer):
     """What ``reset`` or ``step`` returned, as messages for the model. ``info`` is JSON."""
 
-    messages: tuple[Message, ...]
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    info: JsonValue = field(default=None, compare=False)
+    shown: tuple[Message, ...]
+
+    def __init__(
+        self,
+        messages: tuple[Message, ...],
+        reward: float = 0.0,
+        terminated: bool = False,
+        truncated: bool = False,
+        info: JsonValue = None,
+    ) -> None:
+        state = "\n\n".join(message.content or "" for message in messages)
+        given = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info, "shown": messages}
+        super().__init__(state=state, **given)
 
     @property
-    def ended(self) -> bool:
-        """Whether no action can follow."""
-        return self.terminated or self.truncated
+    def messages(self) -> tuple[Message, ...]:
+        """The observation."""
+        return self.shown
 
 
-class GymEpisode(ABC):
-    """Base class; implements ``core.protocols.Environment`` and ``Forkable``.
+class GymEpisode(Episode):
+    """Base class of environments in this process.
 
-    A subclass implements ``open``, ``act`` and ``shut``, which are synchronous, run in a thread and may raise anything.
-    A malformed action is told to the model, takes a step and has reward 0; the environment is not stepped.
+    A subclass implements ``open``, ``execute`` and ``shut``, which are synchronous, run in a thread and may raise
+    anything. A malformed action is an observation of its error, takes a step and has reward 0; the environment is not
+    stepped.
     """
 
     Options: ClassVar[type[GymOptions]] = GymOptions
@@ -109,13 +104,9 @@ class GymEpisode(ABC):
         module = self.library.replace("-", "_")
         if find_spec(module) is None:
             raise MissingExtraError(self.library, self.library)
-        self.options = options or self.Options()
+        super().__init__(options)
         self.name = self.library
-        self._task: Task | None = None
-        self._steps: list[tuple[str | None, Seen]] = []
-        self._opening: Seen | None = None
-        self._last: Seen | None = None
-        self._lost = self._closed = False
+        self._lost = False
         self._one_at_a_time = asyncio.Lock()
 
     @abstractmethod
@@ -123,16 +114,22 @@ class GymEpisode(ABC):
         """Make the environment ``name`` and start the episode of ``task``; called once."""
 
     @abstractmethod
-    def act(self, action: str) -> Seen:
+    def execute(self, action: str) -> Seen:
         """Execute one action. Raises ``RefusedActionError`` for an invalid one."""
 
     @abstractmethod
     def shut(self) -> None:
         """Release the environment; also called after ``open`` failed."""
 
-    def read(self, answer: Message) -> str:
-        """The action in a model's answer. Raises ``RefusedActionError``. Default: the whole text."""
-        return answer.content or ""
+    @property
+    def where(self) -> str:
+        """The library and the environment's name."""
+        return self.name
+
+    @property
+    def copies(self) -> bool:
+        """As ``fork`` of the options says."""
+        return self.options.fork == "copy" or (self.options.fork == "auto" and self.copies_safely)
 
     @property
     def copies_safely(self) -> bool:
@@ -147,16 +144,8 @@ class GymEpisode(ABC):
         """Further evidence, gathered from the environment before it is closed."""
         return {}
 
-    @property
-    def info(self) -> EnvInfo:
-        """How many actions a fork replays; none for a copy."""
-        return EnvInfo(fork_steps=0 if self._by_copy() else sum(action is not None for action, _ in self._steps))
-
-    async def reset(self, task: Task) -> Observation:
-        """Open the episode of ``task``. Raises ``BadEnvironmentError`` where the library has no such environment."""
-        if self._task is not None or self._closed:
-            raise RuntimeError("an environment runs one episode: make a new one")
-        self._task = task
+    async def open_episode(self, task: Task) -> ServerAnswer:
+        """``open``. Raises ``BadEnvironmentError`` where the library has no such environment."""
         name = self.options.id or task.environment.partition("/")[2]
         if not name:
             raise BadEnvironmentError(
@@ -164,80 +153,35 @@ class GymEpisode(ABC):
                 f'env_name = "{self.library}/NAME", or as id in [rl.environment]'
             )
         self.name = f"{self.library}/{name}"
-        seen = await self._call(lambda: _checked(self.open(name, task), self.name), "reset")
-        self._opening = self._last = seen
-        return _observation(seen)
+        return await self._call(lambda: _checked(self.open(name, task), self.name), "reset")
 
-    async def step(self, action: Message) -> Observation:
-        """Execute one model response."""
-        if self._last is None:
-            raise RuntimeError("no episode is open: reset did not succeed")
-        if self._last.ended:
-            raise RuntimeError("the episode has ended")
-        try:
-            text = self.read(action)
-            seen = await self._execute(text)
-        except RefusedActionError as refused:
-            said = Seen((Message(role="user", content=str(refused)),))
-            self._steps.append((None, said))
-            return _observation(said)
-        self._steps.append((text, seen))
-        self._last = seen
-        return _observation(seen)
+    async def act(self, action: str) -> ServerAnswer:
+        """``execute``."""
+        return await self._call(lambda: _checked(self.execute(action), self.name), "step")
 
-    async def fork(self) -> Self:
-        """An independent copy of the open episode.
-
-        Raises ``BadEnvironmentError`` where it cannot be copied, or a replay is answered differently.
-        """
-        if self._task is None or self._opening is None or self._closed:
-            raise RuntimeError("only an open episode can be forked")
-        if self.options.fork == "none":
-            raise BadEnvironmentError(f"{self.name} is not forked, as [rl.environment] fork says; {WITHOUT_FORKS}")
-        twin = type(self)(self.options)
-        try:
-            if self._by_copy():
-                await self._call(lambda: self._copy(twin), "copy")
-            else:
-                await self._replay_in(twin)
-        except BaseException:
-            with suppress(EpisodeError):
-                await twin.close()
-            raise
-        twin.name, twin._task, twin._opening = self.name, self._task, self._opening
-        twin._steps, twin._last = list(self._steps), self._last
-        return twin
-
-    async def evidence(self) -> JsonObject:
-        """Final state, return, rewards and how the episode ended; empty when it never began."""
-        if self._last is None or self._task is None:
-            return {}
-        rewards: list[JsonValue] = [seen.reward for _, seen in self._steps]
-        return {
-            "idx": self._task.data.get("idx"),
-            "final_state": "\n\n".join(message.content or "" for message in self._last.messages),
-            "return": sum(seen.reward for _, seen in self._steps),
-            "rewards": rewards,
-            "steps": len(self._steps),
-            "malformed": sum(action is None for action, _ in self._steps),
-            "done": self._last.ended,
-            "truncated": self._last.truncated,
-            "info": self._last.info,
-            **(await self._call(lambda: plain_object(self.final()), "evidence") if not self._lost else {}),
-        }
-
-    async def close(self) -> None:
-        """Release the environment; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._task is not None and not self._lost:
+    async def release(self) -> None:
+        """``shut``, unless a call still runs."""
+        if not self._lost:
             await self._call(self.shut, "close")
 
-    def _by_copy(self) -> bool:
-        return self.options.fork == "copy" or (self.options.fork == "auto" and self.copies_safely)
+    async def fork_episode(self, twin: Episode) -> bool:
+        """A deep copy. Raises ``BadEnvironmentError`` where that is not possible or the options allow no fork."""
+        if self.options.fork == "none":
+            raise BadEnvironmentError(f"{self.name} is not forked, as [rl.environment] fork says; {WITHOUT_FORKS}")
+        assert isinstance(twin, GymEpisode), "a twin is of the same class"
+        if self.copies:
+            twin.name = self.name
+            await self._call(lambda: self._copy(twin), "copy")
+        return self.copies
 
-    def _copy(self, twin: Self) -> None:
+    async def evidence(self) -> JsonObject:
+        """The evidence of ``Episode`` with what ``final`` says."""
+        found = await super().evidence()
+        if found and not self._lost:
+            found |= await self._call(lambda: plain_object(self.final()), "evidence")
+        return found
+
+    def _copy(self, twin: GymEpisode) -> None:
         try:
             for name, value in self.copied().items():
                 setattr(twin, name, value)
@@ -245,22 +189,6 @@ class GymEpisode(ABC):
             raise BadEnvironmentError(
                 f'{self.name} cannot be copied ({error}): set fork = "replay" in [rl.environment], or {WITHOUT_FORKS}'
             ) from error
-
-    async def _replay_in(self, twin: Self) -> None:
-        assert self._task is not None
-        await twin.reset(self._task)
-        same = twin._opening == self._opening
-        for action, seen in list(self._steps):
-            if action is not None:
-                same = same and await twin._execute(action) == seen
-        if not same:
-            raise BadEnvironmentError(
-                f"{self.name} cannot be forked: it answered the same actions differently the second time; "
-                f"{WITHOUT_FORKS}"
-            )
-
-    async def _execute(self, action: str) -> Seen:
-        return await self._call(lambda: _checked(self.act(action), self.name), "step")
 
     async def _call[T](self, call: Callable[[], T], what: str) -> T:
         async with self._one_at_a_time:
@@ -289,10 +217,6 @@ def _checked(seen: Seen, name: str) -> Seen:
     if not seen.messages and not seen.ended:
         raise BadEnvironmentError(f"{name} answered no observation although the episode goes on")
     return seen
-
-
-def _observation(seen: Seen) -> Observation:
-    return Observation(messages=seen.messages, reward=seen.reward, terminated=seen.terminated, truncated=seen.truncated)
 
 
 def number(reward: object, name: str) -> float:
@@ -565,10 +489,14 @@ class GymnasiumEnvironment(GymEpisode):
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
             raise BadEnvironmentError(f"{self.name}: reset must return (observation, info), as in Gymnasium 1.0")
         described = task if task.instruction else task.model_copy(update={"instruction": preset.goal})
-        state = self._shown(*found)
-        return Seen(self._settings.opening(described, state, self._actions.language()), info=plain(found[1]))
+        return Seen(self.opening(described, self._shown(*found)), info=plain(found[1]))
 
-    def act(self, action: str) -> Seen:
+    def actions(self, task: Task) -> str:
+        """The action space, in words."""
+        assert self._actions is not None
+        return self._actions.language()
+
+    def execute(self, action: str) -> Seen:
         """``step``."""
         assert self._actions is not None
         found = self._env.step(self._actions.read(action))
@@ -591,10 +519,6 @@ class GymnasiumEnvironment(GymEpisode):
         """``close``."""
         if self._env is not None:
             self._env.close()
-
-    def read(self, answer: Message) -> str:
-        """The action in a model's text, by ``react_format``."""
-        return self._settings.action_in(answer)
 
     @property
     def copies_safely(self) -> bool:

@@ -23,6 +23,7 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
 from openhands_rl_plugin.environments.http.calls import ServerTools, arguments_of, replies
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
+    Episode,
     HttpEnvironmentOptions,
     RefusedActionError,
     ServerAnswer,
@@ -476,7 +477,7 @@ class OpenEnvClient(BaseEnvClient):
             return super().reply(action, state)
         return replies(action, [call for call, _ in self._told], [text for _, text in self._told])
 
-    async def fork_episode(self, twin: BaseEnvClient) -> bool:
+    async def fork_episode(self, twin: Episode) -> bool:
         """A fork replays, in a connection that is open already where there is one."""
         assert isinstance(twin, OpenEnvClient), "a twin is of the same class"
         twin._owner = self._owner or self

@@ -11,6 +11,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, Task
 from openhands_rl_plugin.environments.gyms import GymEpisode, GymOptions, Seen, number, plain, plain_object
+from openhands_rl_plugin.environments.http.react import ParsedAction
 
 
 class SkyRLGymOptions(GymOptions):
@@ -59,7 +60,7 @@ class SkyRLGymEnvironment(GymEpisode):
         messages, info = self._env.init(copy.deepcopy(prompt))
         return Seen(self._messages(messages), info=plain(info))
 
-    def act(self, action: str) -> Seen:
+    def execute(self, action: str) -> Seen:
         """``step``."""
         found = self._env.step(action)
         if not isinstance(found, dict) or not {"observations", "reward", "done"} <= found.keys():
@@ -71,6 +72,10 @@ class SkyRLGymEnvironment(GymEpisode):
             # The environment has no observation for this answer; the next answer follows.
             messages = (Message(role="user", content="(no observation)"),)
         return Seen(messages, reward, terminated=done, info=info)
+
+    def parse(self, action: Message) -> ParsedAction:
+        """The whole text."""
+        return ParsedAction(action.content or "", None)
 
     def shut(self) -> None:
         """``close``."""

@@ -127,10 +127,10 @@ class TextArenaEnvironment(GymEpisode):
                     "`python -m nltk.downloader words averaged_perceptron_tagger_eng`"
                 ) from error
             done = self._others_move()
-        messages = options.opening(task, self._new_text(), "")
+        messages = self.opening(task, self._new_text())
         return self._ended(messages) if done else Seen(messages)
 
-    def act(self, action: str) -> Seen:
+    def execute(self, action: str) -> Seen:
         """``step``, then the other players' moves."""
         with self._random.active():
             done, info = self._game.step(action)
@@ -143,9 +143,9 @@ class TextArenaEnvironment(GymEpisode):
         """Nothing is held."""
         self._game = None
 
-    def read(self, answer: Message) -> str:
-        """The action in a model's text, by ``react_format``."""
-        return self._settings.action_in(answer)
+    def actions(self, task: Task) -> str:
+        """None: the game's first text has the rules."""
+        return ""
 
     @property
     def copies_safely(self) -> bool:

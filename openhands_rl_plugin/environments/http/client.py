@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
@@ -66,6 +66,11 @@ class ServerAnswer(BaseModel):
         if not self.model_fields_set & {"done", "terminated", "truncated"}:
             raise BadEnvironmentError(f"{path} answered no 'done', so that no episode would end there")
         return self
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The observation as messages; empty where they are made of ``state``."""
+        return ()
 
     def same_as(self, other: ServerAnswer | None) -> bool:
         """Whether observation, reward and end of episode are equal; ``info`` and sessions may differ."""
@@ -159,7 +164,7 @@ _POLL = 0.01
 _WITH_SESSIONS: set[str] = set()
 _HOLDERS: weakref.WeakValueDictionary[tuple[str, int], WebEnvClient] = weakref.WeakValueDictionary()
 _CLAIMS = threading.Lock()
-_WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
+WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
 
 
 class HttpEnvironmentOptions(Frozen):
@@ -202,46 +207,49 @@ class RefusedActionError(BadEnvironmentError):
     """An invalid action, which was not executed. Its message becomes the observation, and the episode continues."""
 
 
-class BaseEnvClient(ABC):
-    """Base class of environments behind HTTP; implements ``core.protocols.Environment`` (reset once, step, close once).
-
-    A subclass implements ``open_episode`` and ``act``, and overrides ``release``, ``fork_episode`` and ``actions``
-    where its server offers more. Parsing the action out of the model's text, the opening messages, retries of the
-    opening, and the evidence for rewards are inherited. An environment that is not behind HTTP needs no base class:
-    any class with the methods of ``Environment`` works.
+class Episode(ABC):
+    """One episode of an environment that takes actions as text; implements ``core.protocols.Environment`` and
+    ``Forkable`` (reset once, step, fork, close once).
     """
 
-    Options: ClassVar[type[HttpEnvironmentOptions]] = HttpEnvironmentOptions
+    Options: ClassVar[Any]
 
-    def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
+    def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
         self.steps: list[EpisodeStep] = []
         self._task: Task | None = None
-        self._transport: JsonTransport | None = None
         self._opening: ServerAnswer | None = None
         self._last: ServerAnswer | None = None
         self._closed = False
-        self._server_forks = False
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """The environment, for error messages."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether a fork is a copy, not a replay of the actions."""
+        return False
 
     @property
     def info(self) -> EnvInfo:
-        """A fork replays the actions; not where the server copies episodes, or might and was not tried."""
-        acted = sum(step.action is not None for step in self.steps)
-        return EnvInfo(fork_steps=0 if self._server_forks else acted)
+        """How many actions a fork replays; none for a copy."""
+        return EnvInfo(fork_steps=0 if self.copies else sum(step.action is not None for step in self.steps))
 
     @abstractmethod
     async def open_episode(self, task: Task) -> ServerAnswer:
-        """Start the episode on the server and return its first observation. May be retried after a failure."""
+        """Start the episode and return its first observation. May be retried after a failure."""
 
     @abstractmethod
     async def act(self, action: str) -> ServerAnswer:
-        """Execute one action on the server, exactly once. Raises ``RefusedActionError`` for an invalid action."""
+        """Execute one action, exactly once. Raises ``RefusedActionError`` for an invalid action."""
 
     async def release(self) -> None:  # noqa: B027 - by default there is nothing to release
-        """Release the episode on the server. Called once, also after ``open_episode`` failed."""
+        """Release the episode. Called once, also after ``open_episode`` failed."""
 
     async def fork_episode(self, twin: Self) -> bool:
-        """Copy the episode on the server for ``twin``; false when the server cannot, and the actions are replayed."""
+        """Copy the episode for ``twin``; false when that is not possible, and the actions are replayed."""
         return False
 
     def actions(self, task: Task) -> str:
@@ -251,63 +259,46 @@ class BaseEnvClient(ABC):
     def opening(self, task: Task, state: str) -> tuple[Message, ...]:
         """The messages that open the conversation."""
         options = self.options
+        actions = self.actions(task) if options.action_language is None else options.action_language
         return opening_messages(
-            task,
-            state,
-            react_format=options.react_format,
-            actions=self.actions(task) if options.action_language is None else options.action_language,
-            system_prompt=options.system_prompt,
+            task, state, react_format=options.react_format, actions=actions, system_prompt=options.system_prompt
         )
 
     def reply(self, action: Message, state: str) -> tuple[Message, ...]:
         """The messages that answer an action."""
         return (Message(role="user", content=state),)
 
-    def make_transport(self) -> JsonTransport:
-        """This episode's connection to the server."""
-        options = self.options
-        bound, key = options.max_response_bytes, options.key()
-        return JsonTransport(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
-
-    async def post(self, path: str, body: JsonObject) -> JsonValue:
-        """POST JSON once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
-        return await self._open_transport().post(path, body)
+    def parse(self, action: Message) -> ParsedAction:
+        """The action in a response of the model."""
+        return parse_react(action.content) if self.options.react_format else parse_plain(action.content)
 
     async def reset(self, task: Task) -> Observation:
         """Open the episode of ``task``; the observation holds the system message and the first state."""
         if self._task is not None or self._closed:
-            raise RuntimeError("an environment client runs one episode: create a new client")
+            raise RuntimeError("an environment runs one episode: make a new one")
         self._task = task
-        self._transport = self.make_transport()
-        answer = self._opening = self._last = await self._open_with_retries(task)
-        return Observation(
-            messages=self.opening(task, answer.state), terminated=answer.ended, truncated=answer.truncated
-        )
+        self._last = self._opening = await self._open(task)
+        return _observation(self._last, self._last.messages or self.opening(task, self._last.state))
 
     async def step(self, action: Message) -> Observation:
-        """Execute one model response. A malformed one is not sent: it takes a step and has reward 0."""
+        """Execute one model response. A malformed one is not executed: it takes a step and has reward 0."""
         if self._last is None:
             raise RuntimeError("no episode is open: reset did not succeed")
         if self._last.ended or self._last.truncated:
             raise RuntimeError("the episode has ended")
-        parsed = self.parse(action)
-        if parsed.action is None:
-            return self._malformed(action, parsed.error)
         try:
+            parsed = self.parse(action)
+            if parsed.action is None:
+                return self._malformed(action, parsed.error)
             answer = (await self.act(parsed.action)).as_step("/step")
         except RefusedActionError as refused:
             return self._malformed(action, str(refused))
         self._last = answer
         self.steps.append(EpisodeStep(parsed.action, answer))
-        return Observation(
-            messages=self.reply(action, answer.state),
-            reward=answer.reward,
-            terminated=answer.ended,
-            truncated=answer.truncated,
-        )
+        return _observation(answer, answer.messages or self.reply(action, answer.state))
 
     async def fork(self) -> Self:
-        """An independent copy of the open episode in its current state: by the server where it can, else by replay.
+        """An independent copy of the open episode in its current state: a copy where that is possible, else by replay.
 
         A replay executes the actions so far in a new episode. Raises ``BadEnvironmentError`` when the answers differ
         from the original ones twice, because a search in such copies would explore another episode.
@@ -315,29 +306,10 @@ class BaseEnvClient(ABC):
         twin = await self._twin() or await self._twin()
         if twin is None:
             raise BadEnvironmentError(
-                f"{self.options.base_url} cannot be forked: it answered the same actions differently twice; "
-                f"{_WITHOUT_FORKS}"
+                f"{self.where} cannot be forked: it answered the same actions differently twice; {WITHOUT_FORKS}"
             )
-        twin.steps, twin._last, twin._server_forks = list(self.steps), self._last, self._server_forks
+        twin.steps, twin._last = list(self.steps), self._last
         return twin
-
-    async def _twin(self) -> Self | None:
-        """A copy of the episode; ``None`` where the replay went another way."""
-        if self._task is None or self._transport is None or self._opening is None:
-            raise RuntimeError("only an open episode can be forked")
-        twin = type(self)(self.options)
-        twin._task, twin._opening = self._task, self._opening
-        twin._transport = self._transport.share()
-        try:
-            if await self.fork_episode(twin) or await self._replayed(twin, self._opening):
-                return twin
-        except BaseException:
-            with suppress(EpisodeError):
-                await twin.close()
-            raise
-        with suppress(EpisodeError):
-            await twin.close()
-        return None
 
     async def evidence(self) -> JsonObject:
         """Final state, return, per-step rewards and how the episode ended; empty when it never began."""
@@ -356,22 +328,42 @@ class BaseEnvClient(ABC):
         }
 
     async def close(self) -> None:
-        """Release the episode on the server and close the connections; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._transport is None:
-            return
-        try:
-            await self.release()
-        finally:
-            await self._transport.close()
-            self._transport = None
+        """Release the episode; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            if self._task is not None:
+                await self.release()
 
-    def _open_transport(self) -> JsonTransport:
-        if self._transport is None:
-            raise RuntimeError("the environment is not open: call reset first and nothing after close")
-        return self._transport
+    async def _open(self, task: Task) -> ServerAnswer:
+        return await self.open_episode(task)
+
+    async def _twin(self) -> Self | None:
+        """A copy of the episode; ``None`` where the replay went another way."""
+        if self._task is None or self._opening is None or self._closed:
+            raise RuntimeError("only an open episode can be forked")
+        twin = self._new_twin()
+        twin._task, twin._opening = self._task, self._opening
+        try:
+            if await self.fork_episode(twin) or await self._replayed(twin, self._opening):
+                return twin
+        except BaseException:
+            with suppress(EpisodeError):
+                await twin.close()
+            raise
+        with suppress(EpisodeError):
+            await twin.close()
+        return None
+
+    def _new_twin(self) -> Self:
+        return type(self)(self.options)
+
+    async def _replayed(self, twin: Self, opening: ServerAnswer) -> bool:
+        """Whether the actions so far were answered in ``twin`` as they were here."""
+        assert self._task is not None
+        same = (await twin._open(self._task)).same_as(opening)
+        for step in (step for step in list(self.steps) if step.action is not None):
+            same = same and (await twin.act(step.action or "")).same_as(step.answer)
+        return same
 
     def _malformed(self, action: Message, error: str | None) -> Observation:
         self.steps.append(EpisodeStep(None))
@@ -382,26 +374,71 @@ class BaseEnvClient(ABC):
         )
         return Observation(messages=tuple(answers))
 
-    def parse(self, action: Message) -> ParsedAction:
-        """The action in a response of the model. Override it for a server that wants more than the text of one."""
-        return parse_react(action.content) if self.options.react_format else parse_plain(action.content)
 
-    async def _replayed(self, twin: Self, opening: ServerAnswer) -> bool:
-        """Whether the actions so far were answered in ``twin`` as they were here."""
-        assert self._task is not None
-        same = (await twin._open_with_retries(self._task)).same_as(opening)
-        for step in (step for step in list(self.steps) if step.action is not None):
-            same = same and (await twin.act(step.action or "")).same_as(step.answer)
-        return same
+def _observation(answer: ServerAnswer, messages: tuple[Message, ...]) -> Observation:
+    return Observation(messages=messages, reward=answer.reward, terminated=answer.ended, truncated=answer.truncated)
 
-    async def _open_with_retries(self, task: Task) -> ServerAnswer:
-        """The opening. After retries, an error says beside its own cause that of the first try."""
+
+class BaseEnvClient(Episode):
+    """Base class of environments behind HTTP.
+
+    A subclass implements ``open_episode`` and ``act``, and overrides ``release``, ``fork_episode`` and ``actions``
+    where its server offers more. Parsing the action out of the model's text, the opening messages, retries of the
+    opening, and the evidence for rewards are inherited. An environment that is not behind HTTP needs no base class:
+    any class with the methods of ``Environment`` works.
+    """
+
+    Options: ClassVar[type[HttpEnvironmentOptions]] = HttpEnvironmentOptions
+
+    def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
+        super().__init__(options)
+        self._transport: JsonTransport | None = None
+
+    @property
+    def where(self) -> str:
+        """The server's address."""
+        return self.options.base_url
+
+    def make_transport(self) -> JsonTransport:
+        """This episode's connection to the server."""
+        options = self.options
+        bound, key = options.max_response_bytes, options.key()
+        return JsonTransport(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
+
+    async def post(self, path: str, body: JsonObject) -> JsonValue:
+        """POST JSON once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        return await self._open_transport().post(path, body)
+
+    async def close(self) -> None:
+        """Release the episode on the server and close the connections; a second call does nothing."""
+        try:
+            if self._transport is not None:
+                await super().close()
+        finally:
+            self._closed = True
+            transport, self._transport = self._transport, None
+            if transport is not None:
+                await transport.close()
+
+    def _new_twin(self) -> Self:
+        twin = super()._new_twin()
+        twin._transport = self._open_transport().share()
+        return twin
+
+    def _open_transport(self) -> JsonTransport:
+        if self._transport is None:
+            raise RuntimeError("the environment is not open: call reset first and nothing after close")
+        return self._transport
+
+    async def _open(self, task: Task) -> ServerAnswer:
+        """The opening, which earns nothing. After retries, an error says beside its own cause that of the first try."""
+        self._transport = self._transport or self.make_transport()
         backoff = Backoff(self.options.backoff, _LONGEST_PAUSE)
         first: UnavailableError | None = None
         attempt = 0
         while True:
             try:
-                return await self.open_episode(task)
+                return (await self.open_episode(task)).model_copy(update={"reward": 0.0})
             except EpisodeError as error:
                 if isinstance(error, UnavailableError) and attempt < self.options.retries:
                     first, attempt = first or error, attempt + 1
@@ -435,6 +472,11 @@ class WebEnvClient(BaseEnvClient):
         self._session: str | int | None = None
         self._server_forks = True
 
+    @property
+    def copies(self) -> bool:
+        """Whether the server copies episodes, or might and was not tried."""
+        return self._server_forks
+
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``."""
         server, self._index = self.options.base_url, episode_index(task)
@@ -457,7 +499,7 @@ class WebEnvClient(BaseEnvClient):
         """``POST /step``."""
         return ServerAnswer.parse(await self.post("/step", {"action": action, **self._key()}), "/step")
 
-    async def fork_episode(self, twin: BaseEnvClient) -> bool:
+    async def fork_episode(self, twin: Episode) -> bool:
         """``POST /fork`` where the server has it, answered with a new ``session``.
 
         Raises ``BadEnvironmentError`` for a server without sessions: a copy would share the state of the episode.
@@ -465,19 +507,20 @@ class WebEnvClient(BaseEnvClient):
         if self._session is None:
             raise BadEnvironmentError(
                 f"{self.options.base_url} cannot be forked: it has no sessions, so a copy would share the state of the "
-                f"episode; {_WITHOUT_FORKS}, or a server whose /reset answers a session"
+                f"episode; {WITHOUT_FORKS}, or a server whose /reset answers a session"
             )
-        if not self._server_forks:
-            return False
+        assert isinstance(twin, WebEnvClient), "a twin is of the same class"
+        answer: JsonValue = None
         try:
-            answer = await self.post("/fork", self._key())
+            answer = await self.post("/fork", self._key()) if self._server_forks else None
         except EndpointMissingError:
             self._server_forks = False
+        twin._server_forks = self._server_forks
+        if not self._server_forks:
             return False
         session = answer.get("session") if isinstance(answer, dict) else None
         if not isinstance(session, str | int) or session == self._session:
             raise BadEnvironmentError(f"/fork answered {excerpt(str(answer))}, which holds no new 'session'")
-        assert isinstance(twin, WebEnvClient), "a twin is of the same class"
         twin._index, twin._session = self._index, session
         return True
 
