@@ -7,7 +7,6 @@ import hashlib
 import random
 import threading
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,7 +28,6 @@ from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
     ConfigError,
-    PublishError,
     StorageError,
     boundary,
     describe,
@@ -138,115 +136,41 @@ class ClosableEngine(LLMEngine, Protocol):
         ...
 
 
-class Policy(ABC):
-    """A base model and the version of its adapter that is in use.
+class Policy:
+    """A base model and the version of its adapter that is in use, behind a server or a plugin's engine.
 
     ``base_model`` is its name in trajectories and manifests; ``adapter`` is ``None`` while it is sampled as it is.
     """
 
-    def __init__(self, base_model: str, settings: RLSettings) -> None:
-        self.base_model = base_model
-        # A server may have another working directory, so the paths that are sent to it must be absolute.
-        self.store = AdapterStore(settings.serving.adapters_directory.resolve())
-        self.adapter: Adapter | None = None
-        self.settings = settings
+    def __init__(
+        self, settings: RLSettings, *, url: str = "", model: str = "", weights: str | Path | None = None
+    ) -> None:
+        """``url``: a server, whose base model's ``weights`` may be named; else ``model`` is a name for the engine of
+        ``[rl] engine``, whose episodes are not trained here.
 
-    @property
-    def served_model(self) -> str:
-        """The name of the weights that are sampled from."""
-        return self.base_model if self.adapter is None else self.adapter.name
-
-    @property
-    def kept(self) -> int:
-        """Versions that stay loaded while a new one is checked."""
-        return max(1, self.settings.serving.max_adapters - 1)
-
-    async def resume(self) -> None:
-        """Use the version that the store's pointer names, if it belongs to this base model."""
-        current = self.store.current(self.settings.serving.adapter)
-        if current is not None and current.base_model == self.base_model:
-            await self.adopt(current)
-
-    async def adopt(self, adapter: Adapter, probe: Probe | None = None) -> None:
-        """Sample from ``adapter`` from now on; its logprobs are checked against ``probe`` first.
-
-        Raises ``PublishError``; the previous version then stays in use.
+        Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not
+        answer.
         """
-        await self.publish(adapter, probe)
-        self.adapter = adapter
-
-    @abstractmethod
-    def engine(self) -> LLMEngine:
-        """Completions from the version in use; the caller closes it, if it is a ``ClosableEngine``."""
-
-    @abstractmethod
-    def training_weights(self) -> str:
-        """The base model's directory or cached name, to train on. Raises ``ConfigError`` when it is not known."""
-
-    @abstractmethod
-    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
-        """Load, probe, move the pointer, unload older versions. Raises ``PublishError``."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Release what was started. Idempotent."""
-
-
-class EndpointPolicy(Policy):
-    """A server that is already running. ``weights``: its base model's directory, if the server does not report it.
-
-    Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not answer.
-    """
-
-    def __init__(self, url: str, weights: Path | None, settings: RLSettings) -> None:
         serving = settings.serving
-        self._url = normalised_url(url)
-        self._key = serving.api_key()
-        base = served_base(self._url, serving.model, self._key, serving.request_timeout)
-        super().__init__(base.name, settings)
-        self._weights = weights or base.weights
-        reached = serving.model_copy(update={"base_url": self._url})
-        self._publisher = publisher_for(reached, self.store, keep=self.kept)
-        self._asked = base.name
+        # A server may have another working directory, so the paths that are sent to it must be absolute.
+        self.store = AdapterStore(serving.adapters_directory.resolve())
+        self.adapter: Adapter | None = None
+        self.settings, self.base_model, self._url, self._weights = settings, model, url and normalised_url(url), weights
+        self._server, self._publisher, self._asked = ExitStack(), None, model
+        if url:
+            base = served_base(self._url, serving.model, serving.api_key(), serving.request_timeout)
+            self.base_model, self._asked, self._weights = base.name, base.name, weights or base.weights
+            # Versions that stay loaded while a new one is checked.
+            keep = max(1, serving.max_adapters - 1)
+            reached = serving.model_copy(update={"base_url": self._url})
+            self._publisher = publisher_for(reached, self.store, keep=keep)
 
-    def engine(self) -> LLMEngine:
-        """An engine with its own connections: that of ``[rl] engine``."""
-        if self.settings.engine != AUTO:
-            return make_engine(self.settings, model=self.served_model, base_model=self.base_model, base_url=self._url)
-        timeout = self.settings.serving.request_timeout
-        return OpenAIEngine(self.served_model, self._url, self._key, base_model=self.base_model, timeout=timeout)
+    @classmethod
+    def served_here(cls, model: str, settings: RLSettings) -> Self:
+        """A model directory (or cached hub name), which the embedded server serves from this process.
 
-    def training_weights(self) -> str:
-        """The directory that was given, or the one that the server serves from when that is on this machine."""
-        if self._weights is None:
-            raise ConfigError(
-                f"the weights of {self.base_model!r} are not on this machine (its server names no local directory as "
-                "root): pass the model's directory, RLAgent(model=url, tokenizer='path/to/model')"
-            )
-        return str(self._weights)
-
-    @property
-    def served_model(self) -> str:
-        """The model name to request from this kind of server."""
-        return self.base_model if self.adapter is None else self._asked
-
-    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
-        """Through the server's adapter routes."""
-        await self._publisher.publish(adapter, probe)
-        self._asked = await self._publisher.served_model(adapter)
-
-    async def close(self) -> None:
-        """Close the connections; the server and its adapters stay."""
-        await self._publisher.aclose()
-
-
-class InProcessPolicy(EndpointPolicy):
-    """A model directory (or cached hub name), which the embedded server serves from this process.
-
-    Raises ``ServingError`` for a model that cannot be served, ``MissingExtraError`` without torch.
-    """
-
-    def __init__(self, model: str, settings: RLSettings) -> None:
+        Raises ``ServingError`` for a model that cannot be served, ``MissingExtraError`` without torch.
+        """
         with from_extra("train"):
             from openhands_rl_plugin.models.server.app import running_server
         config = {
@@ -264,42 +188,58 @@ class InProcessPolicy(EndpointPolicy):
         with ExitStack() as opened:
             url = opened.enter_context(running_server(ServerConfig.model_validate(config)))
             serving = settings.serving.model_copy(update={"model": model, "api_key_env": ""})
-            super().__init__(url, None, settings.model_copy(update={"serving": serving, "engine": AUTO}))
-            self._server = opened.pop_all()
+            policy = cls(settings.model_copy(update={"serving": serving, "engine": AUTO}), url=url, weights=model)
+            policy._server = opened.pop_all()
+        return policy
 
-    def training_weights(self) -> str:
-        """The directory, or the name, of the served base model."""
-        return self.base_model
-
-    async def close(self) -> None:
-        """Stop the server."""
-        await super().close()
-        await asyncio.to_thread(self._server.close)
-
-
-class EnginePolicy(Policy):
-    """A ``model`` that only the engine of ``[rl] engine`` can reach: episodes are run, but not trained here."""
-
-    def engine(self) -> LLMEngine:
-        """A new engine of that kind."""
-        return make_engine(self.settings, model=self.base_model, base_model=self.base_model)
-
-    def training_weights(self) -> str:
-        """Raises ``ConfigError``: nothing is known of the weights."""
-        raise ConfigError(
-            f"[rl] engine: no adapter can be given to {self.settings.engine!r}; train its episodes with `openhands-rl "
-            "train`, or pass the URL of a server as the model"
-        )
+    @property
+    def served_model(self) -> str:
+        """The model name to request."""
+        return self.base_model if self.adapter is None else self._asked
 
     async def resume(self) -> None:
-        """There is no adapter to resume with."""
+        """Use the version that the store's pointer names, if it belongs to this base model."""
+        current = self.store.current(self.settings.serving.adapter)
+        if self._publisher is not None and current is not None and current.base_model == self.base_model:
+            await self.adopt(current)
 
-    async def publish(self, adapter: Adapter, probe: Probe | None) -> None:
-        """Raises ``PublishError``: there is no server to publish to."""
-        raise PublishError(f"[rl] engine: {adapter.name} cannot be given to {self.settings.engine!r}")
+    async def adopt(self, adapter: Adapter, probe: Probe | None = None) -> None:
+        """Sample from ``adapter`` from now on; its logprobs are checked against ``probe`` first.
+
+        Raises ``PublishError``; the previous version then stays in use.
+        """
+        assert self._publisher is not None, "without a server nothing is trained"
+        await self._publisher.publish(adapter, probe)
+        self._asked = await self._publisher.served_model(adapter)
+        self.adapter = adapter
+
+    def engine(self) -> LLMEngine:
+        """Completions from the version in use; the caller closes it, if it is a ``ClosableEngine``."""
+        settings, serving = self.settings, self.settings.serving
+        if settings.engine == AUTO:
+            key, timeout = serving.api_key(), serving.request_timeout
+            return OpenAIEngine(self.served_model, self._url, key, base_model=self.base_model, timeout=timeout)
+        return make_engine(settings, model=self.served_model, base_model=self.base_model, base_url=self._url)
+
+    def training_weights(self) -> str:
+        """The base model's directory or cached name, to train on. Raises ``ConfigError`` when it is not known."""
+        if self._publisher is None:
+            raise ConfigError(
+                f"[rl] engine: no adapter can be given to {self.settings.engine!r}; train its episodes with "
+                "`openhands-rl train`, or pass the URL of a server as the model"
+            )
+        if self._weights is None:
+            raise ConfigError(
+                f"the weights of {self.base_model!r} are not on this machine (its server names no local directory as "
+                "root): pass the model's directory, RLAgent(model=url, tokenizer='path/to/model')"
+            )
+        return str(self._weights)
 
     async def close(self) -> None:
-        """Nothing was started."""
+        """Close the connections and stop the server that was started here; another one and its adapters stay."""
+        if self._publisher is not None:
+            await self._publisher.aclose()
+        await asyncio.to_thread(self._server.close)
 
 
 def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Policy:
@@ -310,17 +250,17 @@ def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Polic
     if isinstance(model, str) and model.startswith(("http://", "https://")):
         if settings.engine == IN_PROCESS:
             raise ConfigError("[rl] engine: 'transformers' runs a model's directory; for a server's URL use 'openai'")
-        return EndpointPolicy(model, _weights_of_endpoint(tokenizer), settings)
+        return Policy(settings, url=model, weights=_weights_of_endpoint(tokenizer))
     if settings.engine == "openai":
         raise ConfigError("[rl] engine: 'openai' asks a server: pass its URL as the model, or leave the line out")
     if settings.engine not in (AUTO, IN_PROCESS) and isinstance(model, str | Path):
-        return EnginePolicy(str(model), settings)
+        return Policy(settings, model=str(model))
     if isinstance(model, str | Path):
         name = str(local_weights(model) or model)
         own = tokenizer if isinstance(tokenizer, str | Path) else getattr(tokenizer, "name_or_path", "")
         if tokenizer is not None and str(local_weights(own) or own) != name:
             raise ConfigError("the tokenizer belongs to another model: leave it out, or pass a model object too")
-        return InProcessPolicy(name, settings)
+        return Policy.served_here(name, settings)
     if not isinstance(model, Savable):
         raise ConfigError(
             f"model must be a transformers model, a directory or name, or an endpoint's URL, not {type(model).__name__}"
@@ -329,8 +269,7 @@ def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Polic
         raise ConfigError("a model object needs its tokenizer object: RLAgent(model, tokenizer, config)")
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"a fast tokenizer is needed (AutoTokenizer.from_pretrained), not {type(tokenizer).__name__}")
-    directory = snapshot(model, tokenizer, settings.serving.adapters_directory)
-    return InProcessPolicy(str(directory), settings)
+    return Policy.served_here(str(snapshot(model, tokenizer, settings.serving.adapters_directory)), settings)
 
 
 def _weights_of_endpoint(tokenizer: object) -> Path | None:
