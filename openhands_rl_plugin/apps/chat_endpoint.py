@@ -20,7 +20,15 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ModelError, StorageError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine, StreamingEngine, TrajectoryStorage
-from openhands_rl_plugin.core.servers import API_KEY, AccessRules, listening, read_body, required_key, serving
+from openhands_rl_plugin.core.servers import (
+    API_KEY,
+    AccessRules,
+    error_body,
+    listening,
+    read_body,
+    required_key,
+    serving,
+)
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -55,7 +63,6 @@ from openhands_rl_plugin.models.server.wire import (
     chat_body,
     chunk_body,
     chunk_choice,
-    error_body,
     json_response,
     models_body,
     now,

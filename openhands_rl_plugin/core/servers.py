@@ -40,6 +40,7 @@ from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.responses import Response
 
 _LOG = redacting_logger(__name__)
 ACCESS = "openhands_rl_plugin.access"
@@ -55,7 +56,6 @@ STOP_SECONDS = 5
 """What requests under way have to end in, when the server is stopped."""
 _START_SECONDS = 30.0
 """Far more than a start takes; until then a lifespan may open its store."""
-_HIGHEST_PORT = 65_535
 _LONG_BODY = 256 * 1024
 _LONGEST_PATH = 200
 _LEFT = 499
@@ -197,11 +197,12 @@ class RequestMetrics:
             "http_request_duration_seconds", about, labels, buckets=bounds, registry=self._registry
         )
 
-    def text(self) -> bytes:
+    def response(self) -> Response:
         """All samples in Prometheus' text format."""
-        from prometheus_client import generate_latest
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+        from starlette.responses import Response
 
-        return generate_latest(self._registry)
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def ended(self, method: str, path: str, status: int, seconds: float, peer: object, route: str = "") -> None:
         """One request is over. ``path``: without its query, where a key may stand. ``status`` 499: the client left."""
@@ -287,12 +288,13 @@ class GuardMiddleware:
             reason = note_failure(error.__cause__ if isinstance(error, CaughtFailure) and error.__cause__ else error)
             if status in (_LEFT, 500):
                 status = 500
-                await _refuse(Refusal(500, "InternalServerError", reason), send)
+                await error_response(500, reason, "InternalServerError")(scope, receive, send)
         except asyncio.CancelledError:
             # The server stops, and waits no longer; what a client has half of is cut off.
             if status == _LEFT:
                 status = 503
-                await _refuse(Refusal(503, "ServiceUnavailableError", "The server is stopping."), send)
+                stopping = error_response(503, "The server is stopping.", "ServiceUnavailableError")
+                await stopping(scope, receive, send)
         finally:
             seconds = time.perf_counter() - started
             route = scope.get("rl_route", "")
@@ -303,49 +305,38 @@ class GuardMiddleware:
         for name, value in scope["headers"]:  # one that is given several times is joined, so that no check sees half
             key, text = name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape")
             headers[key] = f"{headers[key]},{text}" if key in headers else text
-        announced = headers.get("content-length", "0")
-        over = f"The request body is over {self._limit} bytes; raise the server's --max-body-bytes."
-        too_large = Refusal(413, "BadRequestError", over)
         if (refused := self._access.refusal(scope["method"], scope["path"], headers)) is not None:
-            return await _refuse(refused, send)
-        if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-            # It would be a thousand times as large as it announces.
-            text = "Compressed bodies are not read: send it as it is."
-            return await _refuse(Refusal(415, "UnsupportedMediaType", text), send)
-        if not (announced.isascii() and announced.isdigit()) or len(announced) > 18:
-            text = "The Content-Length is not a number of bytes."
-            return await _refuse(Refusal(400, "BadRequestError", text), send)
-        if int(announced) > self._limit:
-            return await _refuse(too_large, send)
+            return await error_response(refused.status, refused.message, refused.kind)(scope, receive, send)
         if scope["path"] == METRICS and scope["method"] in ("GET", "HEAD"):
-            return await _send(200, "text/plain; version=0.0.4; charset=utf-8", self._metrics.text(), send)
-        parts: list[Message] = []
-        size, more = 0, True
+            return await self._metrics.response()(scope, receive, send)
+        body, more = bytearray(), True
         while more:
-            parts.append(await receive())
-            if parts[-1]["type"] == "http.disconnect":
+            message = await receive()
+            if message["type"] == "http.disconnect":
                 return None
-            size, more = size + len(parts[-1].get("body", b"")), parts[-1].get("more_body", False)
-            if size > self._limit:
-                return await _refuse(too_large, send)
-        whole = {"type": "http.request", "body": b"".join(part.get("body", b"") for part in parts), "more_body": False}
-        parts = [whole]
-        await self._app(scope, lambda: _next(parts, receive), send)
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._limit:
+                over = f"The request body is over {self._limit} bytes; raise the server's --max-body-bytes."
+                return await error_response(413, over, "BadRequestError")(scope, receive, send)
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def received() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._app(scope, received, send)
 
 
-async def _next(parts: list[Message], receive: Receive) -> Message:
-    return parts.pop() if parts else await receive()
+def error_body(status: int, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code"}}``, the form of OpenAI's and vLLM's servers."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-async def _refuse(refused: Refusal, send: Send) -> None:
-    error = {"message": refused.message, "type": refused.kind, "param": None, "code": refused.status}
-    await _send(refused.status, "application/json", json.dumps({"error": error}).encode(), send)
+def error_response(status: int, message: str, kind: str, param: str | None = None) -> Response:
+    """``error_body`` as a response."""
+    from starlette.responses import Response
 
-
-async def _send(status: int, content_type: str, body: bytes, send: Send) -> None:
-    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return Response(json.dumps(error_body(status, message, kind, param)), status, media_type="application/json")
 
 
 class PortUnavailableError(ConfigError):
@@ -359,26 +350,18 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     Open it before anything slow (a model that is loaded), so that an occupied port shows at once. Raises
     ``PortUnavailableError``.
     """
-    where = f"cannot listen on {host}:{port}"
-    if not 0 <= port <= _HIGHEST_PORT:
-        raise PortUnavailableError(f"{where}: a port is between 0 and {_HIGHEST_PORT}")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # A name such as "localhost" may have both kinds of address; clients that try one only try IPv4.
-        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-    except OSError as error:
-        raise PortUnavailableError(f"{where}: {error.strerror}; choose another host") from error
-    # asyncio switches Nagle's algorithm off only where the protocol is named; left on, each answer waits 40 ms.
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            remedy = f"{error.strerror or error}; choose another host or port"
-            if error.errno == errno.EADDRINUSE:
-                remedy = "the port is in use; choose another one or stop the server that has it"
-            raise PortUnavailableError(f"{where}: {remedy}") from error
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        remedy = f"{getattr(error, 'strerror', None) or error}; choose another host or port"
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            remedy = "the port is in use; choose another one or stop the server that has it"
+        raise PortUnavailableError(f"cannot listen on {host}:{port}: {remedy}") from error
+    with listener:
+        # asyncio switches Nagle's algorithm off only where the protocol is named; left on, each answer waits 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield listener
 
 

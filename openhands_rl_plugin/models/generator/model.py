@@ -7,7 +7,7 @@ import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count, groupby
+from itertools import accumulate, count, groupby, pairwise
 from pathlib import Path
 from typing import cast
 
@@ -361,7 +361,7 @@ def _replace_linears(model: nn.Module, segments: list[tuple[slice, LoadedAdapter
 # Allowed relative difference between logits of the rebuilt and the original model: (mean, largest) over positions.
 # In half precision another order of sums makes a router choose other experts here and there, so that the mean decides.
 _SELF_CHECK_TOLERANCE = {torch.bfloat16: (0.03, 1.0), torch.float16: (0.03, 1.0), torch.float32: (0.005, 0.005)}
-_CHECKED_TOKENS = 40
+_CHECKED_TOKENS = 80
 
 
 class ServedModel:
@@ -418,14 +418,11 @@ class ServedModel:
             raise NotFound(f"Loading lora {name} failed: No adapter found for {str(path)[:200]}", param="lora_path")
         try:
             with boundary(FailureKind.MODEL, "adapter"):
-                return LoadedAdapter(name, str(path.absolute()), self._read_pairs(path))
-        except CaughtFailure as caught:
-            problem = f"it cannot be used: {caught.failure.message}"
-            raise ServingError(f"Loading lora {name} failed: {problem}", param="lora_path") from caught
-        except ConfigError as error:
+                return LoadedAdapter(name, str(path.absolute()), self._read_layers(path))
+        except (CaughtFailure, ConfigError) as error:
             raise ServingError(f"Loading lora {name} failed: {error}", param="lora_path") from error
 
-    def _read_pairs(self, path: Path) -> dict[str, tuple[LoRAPair, LoRAPair]]:
+    def _read_layers(self, path: Path) -> dict[str, tuple[LoRAPair, LoRAPair]]:
         """Raises ``ConfigError`` for what does not fit."""
         if not is_file(path / WEIGHTS_FILE):
             raise ConfigError(f"{path} has no {WEIGHTS_FILE} (pickled weights are not loaded)")
@@ -439,31 +436,26 @@ class ServedModel:
             weights = load_file(path / WEIGHTS_FILE)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{WEIGHTS_FILE} cannot be read: {error}") from error
-        halves: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in weights.items():
-            module, _, half = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-            if half not in ("lora_A", "lora_B") or tensor.dim() != 2 or module not in self._projections:
-                raise ConfigError(f"the model has no linear layer for the weight {key}")
-            halves.setdefault(module, {})[half] = tensor
-        if not halves or any(len(both) != 2 for both in halves.values()):
-            raise ConfigError(f"{WEIGHTS_FILE} has no pairs of lora_A and lora_B")
-        return {
-            module: self._pair(module, both["lora_A"], both["lora_B"], config.r, config.scaling)
-            for module, both in halves.items()
-        }
-
-    def _pair(self, module: str, a: Tensor, b: Tensor, rank: int, scaling: float) -> tuple[LoRAPair, LoRAPair]:
-        layer = self._projections[module]
-        if a.shape != (rank, layer.in_features) or b.shape != (layer.out_features, rank):
-            raise ConfigError(
-                f"{module} is {layer.in_features} -> {layer.out_features} in the model and the rank {rank} in "
-                f"{CONFIG_FILE}, but {a.shape[1]} -> {a.shape[0]}, {b.shape[1]} -> {b.shape[0]} in the adapter"
-            )
-        a, b = a.float().t().contiguous(), (b.float() * scaling).t().contiguous()
-        pair = a.to(self.device, self.dtype), b.to(self.device, self.dtype)
-        if not all(half.isfinite().all() for half in pair):
-            raise ConfigError(f"{module} has weights that are not finite, or that {self.dtype} cannot hold")
-        return pair, (a, b) if self.slots.float32_keys else pair
+        found = {key.removeprefix(_PREFIX).removesuffix(".weight"): weight for key, weight in weights.items()}
+        layers: dict[str, tuple[LoRAPair, LoRAPair]] = {}
+        for module in {key.rpartition(".")[0] for key in found}:
+            layer = self._projections.get(module)
+            a, b = (found.pop(f"{module}.{half}", None) for half in ("lora_A", "lora_B"))
+            if layer is None or a is None or b is None:
+                raise ConfigError(f"{module} is no linear layer of the model, or has no pair of lora_A and lora_B")
+            if a.shape != (config.r, layer.in_features) or b.shape != (layer.out_features, config.r):
+                raise ConfigError(
+                    f"{module} is {layer.in_features} -> {layer.out_features} in the model and the rank {config.r} in "
+                    f"{CONFIG_FILE}, but {list(a.shape)} and {list(b.shape)} in the adapter"
+                )
+            a, b = a.float().t().contiguous(), (b.float() * config.scaling).t().contiguous()
+            pair = a.to(self.device, self.dtype), b.to(self.device, self.dtype)
+            if not all(half.isfinite().all() for half in pair):
+                raise ConfigError(f"{module} has weights that are not finite, or that {self.dtype} cannot hold")
+            layers[module] = pair, (a, b) if self.slots.float32_keys else pair
+        if found or not layers:
+            raise ConfigError(f"{WEIGHTS_FILE} has other weights than pairs of lora_A and lora_B")
+        return layers
 
     @torch.inference_mode()
     def step(self, rows: Sequence[StepRow]) -> Tensor:
@@ -505,25 +497,27 @@ class ServedModel:
     def _rebuild(self) -> None:
         """Replace attention and linear layers, then compare the logits with those of the original model.
 
-        Two sequences (one, where there is one slot) are computed in pieces, side by side: recurrent layers, whose state
-        is not in the slots, give other logits then, and so does attention that ignores a window.
+        A text is computed in pieces, two chunks of other lengths and a token: recurrent layers, whose state is not in
+        the slots, give other logits then, and so does attention that ignores a window.
         """
         architecture = f"{self.name}: this architecture ({self.model.config.model_type})"
         length = min(_CHECKED_TOKENS, self.max_model_len)
-        factors = (7, 11)[: self.slots.count]
-        texts = [[(factor * i + 3) % self.vocabulary for i in range(length)] for factor in factors]
+        text = [(7 * i + 3) % self.vocabulary for i in range(length)]
         try:
             with short_windows(self.model):
-                expected = [self.model(torch.tensor([each], device=self.device), use_cache=False) for each in texts]
+                expected = self.model(torch.tensor([text], device=self.device), use_cache=False).logits[0].float()
                 self.model.set_attn_implementation(ATTENTION_NAME)
                 self._projections: Mapping[str, Projection] = _replace_linears(self.model, self._segments)
-                actual = self._in_pieces(texts)
+                pieces = [
+                    StepRow(0, start, text[start:stop], None, range(stop - start))
+                    for start, stop in pairwise((0, 2 * length // 5, length - 1, length))
+                ]
+                actual = torch.cat([self.step([piece]) for piece in pieces])
         except (NotImplementedError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             raise StartError(f"{architecture} cannot be served: {_first_line(error)}") from error
         # At each position, relative to the size of the logits there.
-        theirs = torch.cat([each.logits[0].float() for each in expected])
-        size = theirs.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        found = (torch.cat(actual) - theirs).norm(dim=-1) / size
+        size = expected.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        found = (actual - expected).norm(dim=-1) / size
         mean, largest = _SELF_CHECK_TOLERANCE[self.dtype]
         difference = found.max().item()
         if not (found.mean().item() <= mean and difference <= largest):
@@ -531,19 +525,6 @@ class ServedModel:
                 f"{architecture} cannot be served: its logits differ by {difference:.0%} when a text is "
                 "computed in pieces; serve it with vLLM"
             )
-
-    def _in_pieces(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The logits [T, vocabulary] of each text, in three steps: two chunks of other lengths, a token."""
-        parts: list[list[Tensor]] = [[] for _ in texts]
-        cuts = [(0, (at + 2) * len(text) // 5, len(text) - 1, len(text)) for at, text in enumerate(texts)]
-        for step in range(3):
-            rows = [
-                StepRow(slot, cut[step], text[cut[step] : cut[step + 1]], None, range(cut[step + 1] - cut[step]))
-                for slot, (text, cut) in enumerate(zip(texts, cuts, strict=True))
-            ]
-            for part, logits in zip(parts, torch.split(self.step(rows), [row.count for row in rows]), strict=True):
-                part.append(logits)
-        return [torch.cat(part) for part in parts]
 
 
 def same_model(trained_on: str, served: str) -> bool:

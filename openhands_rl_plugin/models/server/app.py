@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers import listening, read_body, serving
+from openhands_rl_plugin.core.servers import error_body, listening, read_body, serving
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
 from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -51,7 +51,6 @@ from openhands_rl_plugin.models.server.wire import (
     chat_body,
     chunk_body,
     chunk_choice,
-    error_body,
     json_response,
     models_body,
     new_id,
@@ -67,8 +66,6 @@ from openhands_rl_plugin.models.server.wire import (
 log = redacting_logger(__name__)
 # Seconds that an adapter keeps taking requests after it was asked to be unloaded.
 _UNLOAD_GRACE = 0.25
-_LEAST_PER_TOKEN = 16
-"""Characters that a token may stand for at least, whatever the longest one in the vocabulary has."""
 _BEGINS_CALL = re.compile(r"[<`{]")
 _SAMPLED = {field.name for field in fields(DecodingParams)} - {"max_tokens", "top_logprobs"}
 Ids = tuple[int, ...]
@@ -90,9 +87,6 @@ class PromptRenderer:
         except (OSError, UnicodeDecodeError) as error:
             raise StartError(f"cannot read the chat template {chat_template}: {error}") from error
         self._template = read or chat_template
-        self._warned = False
-        longest = max(map(len, tokenizer.get_vocab()), default=1)
-        self._most_characters = max_model_len * max(longest, _LEAST_PER_TOKEN)
 
     def chat(self, request: Conversation) -> Ids:
         """The token ids of a conversation, with the generation prompt. Raises ``ServingError``."""
@@ -108,19 +102,10 @@ class PromptRenderer:
             text = chat_text(tokenizer, wires, tools, cue=cue, template=self._template, options=more)
         except RenderError as error:
             raise ServingError(f"The chat template rejected the messages: {error}", param="messages") from error
-        if tools and not self._warned and "tools" not in tokenizer.get_chat_template(self._template, tools):
-            self._warned = True
-            log.warning("the chat template does not render tools: use one that does (--chat-template)")
         return self.text(text, special=False)
 
     def text(self, text: str, *, special: bool) -> Ids:
-        """The token ids of a text, with or without special tokens. Raises ``ServingError`` when it cannot fit."""
-        if len(text) > self._most_characters:
-            raise ServingError(
-                f"This model's maximum context length is {self._max_model_len} tokens. However, your request has "
-                f"{len(text)} characters, which are more tokens than that. Please reduce the length of the input.",
-                param="input_tokens",
-            )
+        """The token ids of a text, with or without special tokens."""
         # Unlike ``encode``, a batch leaves the interpreter to other threads while it works.
         return tuple(self._tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 

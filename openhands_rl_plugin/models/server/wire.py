@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.core.messages import calls_in
+from openhands_rl_plugin.core.servers import error_response
 from openhands_rl_plugin.core.templates.parsing import ParsedAnswer, parse_calls
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.models.generator.errors import ServingError
@@ -31,9 +32,9 @@ SSE_DONE = "data: [DONE]\n\n"
 """The last event of every stream."""
 
 
-def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
+def json_response(body: Mapping[str, Any]) -> Response:
     """``body`` as a response."""
-    return Response(to_json(body, inf_nan_mode="null"), status, media_type="application/json")
+    return Response(to_json(body, inf_nan_mode="null"), media_type="application/json")
 
 
 def sse_event(body: Mapping[str, Any]) -> str:
@@ -59,26 +60,20 @@ async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T:
         watching.cancel()
 
 
-def error_body(status: int, message: str, kind: str, param: str | None = None) -> Body:
-    """``{"error": {"message", "type", "param", "code"}}``."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-
-
 async def _on_error(_: Request, error: Exception) -> Response:
     """Of a body the first three problems, each with its field. 499 is for the access log: the client has left."""
     match error:
         case ServingError():
-            body = error_body(error.status, error.message, error.kind, error.param)
+            return error_response(error.status, error.message, error.kind, error.param)
         case ValidationError():
             problems = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:3]]
             first = error.errors()[0]["loc"]
-            body = error_body(400, "; ".join(problems), "BadRequestError", str(first[0]) if first else None)
+            return error_response(400, "; ".join(problems), "BadRequestError", str(first[0]) if first else None)
         case HTTPException():  # an unknown path or method
             kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
-            body = error_body(error.status_code, error.detail, kind)
+            return error_response(error.status_code, error.detail, kind)
         case _:
             return Response(status_code=499)
-    return json_response(body, body["error"]["code"])
 
 
 ERROR_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
