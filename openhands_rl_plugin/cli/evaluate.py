@@ -57,9 +57,10 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from openhands_rl_plugin.config.rl import RLSettings
+    from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.runs.evaluate import Evaluation
     from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
-    from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluatedModel, EvaluationPlan
+    from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
     from openhands_rl_plugin.evals.runs.suites import Suite
     from openhands_rl_plugin.evals.swe.types import InstanceBackend
 
@@ -86,15 +87,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
-    from openhands_rl_plugin.evals.runs.evaluate import agent_strategy, options_of, settings_of
+    from openhands_rl_plugin.evals.runs.evaluate import options_of, recorded_settings, settings_of
 
     plan, suite = _plan(args)
     settings = settings_of(plan, args.config)
     options_of(plan, suite, 0)  # refuses an agent that cannot play the suite
-    by = agent_strategy(plan, settings)
-    _check_temperature(args, by)
+    recorded = recorded_settings(plan, suite, settings)
+    _check_temperature(args, recorded)
     if args.dry_run:
-        print(sayable("\n".join(_describe(plan, suite, settings, by, args))))
+        print(sayable("\n".join(_describe(plan, suite, settings, recorded, args))))
         return 0
     # Otherwise OpenHands logs every step.
     os.environ.setdefault("LOG_LEVEL", "ERROR")
@@ -228,15 +229,14 @@ def _temperatures(args: argparse.Namespace, model: EvaluatedModel) -> tuple[floa
         raise ConfigError(f"--temperatures {args.temperatures}: give numbers with commas between them") from error
 
 
-def _check_temperature(args: argparse.Namespace, by: AgentStrategy | None) -> None:
+def _check_temperature(args: argparse.Namespace, recorded: JsonObject) -> None:
     """Refuse a temperature of the runs when a search samples at its own."""
-    if by is None or by.temperature is None:
-        return
+    own = recorded.get("temperature")
     for option in ("temperature", "temperatures"):
-        if getattr(args, option) is not None:
+        if own is not None and getattr(args, option) is not None:
             raise ConfigError(
-                f"--{option}: {by.strategy} samples at its own temperature ({by.temperature:g}): set it with "
-                "--strategy-option temperature=..."
+                f"--{option}: {recorded['strategy']} samples at its own temperature ({str(own).removesuffix('.0')}): "
+                "set it with --strategy-option temperature=..."
             )
 
 
@@ -324,21 +324,18 @@ async def _backend(args: argparse.Namespace, entries: Sequence[EvalTask]) -> Asy
 
 
 def _describe(
-    plan: EvaluationPlan, suite: Suite, settings: RLSettings, by: AgentStrategy | None, args: argparse.Namespace
+    plan: EvaluationPlan, suite: Suite, settings: RLSettings, recorded: JsonObject, args: argparse.Namespace
 ) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
-    from openhands_rl_plugin.evals.runs.evaluate import access_of
     from openhands_rl_plugin.evals.runs.output_rows import check_same_settings
     from openhands_rl_plugin.evals.runs.run_files import finished_instances
 
     known = None if suite.on_hub and args.dataset_file is None else _entries(args, suite, settings)
-    agent = plan.agent if by is None else f"{plan.agent} with {by.strategy}"
-    own = None if by is None else by.temperature
+    agent = f"{plan.agent} with {recorded['strategy']}" if "strategy" in recorded else plan.agent
     count = (
         f"{len(known)} instances" if known is not None else f"instances of {suite.dataset} ({suite.split}), on the hub"
     )
     adapts = f" on {plan.base_model}" if plan.base_model else ""
-    access = access_of(suite, settings)
     lines = [
         f"{suite.name}: {count}, {plan.runs} runs, {plan.workers} at a time",
         f"  agent: {agent}, at most {plan.max_iterations} iterations and {plan.timeout:g} s",
@@ -347,11 +344,11 @@ def _describe(
         *([] if suite.software else [f"  resolved by {plan.success}"]),
     ]
     for run in plan.each_run():
-        check_same_settings(plan, run, by, access)
+        check_same_settings(plan, run, recorded)
         directory = plan.run_directory(run)
         done = len(finished_instances(directory))
-        temperature = run.temperature if own is None else own
-        sampled = "the model's" if temperature is None else f"{temperature:g}"
+        temperature = recorded.get("temperature", run.temperature)
+        sampled = "the model's" if temperature is None else str(temperature).removesuffix(".0")
         lines.append(f"  run {run.index}: temperature {sampled}, {done} done, {directory}")
     return lines
 

@@ -291,7 +291,7 @@ async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectorySto
             storage=storage,
             scratch=job.directory / CHECKOUTS,
             backend=job.backend,
-            reward=settings.reward.overridden(TESTS),
+            reward=settings.reward,
         )
         yield GradedRunner(graded, job.tasks.entries)
 

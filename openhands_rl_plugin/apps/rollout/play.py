@@ -15,7 +15,7 @@ from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.config.build import check_environment_server, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.host import host_of
-from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, problems, unknown_name
@@ -86,7 +86,7 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
     ``InfrastructureError`` where nothing answers at the endpoint, and ``StorageError``.
     """
     found = find_task(task, options, options.settings())
-    settings, reward, graded = await asyncio.to_thread(_checked, found, options)
+    settings, reward = await asyncio.to_thread(_checked, found, options)
     async with AsyncExitStack() as opened:
         folder = opened.enter_context(scratch_folder(_SCRATCH))
         if storage is None:
@@ -105,7 +105,7 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
             await backend.check()
         plan = _plan(found, settings, options, folder)
         runner = await opened.enter_async_context(
-            open_eval_runner(plan, found.suite, settings, storage, backend, graded, True, folder, 0)
+            open_eval_runner(plan, found.suite, settings, storage, backend, folder)
         )
         ended = await runner.run(_request(found, settings, options, plan), found.entry)
     trajectory = ended.trajectory
@@ -121,21 +121,20 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
     return to_result(trajectory, settings, outcome, token_ids=options.token_ids)
 
 
-def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward, RewardSettings]:
-    """The settings with the base model, the reward, and the one that a repository task is graded by.
+def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward]:
+    """The settings with the base model, and the reward.
 
     Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server.
     """
     settings, own = with_base_model(found.settings, options), found.settings.reward
     if found.suite.name == ENVIRONMENT:
         check_environment_server(settings)
-    graded = own.overridden(TESTS)
     # The return of a repository task is what its grading says, as in a loop.
-    reward = make_reward(graded if found.suite.software and own.name == _RETURN else own)
+    reward = make_reward(own.overridden(TESTS) if found.suite.software and own.name == _RETURN else own)
     refuse_labels(reward, "nobody labels while a trainer waits")
     if not found.suite.software:
         refuse_without_workspace(reward, f"{found.entry.task.environment} has none")
-    return settings, reward, graded
+    return settings, reward
 
 
 def with_base_model(settings: RLSettings, options: PlayOptions) -> RLSettings:

@@ -7,17 +7,18 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from openhands_rl_plugin.config.build import make_strategy
-from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
+from openhands_rl_plugin.evals.report.run_records import outcome_of_row
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome, outcome_of
 from openhands_rl_plugin.evals.runs.output_rows import (
     check_same_settings,
@@ -26,10 +27,10 @@ from openhands_rl_plugin.evals.runs.output_rows import (
     output_row,
     write_run_report,
 )
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec, SessionAccess
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.runs.runner import EvalRunner
-from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, Suite, own_suite
+from openhands_rl_plugin.evals.runs.suites import REPLIES, Suite, own_suite
 from openhands_rl_plugin.evals.swe.types import InstanceBackend, VerdictKind
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, HostOptions
@@ -42,8 +43,7 @@ _BACKOFF = Backoff(first=0.5, longest=10.0)
 OnOutcome = Callable[[Outcome], None]
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The tasks of one run that are not finished."""
 
     run: RunSpec
@@ -55,8 +55,8 @@ class Work:
 class Evaluation:
     """The runs of a plan over ``eval_tasks``; finished attempts are skipped. One process at a time; close it.
 
-    ``by``: the agent's strategy, if it has one; ``access``: that of its commands. ``retry_failed`` repeats attempts
-    that ended with an infrastructure failure. Raises ``ConfigError``, also for runs that were made with other settings.
+    ``recorded``: what ``recorded_settings`` gives. ``retry_failed`` repeats attempts that ended with an infrastructure
+    failure. Raises ``ConfigError``, also for runs that were made with other settings.
     """
 
     def __init__(
@@ -64,20 +64,19 @@ class Evaluation:
         plan: EvaluationPlan,
         eval_tasks: Sequence[EvalTask],
         *,
-        by: AgentStrategy | None = None,
-        access: SessionAccess | None = None,
+        recorded: JsonObject | None = None,
         retry_failed: bool = False,
     ) -> None:
         self.plan = plan
         self.eval_tasks = tuple(eval_tasks)
         self.work: tuple[Work, ...] = ()
         for run in plan.each_run():
-            check_same_settings(plan, run, by, access)
+            check_same_settings(plan, run, recorded or {})
         for run in plan.each_run():
             files = RunFiles(plan.run_directory(run))
             if retry_failed:
-                files.forget(_failed_row)
-            metadata = metadata_of(plan, run, time.time(), by, access)
+                files.forget(lambda row: outcome_of_row(row).kind is VerdictKind.INFRASTRUCTURE)
+            metadata = metadata_of(plan, run, time.time(), recorded or {})
             left = tuple(eval_task for eval_task in eval_tasks if eval_task.task.id not in files.done)
             self.work += (Work(run, files, metadata, left),)
         remove_tree(self.scratch)
@@ -103,7 +102,11 @@ class Evaluation:
         async def attempt(work: Work, eval_task: EvalTask) -> None:
             graded = await self._attempt(runner, work.run, eval_task)
             outcome = outcome_of(graded, work.run.index, self.plan.model)
-            await asyncio.to_thread(self._write, work, eval_task, graded, outcome)
+            if self.plan.completions:
+                calls = completion_files(graded.trajectory)
+                await asyncio.to_thread(work.files.write_completions, eval_task.task.id, calls)
+            row = await asyncio.to_thread(output_row, graded, eval_task, outcome, work.metadata)
+            await asyncio.to_thread(work.files.append, row)
             if on_outcome is not None:
                 on_outcome(outcome)
 
@@ -145,17 +148,6 @@ class Evaluation:
                 await _BACKOFF.wait(failures)
             attempt += 1
 
-    def _write(self, work: Work, eval_task: EvalTask, graded: GradedEpisode, outcome: Outcome) -> None:
-        if self.plan.completions:
-            work.files.write_completions(eval_task.task.id, completion_files(graded.trajectory))
-        work.files.append(output_row(graded, eval_task, outcome, work.metadata))
-
-
-def _failed_row(row: JsonObject) -> bool:
-    result = row.get("test_result")
-    outcome = result.get("outcome") if isinstance(result, dict) else None
-    return isinstance(outcome, dict) and outcome.get("kind") == VerdictKind.INFRASTRUCTURE.value
-
 
 STORE = "trajectories"
 """The default folder of the store, below that of the evaluation."""
@@ -187,14 +179,12 @@ async def evaluate(
         raise ConfigError(f"{suite.name} needs a back end for its instances")
     if backend is not None:
         await backend.check()
-    by, access = agent_strategy(plan, settings), access_of(suite, settings)
-    evaluation = Evaluation(plan, eval_tasks, by=by, access=access, retry_failed=retry_failed)
+    recorded = recorded_settings(plan, suite, settings)
+    evaluation = Evaluation(plan, eval_tasks, recorded=recorded, retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
-        reward = settings.reward.overridden(TESTS)
-        async with open_eval_runner(
-            plan, suite, settings, storage, backend, reward, grade, evaluation.scratch, processes
-        ) as runner:
+        opening = open_eval_runner(plan, suite, settings, storage, backend, evaluation.scratch, processes, grade=grade)
+        async with opening as runner:
             await evaluation.run(runner, listener)
     finally:
         evaluation.close()
@@ -207,10 +197,10 @@ async def open_eval_runner(
     settings: RLSettings,
     storage: TrajectoryStorage,
     backend: InstanceBackend | None,
-    reward: RewardSettings,
-    grade: bool,
     scratch: Path,
-    processes: int,
+    processes: int = 0,
+    *,
+    grade: bool = True,
 ) -> AsyncIterator[EvalRunner]:
     """The runner of a plan, with its own shop where that is the suite. ``scratch`` holds checkouts in use."""
     options = options_of(plan, suite, processes)
@@ -225,7 +215,7 @@ async def open_eval_runner(
                 storage=storage,
                 scratch=scratch,
                 backend=backend,
-                reward=reward,
+                reward=settings.reward,
                 grade=grade,
             )
 
@@ -285,26 +275,19 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
     return chosen
 
 
-def agent_strategy(plan: EvaluationPlan, settings: RLSettings) -> AgentStrategy | None:
-    """The agent's strategy; ``None`` for an agent without strategies."""
-    if plan.agent != RL_AGENT:
-        return None
-    own: object = getattr(getattr(make_strategy(settings), "options", None), "temperature", None)
-    return AgentStrategy(
-        strategy=settings.rollout_strategy,
-        options=settings.strategy,
-        temperature=own if isinstance(own, float) else None,
-    )
-
-
-def access_of(suite: Suite, settings: RLSettings) -> SessionAccess | None:
-    """What commands of a suite may reach; ``None`` where it has none."""
-    own = settings.workspace
-    if not suite.software:
-        return None
-    return SessionAccess(
-        isolation=_ISOLATION, prompt=own.prompt, network=own.network, visible=own.visible, writable=own.writable
-    )
+def recorded_settings(plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> JsonObject:
+    """What decides results beside the plan: the agent's strategy, with a search's own temperature, and what commands of
+    a suite may reach.
+    """
+    found: JsonObject = {}
+    if plan.agent == RL_AGENT:
+        found = {"strategy": settings.rollout_strategy, "strategy_options": settings.strategy}
+        own: object = getattr(getattr(make_strategy(settings), "options", None), "temperature", None)
+        found |= {"temperature": own} if isinstance(own, float) else {}
+    if suite.software:
+        access = settings.workspace.model_dump(mode="json", include={"prompt", "network", "visible", "writable"})
+        found["workspace"] = {"isolation": _ISOLATION, **access}
+    return found
 
 
 def process_count(workers: int) -> int:

@@ -16,31 +16,23 @@ from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import JsonObject, Trajectory
 from openhands_rl_plugin.evals.report.run_records import json_object, outcome_of_row, read_metadata
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome
-from openhands_rl_plugin.evals.runs.plan import AgentStrategy, EvaluationPlan, RunSpec, SessionAccess
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, PREDICTIONS, read_rows
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
 from openhands_rl_plugin.trajectories.exchange import events
 
 
-def metadata_of(
-    plan: EvaluationPlan,
-    run: RunSpec,
-    started: float,
-    by: AgentStrategy | None = None,
-    access: SessionAccess | None = None,
-) -> JsonObject:
-    """``metadata.json``, with OpenHands' keys; other settings are in ``details``. ``by``: the strategy; ``access``:
-    that of commands, where there are any.
-    """
+def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, more: JsonObject) -> JsonObject:
+    """``metadata.json``, with OpenHands' keys; other settings are in ``details``, among them ``more``."""
     own: JsonObject = {
         "suite": plan.suite,
         "host": plan.host,
         "run": run.index,
-        "temperature": run.temperature if by is None or by.temperature is None else by.temperature,
+        "temperature": run.temperature,
         "seed": plan.seed,
-        "strategy": (by.strategy if by is not None else plan.strategy) or None,
-        "strategy_options": redact_json(by.options if by is not None else plan.strategy_options),
+        "strategy": plan.strategy or None,
+        "strategy_options": plan.strategy_options,
         "timeout": plan.timeout,
         "test_timeout": plan.test_timeout,
         "workers": plan.workers,
@@ -48,8 +40,9 @@ def metadata_of(
         "command": plan.command,
         "limits": plan.limits().model_dump(exclude={"timeout"}),
         "success": str(plan.success),
-        "environment": redact_json(plan.environment),
-        "workspace": redact_json(access.model_dump(mode="json")) if access is not None else None,
+        "environment": plan.environment,
+        "workspace": None,
+        **more,
     }
     return events.v0_metadata(
         agent_class=plan.agent,
@@ -59,7 +52,7 @@ def metadata_of(
         started=started,
         dataset=plan.dataset,
         data_split=plan.split,
-        details=own,
+        details=redact_json(own),
     )
 
 
@@ -116,15 +109,13 @@ _DETAILS = (
 _LONGEST = 60
 
 
-def check_same_settings(
-    plan: EvaluationPlan, run: RunSpec, by: AgentStrategy | None, access: SessionAccess | None = None
-) -> None:
+def check_same_settings(plan: EvaluationPlan, run: RunSpec, more: JsonObject) -> None:
     """Raise ``ConfigError`` when the run's folder holds results of other settings.
 
     Settings that its metadata lacks are not compared.
     """
     directory = plan.run_directory(run)
-    held, now = _deciding(_held(directory)), _deciding(metadata_of(plan, run, 0.0, by, access))
+    held, now = _deciding(_held(directory)), _deciding(metadata_of(plan, run, 0.0, more))
     other = [line for name, was in held.items() if was is not None for line in _differences(name, was, now.get(name))]
     if other:
         raise ConfigError(

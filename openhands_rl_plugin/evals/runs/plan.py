@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import random
 import re
 import tomllib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -33,23 +33,17 @@ class Selection(Frozen):
         """The chosen items. Raises ``ConfigError`` for an id or pattern without a match."""
         ids = [id_of(item) for item in items]
         for wanted in self.include:
-            if not any(fnmatchcase(each, wanted) for each in ids):
+            if not fnmatch.filter(ids, wanted):
                 pattern = any(letter in wanted for letter in "*?[")
                 raise ConfigError(
                     f"no instance matches {wanted!r}" if pattern else unknown_name("instance", wanted, ids)
                 )
-        chosen = [
-            item
-            for item, each in zip(items, ids, strict=True)
-            if (not self.include or _matches(each, self.include)) and not _matches(each, self.exclude)
-        ]
+        included = {name for each in self.include or ("*",) for name in fnmatch.filter(ids, each)}
+        excluded = {name for each in self.exclude for name in fnmatch.filter(ids, each)}
+        chosen = [item for item, each in zip(items, ids, strict=True) if each in included - excluded]
         if self.shuffle is not None:
             random.Random(self.shuffle).shuffle(chosen)
         return tuple(chosen[: self.limit])
-
-
-def _matches(identity: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(identity, pattern) for pattern in patterns)
 
 
 KEY_VARIABLE = "OPENHANDS_RL_LLM_API_KEY"
@@ -183,27 +177,6 @@ class RunSpec(Frozen):
 
     index: int
     temperature: float | None = None
-
-
-class AgentStrategy(Frozen):
-    """The agent's strategy, from options and settings.
-
-    ``temperature``: that of a search, which overrides the run's; ``None`` for other strategies.
-    """
-
-    strategy: str
-    options: JsonObject = Field(default_factory=dict)
-    temperature: float | None = None
-
-
-class SessionAccess(Frozen):
-    """What commands of an evaluation's sessions may reach: the sandbox, and ``[rl.workspace]`` of the settings."""
-
-    isolation: str
-    prompt: str = "standard"
-    network: bool = False
-    visible: tuple[str, ...] = ()
-    writable: tuple[str, ...] = ()
 
 
 class EvaluationPlan(Frozen):

@@ -73,7 +73,7 @@ class EvalRunner:
         self._grade = grade
         least = plan.success.at
         if backend is not None:
-            self._reward = make_reward(reward or RewardSettings(name=TESTS))
+            self._reward = make_reward((reward or RewardSettings()).overridden(TESTS))
         elif least is None:
             self._reward = registry.build("rewards", "return")
         else:
