@@ -20,9 +20,6 @@ from openhands_rl_plugin.evals.runs.outcome import Outcome, is_stuck
 from openhands_rl_plugin.evals.runs.run_files import METADATA, OUTPUT, read_rows
 from openhands_rl_plugin.evals.swe.types import VerdictKind
 
-ENVIRONMENT = "environment"
-"""The suites whose rewards are an environment's."""
-
 _RUN = re.compile(r"(?P<name>.+)-run_(?P<index>\d+)\Z")
 
 

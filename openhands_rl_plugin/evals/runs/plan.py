@@ -6,7 +6,6 @@ import fnmatch
 import os
 import random
 import re
-import tomllib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import Field, ValidationError
 from openhands_rl_plugin.config.host import HostName
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import SuccessRule
+from openhands_rl_plugin.config.toml import read_document, table_of
 from openhands_rl_plugin.core.errors import ConfigError, problems, unknown_name
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
@@ -123,13 +123,9 @@ def evaluated_model(
 
 def _section(config: Path, section: str | None) -> dict[str, object]:
     try:
-        document = tomllib.loads(config.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{config}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{config}: is not valid TOML: {error}") from error
-    table = document.get("llm")
-    table = table if isinstance(table, dict) else {}
+        table = table_of(read_document(config), ("llm",)) or {}
+    except ConfigError as error:
+        raise ConfigError(f"{config}: {error}") from error
     common = {key: value for key, value in table.items() if not isinstance(value, dict)}
     if section is None:
         return common

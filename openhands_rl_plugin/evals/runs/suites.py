@@ -17,11 +17,12 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra, unknown_name
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Task
-from openhands_rl_plugin.evals.report.run_records import ENVIRONMENT as ENVIRONMENT
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, read_rows, row_of
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 
+ENVIRONMENT = "environment"
+"""The suite of an environment that the settings name."""
 _NO_NAME = re.compile(r"[^\w.-]+")
 _ROW_NAMES = ("id", "task_id", "instance_id", "task", "name")
 _LONGEST_NAME = 100
