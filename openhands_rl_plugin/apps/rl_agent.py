@@ -67,7 +67,7 @@ from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 _PREFIX = "base-"
@@ -620,5 +620,5 @@ def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> Train
 
 def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
     with from_extra("train"):
-        from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+        from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
     return LoraTrainer(weights, settings, adapter=adapter)

@@ -186,10 +186,6 @@ class TrainingSettings(Settings):
         default="path",
         description="what of a search tree is trained on: the acted path, or all proposals (dpo: best and worst)",
     )
-    condensations: Annotated[bool, _Only(_NOT_DPO)] = Field(
-        default=False,
-        description="also train the summaries that the policy wrote when a host condensed an episode's history",
-    )
     tree_visits: Annotated[int, _Only(("dpo",))] = Field(
         default=1, ge=1, description="dpo, proposals: those with at least so many visits of the search"
     )
@@ -240,7 +236,7 @@ class TrainingSettings(Settings):
         if self.method == "full":
             idle.add("adapt_experts")
         if self.tree == "proposals":
-            idle |= {"step_rewards", "state_weight", "condensations"}
+            idle |= {"step_rewards", "state_weight"}
         if idle := changed & idle:
             how = f'algorithm = "{self.algorithm}", method = "{self.method}", tree = "{self.tree}"'
             warn_once(f"[rl.training] {', '.join(sorted(idle))}: no effect with {how}")

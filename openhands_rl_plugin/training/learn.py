@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.training import LOCAL
-from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.errors import TrainingError, describe, from_extra
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, WITHOUT_EFFECT
@@ -41,7 +41,7 @@ class MemoryEstimate(NamedTuple):
 def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
     """The size of the model in a directory, and of its trained part. Raises ``TrainingError``.
 
-    A ``config.json`` without weights beside it is taken for that of a model like Llama.
+    A ``config.json`` is enough: without weights beside it the model is made without memory for them.
     """
     try:
         read = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -52,7 +52,14 @@ def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
         for file in model.glob("model*.safetensors"):
             with safe_open(file, "np") as weights:
                 tensors |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        tensors = tensors or _like_llama(shape)
+        if not tensors:
+            with from_extra("train"):
+                import torch
+                from transformers import AutoConfig, AutoModelForCausalLM
+
+            with torch.device("meta"):
+                made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            tensors = {name: [*parameter.shape] for name, parameter in made.named_parameters()}
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError, SafetensorError) as error:
         raise TrainingError(f"cannot read {model}/config.json: {describe(error)} (no folder of a model?)") from error
     endings = tuple(f".{each}.weight" for each in settings.target_modules)
@@ -62,19 +69,6 @@ def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
     every = sum(map(prod, tensors.values()))
     outside = sum(prod(dims) for name, dims in tensors.items() if "layers." not in name)
     return ModelSize(shape, every, outside, every if settings.method == "full" else trained)
-
-
-def _like_llama(shape: dict[str, Any]) -> dict[str, list[int]]:
-    """The shapes of a model's tensors; those of its norms and biases, and those outside of its layers, are together."""
-    hidden, wide, width, kind = (shape[name] for name in ("hidden_size", "intermediate_size", "head_dim", "model_type"))
-    heads, keys = width * shape["num_attention_heads"], width * shape["num_key_value_heads"]
-    layer = {"q_proj": [heads, hidden], "k_proj": [keys, hidden], "v_proj": [keys, hidden], "o_proj": [hidden, heads]}
-    layer |= {"gate_proj": [wide, hidden], "up_proj": [wide, hidden], "down_proj": [hidden, wide]}
-    biased = [*layer][: 3 if kind == "qwen2" else 4 * shape.get("attention_bias", 0)]
-    biased += [*layer][4:] if shape.get("mlp_bias") else []
-    layer["rest"] = [sum(layer[name][0] for name in biased) + 2 * hidden + 2 * width * kind.startswith("qwen3")]
-    layers = {f"layers.{at}.{n}.weight": dims for at in range(shape["num_hidden_layers"]) for n, dims in layer.items()}
-    return {"ends": [shape["vocab_size"] * (1 if shape.get("tie_word_embeddings") else 2) + 1, hidden], **layers}
 
 
 def estimate_memory(model: Path, settings: TrainingSettings, longest: int, processes: int = 1) -> MemoryEstimate:
@@ -140,7 +134,7 @@ def make_trainer(
     training.check_engine()
     if training.engine != LOCAL:
         return registry.find("training_engines", training.engine).make_trainer(training, settings, base_model, adapter)
-    from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
+    from openhands_rl_plugin.training.trainer.trainer import FullTrainer, LoraTrainer
 
     return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)
 

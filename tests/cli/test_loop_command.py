@@ -37,7 +37,7 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.batch import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = pytest.mark.contract
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from made_samples import EXACT, make_samples
 
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 def train(model: Path, run: Path, correction: str) -> tuple[LoraTrainer, TrainMetrics]:

@@ -15,8 +15,8 @@ from typing import NoReturn
 IMPORTED = (
     "openhands_rl_plugin.apps.loop.run",
     "openhands_rl_plugin.hosts.v0.controller_session",
-    "openhands_rl_plugin.training.trainer.local_trainer",
-    "openhands_rl_plugin.training.trainer.local_trainer",
+    "openhands_rl_plugin.training.trainer.trainer",
+    "openhands_rl_plugin.training.trainer.trainer",
     "peft",
 )
 """What a command imports first, for ten seconds and more."""

@@ -69,7 +69,7 @@ def trained(model: Path, samples: Sequence[Sample]) -> dict[str, object]:
     """One step on ``samples``."""
     import torch
 
-    from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
     torch.set_num_threads(1)
     settings = TrainingSettings(algorithm="sft", num_epochs=1, batch_size=len(samples), max_tokens_per_micro_batch=1536)

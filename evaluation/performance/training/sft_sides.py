@@ -82,7 +82,7 @@ def ours(job: Job) -> Measured:
 
     from openhands_rl_plugin.config.rl import TrainingSettings
     from openhands_rl_plugin.core.types import Sample
-    from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
     found = episodes(job.data, AutoConfig.from_pretrained(job.model).vocab_size)
     samples = [

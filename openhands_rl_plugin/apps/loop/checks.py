@@ -28,11 +28,6 @@ def check_trainable(settings: RLSettings) -> None:
     training = settings.training
     if training.method != "full":
         training.check_servable()
-        if training.adapt_experts and settings.serving.server == "embedded":
-            raise ConfigError(
-                '[rl.training] adapt_experts = true: `openhands-rl serve` ([rl.serving] server = "embedded") cannot '
-                "load adapters of experts; serve the model with vLLM, or set false"
-            )
     elif settings.loop.kind == "async":
         raise ConfigError(
             '[rl.training] method = "full" replaces the served weights, and an asynchronous loop ends episodes on the '
@@ -52,8 +47,7 @@ def check_trainable(settings: RLSettings) -> None:
             f'[rl.loop] samples_per_task = 1: algorithm = "{training.algorithm}" compares the episodes of a task: set '
             "2 or more"
         )
-    if (evaluation := evaluated_by(settings)) is not None:
-        _check_evaluation(evaluation)
+    make_strategy(evaluated_by(settings) or settings)
     if kind == "reinforcement":
         _check_sampling(settings)
 
@@ -64,13 +58,6 @@ def evaluated_by(settings: RLSettings) -> RLSettings | None:
     if not name or (name, {}) == (settings.rollout_strategy, settings.strategy):
         return None
     return settings.model_copy(update={"rollout_strategy": name, "strategy": {}})
-
-
-def _check_evaluation(settings: RLSettings) -> None:
-    try:
-        make_strategy(settings)
-    except ConfigError as error:
-        raise ConfigError(f"[rl.loop] evaluation_strategy, which has no options: {error}") from error
 
 
 def _check_sampling(settings: RLSettings) -> None:

@@ -36,8 +36,7 @@ from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT
 from openhands_rl_plugin.training.data.batch import Layout
 from openhands_rl_plugin.training.losses.losses import Diagnostics, Loss, MicroBatch, TrainingSample
 from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE, PackedModel
-from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-from openhands_rl_plugin.training.trainer.resume import RunCheckpoint, fingerprint
+from openhands_rl_plugin.training.trainer.metrics import RunCheckpoint, TrainMetrics, fingerprint
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 ORIGIN = "tinker.json"

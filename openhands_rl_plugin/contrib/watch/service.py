@@ -33,7 +33,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
 from openhands_rl_plugin.training.learn import create_version, fit
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 log = redacting_logger(__name__)
 

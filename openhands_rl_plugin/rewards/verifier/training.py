@@ -40,10 +40,8 @@ from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.training.distributed.ranks import Ranks
 from openhands_rl_plugin.training.learn import PROBE_TOKENS, report_notes
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
-from openhands_rl_plugin.training.trainer.resume import RunCheckpoint
-from openhands_rl_plugin.training.trainer.trainer import OnProgress
+from openhands_rl_plugin.training.trainer.metrics import RunCheckpoint, TrainMetrics
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, OnProgress
 
 
 class VerifierModel(TrainablePolicy):

@@ -182,7 +182,7 @@ def group_advantages(
     rollouts = RolloutBatch(
         rewards=[float(rewards[index] or 0.0) for index, _ in order],
         groups=[number for _, number in order],
-        lengths=[_trained_tokens(trajectories[index], settings) for index, _ in order],
+        lengths=[_trained_tokens(trajectories[index]) for index, _ in order],
     )
     estimator = algorithm_of(settings).estimator
     values = estimator(rollouts) if whitened else estimator.baseline(rollouts)
@@ -197,8 +197,8 @@ def _all_equal(rewards: Sequence[float | None]) -> bool:
     return max(known) - min(known) <= EQUAL
 
 
-def _trained_tokens(trajectory: Trajectory, settings: TrainingSettings) -> int:
-    tokens = (trajectory.nodes[at].tokens for at in trained_nodes(trajectory, condensations=settings.condensations))
+def _trained_tokens(trajectory: Trajectory) -> int:
+    tokens = (trajectory.nodes[at].tokens for at in trained_nodes(trajectory))
     return sum(len(each.sampled_ids) for each in tokens if each is not None)
 
 
@@ -276,7 +276,7 @@ def credited_samples(
     if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
         whole = group_advantages(trajectories, rewards, settings, whitened=not late)
         weighted = [(t, a) for t, a in zip(trajectories, whole, strict=True) if a is not None]
-        return [s for t, a in weighted for s in samples_of(t, a, condensations=settings.condensations)]
+        return [s for t, a in weighted for s in samples_of(t, a)]
     first, again = _node_advantages(trajectories, rewards, settings)
     times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
     if algorithm_of(settings).estimator.whitened and not late:
@@ -299,14 +299,12 @@ def _node_advantages(
     if settings.step_rewards == "episode":
         whole = group_advantages(trajectories, rewards, settings, whitened=False)
         nodes = {
-            index: dict.fromkeys(trained_nodes(trajectories[index], condensations=settings.condensations), advantage)
+            index: dict.fromkeys(trained_nodes(trajectories[index]), advantage)
             for index, advantage in enumerate(whole)
             if advantage is not None
         }
     else:
         nodes = turn_advantages(trajectories, rewards, groups, settings)
-        if settings.condensations:
-            _credit_condensations(trajectories, nodes)
     if settings.state_weight:
         _add(nodes, state_advantages(trajectories, rewards, groups, settings), settings.state_weight)
     return _filled(nodes), {}
@@ -323,14 +321,6 @@ def _sampled_again(
     times = {index: times_sampled(trajectories[index]) for index in proposed}
     merged = {index: {at: v for at, v in nodes.items() if times[index][at] > 1} for index, nodes in proposed.items()}
     return _filled(merged)
-
-
-def _credit_condensations(trajectories: Sequence[Trajectory], nodes: dict[int, NodeAdvantages]) -> None:
-    """A summary gets the advantage of the turn after it, which is the first that depends on it."""
-    for index, of_nodes in nodes.items():
-        turns = sorted(of_nodes)
-        for at in set(trained_nodes(trajectories[index], condensations=True)) - of_nodes.keys():
-            of_nodes[at] = of_nodes[next((turn for turn in turns if turn > at), turns[-1])]
 
 
 def _add(nodes: dict[int, NodeAdvantages], more: Mapping[int, NodeAdvantages], weight: float) -> None:

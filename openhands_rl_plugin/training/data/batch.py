@@ -24,13 +24,11 @@ from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_param
 from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.types import (
-    CONDENSATION,
     Node,
     Sample,
     SamplingParams,
     StopReason,
     Trajectory,
-    kind_of,
 )
 from openhands_rl_plugin.training.algorithms import Kind, algorithm_of
 
@@ -194,7 +192,6 @@ def samples_of(
     leaf: int | None = None,
     *,
     need_logprobs: bool = True,
-    condensations: bool = False,
 ) -> list[Sample]:
     """The training sequences of one path (default: of all that was acted on), in order.
 
@@ -208,34 +205,23 @@ def samples_of(
         return list(_segments(trajectory, leaf, advantage, set(), need_logprobs))
     if trajectory.head is None:
         return []
-    acted = set(trained_nodes(trajectory, need_logprobs=need_logprobs, condensations=condensations))
+    acted = set(trained_nodes(trajectory, need_logprobs=need_logprobs))
     others = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in acted}
     left = acted - set(trajectory.path())
     ends = [*_leaves(trajectory, left), trajectory.head]
     return [sample for end in ends for sample in _segments(trajectory, end, advantage, others, need_logprobs)]
 
 
-def trained_nodes(
-    trajectory: Trajectory, *, need_logprobs: bool = True, condensations: bool = False
-) -> tuple[int, ...]:
-    """The answers that were acted on, in order; on paths that a rewritten history left, those with recorded tokens.
+def trained_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> tuple[int, ...]:
+    """The completions that were executed, in order; on paths that a rewritten history left, those with recorded tokens.
 
-    With ``condensations`` also the summaries that the episode's own policy wrote.
+    A summary that the policy wrote to condense a history is context.
     """
     acted, path = trajectory.acted(), set(trajectory.path())
-    if condensations:
-        acted = tuple(sorted({*acted, *_condensations(trajectory, need_logprobs)}))
     if path.issuperset(acted):
         return acted
     recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
     return tuple(at for at in acted if at in path or at in recorded)
-
-
-def _condensations(trajectory: Trajectory, reinforced: bool) -> Iterator[int]:
-    for at, node in enumerate(trajectory.nodes):
-        own = node.sampled and kind_of(node) == CONDENSATION and node.policy == trajectory.policy
-        if own and not (reinforced and is_sampled_off_policy(node.sampling)):
-            yield at
 
 
 def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:

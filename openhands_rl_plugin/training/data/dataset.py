@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
@@ -295,37 +295,52 @@ async def load_episodes(
     """
     own: list[Trajectory] = []
     known: dict[str, Score | Failure] = {}
+    failed: Counter[str] = Counter()
     others = held_out = presumed = 0
+    by_labels = isinstance(reward, JudgesLabels)
     async for trajectory, scores in storage.find(where):
+        imported = demonstrations and is_imported(trajectory)
         if where.only_measures(trajectory.task.split):
             held_out += 1
-        elif demonstrations and is_imported(trajectory):
-            own.append(trajectory)
-            if isinstance(reward, JudgesLabels):
-                continue
-            value = demonstration_reward(trajectory, scores, reward.version)
-            if value is None and presume and not (scores or trajectory.failure or sub_agent_of(trajectory.task)):
-                value, presumed = 1.0, presumed + 1
-            if value is not None:
-                known[trajectory.id] = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
-        elif _is_own(trajectory.policy, base_model, adapter):
-            own.append(trajectory)
-            if trajectory.failure is not None:
-                known[trajectory.id] = trajectory.failure
-            elif isinstance(reward, JudgesLabels):
-                continue
-            elif (score := known_score(reward, trajectory, scores)) is not None:
-                known[trajectory.id] = score
-        else:
+        elif not (imported or _is_own(trajectory.policy, base_model, adapter)):
             others += 1
+        elif trajectory.failure is not None:
+            failed[trajectory.failure.kind.value] += 1
+        else:
+            own.append(trajectory)
+            score = None if by_labels or imported else known_score(reward, trajectory, scores)
+            if imported and not by_labels:
+                value = demonstration_reward(trajectory, scores, reward.version)
+                if value is None and presume and not (scores or sub_agent_of(trajectory.task)):
+                    value, presumed = 1.0, presumed + 1
+                if value is not None:
+                    score = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
+            if score is not None:
+                known[trajectory.id] = score
     labels = await labels_of(storage, [trajectory.id for trajectory in own])
     if isinstance(reward, JudgesLabels):
-        known |= _by_labels(reward, [trajectory for trajectory in own if trajectory.failure is None], labels)
-    open_ones = [each for each in own if each.id not in known and not sub_agent_of(each.task)]
-    known |= await _judged(reward, open_ones)
-    said = _said_of(labels, own)
-    named = {each.id for each in own} if unjudged else {each for both in said for each in both}
-    valid, failed, reasons = _told(own, known, named)
+        of: dict[str, list[Label]] = {trajectory.id: [] for trajectory in own}
+        for label in labels:
+            of.get(label.trajectory_id, []).append(label)
+        found = {identity: reward.from_labels(identity, each) for identity, each in of.items()}
+        known |= {identity: score for identity, score in found.items() if score and score.reward is not None}
+    unscored = [each for each in own if each.id not in known and not sub_agent_of(each.task)]
+    outcomes = await judge_all(reward, unscored)
+    known |= {each.id: outcome for each, outcome in zip(unscored, outcomes, strict=True)}
+    ids = frozenset(each.id for each in own)
+    said = {both: better for both, better in preferences(labels).items() if both <= ids}
+    named = ids if unjudged else {each for both in said for each in both}
+    valid: list[tuple[Trajectory, float | None]] = []
+    reasons: Counter[str] = Counter()
+    for each in own:  # a sub-agent's that nobody scored is none of these
+        outcome = known.get(each.id)
+        if isinstance(outcome, Score) and outcome.reward is not None:
+            valid.append((each, outcome.reward))
+        elif each.id in named:
+            valid.append((each, None))
+        elif outcome is not None:
+            why = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
+            reasons[why.removeprefix("GraderError: ")] += 1
     return Episodes(
         trajectories=tuple(trajectory for trajectory, _ in valid),
         returns=tuple(value for _, value in valid),
@@ -334,57 +349,13 @@ async def load_episodes(
             held_out=held_out,
             presumed=presumed,
             other_policy=others,
-            sub_agents=len(own) - len(valid) - failed.total() - len(reasons),
+            sub_agents=len(own) - len(valid) - reasons.total(),
             failed=failed.total(),
             failures=dict(failed),
-            no_reward=len(reasons),
-            unjudged=next((reason for reason, _ in Counter(reasons).most_common(1)), ""),
+            no_reward=reasons.total(),
+            unjudged=next((why for why, _ in reasons.most_common(1)), ""),
         ),
     )
-
-
-def _told(
-    own: Sequence[Trajectory], known: Mapping[str, Score | Failure], named: Collection[str]
-) -> tuple[list[tuple[Trajectory, float | None]], Counter[str], list[str]]:
-    """Those that can be used with their rewards, how many failed of which kind, and why others have no reward.
-
-    Sub-agents' that nothing scored are none of these.
-    """
-    valid: list[tuple[Trajectory, float | None]] = []
-    failed: Counter[str] = Counter()
-    reasons: list[str] = []
-    for trajectory in own:
-        outcome = known.get(trajectory.id)
-        if isinstance(outcome, Score) and outcome.reward is not None:
-            valid.append((trajectory, outcome.reward))
-        elif trajectory.failure is not None:
-            failed[trajectory.failure.kind.value] += 1
-        elif trajectory.id in named:
-            valid.append((trajectory, None))
-        elif outcome is not None:
-            told = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
-            reasons.append(told.removeprefix("GraderError: "))
-    return valid, failed, reasons
-
-
-async def _judged(reward: Reward, unscored: Sequence[Trajectory]) -> dict[str, Score | Failure]:
-    outcomes = await judge_all(reward, unscored)
-    return {trajectory.id: outcome for trajectory, outcome in zip(unscored, outcomes, strict=True)}
-
-
-def _by_labels(
-    reward: JudgesLabels, episodes: Sequence[Trajectory], labels: Sequence[Label]
-) -> dict[str, Score | Failure]:
-    of: dict[str, list[Label]] = {trajectory.id: [] for trajectory in episodes}
-    for label in labels:
-        of.get(label.trajectory_id, []).append(label)
-    scores = {identity: reward.from_labels(identity, each) for identity, each in of.items()}
-    return {identity: score for identity, score in scores.items() if score is not None and score.reward is not None}
-
-
-def _said_of(labels: Sequence[Label], episodes: Sequence[Trajectory]) -> Preferences:
-    known = frozenset(trajectory.id for trajectory in episodes)
-    return {both: better for both, better in preferences(labels).items() if both <= known}
 
 
 def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | AlgorithmName) -> TrainingDataset:
@@ -432,8 +403,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bo
     match algorithm_of(settings).kind:
         case "imitation":
             good = [trajectories[at] for at in select_for_sft(trajectories, rewards, settings)]
-            options = {"need_logprobs": False, "condensations": settings.condensations}
-            samples = [sample for trajectory in good for sample in samples_of(trajectory, **options)]
+            samples = [sample for trajectory in good for sample in samples_of(trajectory, need_logprobs=False)]
         case "preference":
             pairs = preference_pairs(trajectories, usable.returns, settings, usable.said)
             samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]

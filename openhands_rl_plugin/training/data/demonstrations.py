@@ -340,19 +340,8 @@ class TokenMaker:
                 "template that prints the tokenizer's end-of-turn token"
             )
         # Behind the end of the turn a template may print more; before it, a special token that closes a call.
-        known = {self._end_of_text_answer, self._eos}
-        end, _ = next((each for each in endings if each[1] in known), endings[0])
+        end, _ = next((each for each in endings if each[1] == self._eos), endings[-1])
         return prompt, answer[:end]
-
-    @cached_property
-    def _end_of_text_answer(self) -> str | None:
-        asked = {"role": "user", "content": "?"}
-        try:
-            prompt = self.render([asked], (), True)
-            whole = self.render([asked, {"role": "assistant", "content": "Yes."}], (), False)
-        except TrainingError:
-            return None
-        return next((token for _, token in self._endings(whole[len(prompt) :])), None)
 
     def _endings(self, answer: str) -> list[tuple[int, str]]:
         """The special tokens that the text ends with, white space aside, in order: where each ends, and the token."""

@@ -142,14 +142,13 @@ def all_reduce_metrics(ranks: Ranks, loss: float, found: Diagnostics) -> tuple[f
     return loss, Diagnostics(int(total), **{name: each / total for name, each in zip(means, rest, strict=True)})
 
 
-def is_sharded(setting: Literal["auto", "none", "layers"], environ: Mapping[str, str] | None = None) -> bool:
+def is_sharded(setting: Literal["auto", "none", "layers"]) -> bool:
     """Whether to shard the layers; ``auto``: where ``accelerate launch`` was configured with FSDP.
 
     Raises ``TrainingError`` for ``"layers"`` in a single process.
     """
     if dist.is_initialized():
-        known = os.environ if environ is None else environ
-        return setting == "layers" or (setting == "auto" and known.get("ACCELERATE_USE_FSDP", "") == "true")
+        return setting == "layers" or (setting == "auto" and os.environ.get("ACCELERATE_USE_FSDP", "") == "true")
     if setting == "layers":
         raise TrainingError('sharding = "layers" needs several processes: start with torchrun or accelerate launch')
     return False

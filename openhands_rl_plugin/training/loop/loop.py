@@ -271,10 +271,11 @@ class TrainingLoop:
             if reward is not None:
                 pool.note(trajectory.task.id, trajectory.id, self._plan.succeeded(trajectory, reward))
         dataset = await self._dataset(where, episodes)
+        proposed = self._settings.training.tree == "proposals" and not self._imitates
         metrics = {
             **success_metrics(episodes, rewards, self._plan.succeeded),
             **dataset.as_floats(),
-            **self._of_proposals(episodes),
+            **(proposal_figures(episodes) if proposed else {}),
             "rollout_seconds": chosen - started,
         }
         if not dataset.samples:
@@ -368,6 +369,7 @@ class TrainingLoop:
         return min(self._loop.staleness + 1, self._loop.iterations - done) * self._plan.batch_size
 
     def _newest(self) -> str:
+        """The name of the run's current weights on the model server."""
         adapter = self._state.adapter
         return self._settings.serving.model if adapter is None else self._served.get(adapter, adapter)
 
@@ -383,17 +385,11 @@ class TrainingLoop:
         dataset = build_dataset(scored, settings, regroup=False)
         if self._imitates or self._parts.make_teacher is None or not settings.taught or not dataset.samples:
             return dataset
-        async with aclosing(self._parts.make_teacher(self._adapter(), await self._served_model())) as teacher:
+        async with aclosing(self._parts.make_teacher(self._adapter(), self._newest())) as teacher:
             dataset = await with_teacher(dataset, scored, settings, teacher, self._parts.tokenizer)
         for line in dataset.warnings():
             self._listener.noted(line)
         return dataset
-
-    def _of_proposals(self, episodes: Sequence[Trajectory]) -> dict[str, float]:
-        """Where a search's proposals are trained, figures on them."""
-        if self._imitates or self._settings.training.tree != "proposals":
-            return {}
-        return proposal_figures(episodes)
 
     @property
     def _imitates(self) -> bool:
@@ -406,7 +402,7 @@ class TrainingLoop:
         plan = RolloutPlan(
             run_id=self._run_id(stage),
             tasks=tuple(tasks),
-            served_model=await self._served_model(),
+            served_model=self._newest(),
             sampling=sampling,
             seed=self._settings.sampling.seed,
             concurrency=self._settings.max_workers,
@@ -466,11 +462,6 @@ class TrainingLoop:
         report = await self._server.publish(adapter, probe)
         self._served[adapter.name] = await self._parts.publisher.served_model(adapter)
         return report
-
-    async def _served_model(self) -> str:
-        """The name of the run's current weights on the model server."""
-        adapter = self._adapter()
-        return self._settings.serving.model if adapter is None else await self._parts.publisher.served_model(adapter)
 
     def _adapter(self) -> Adapter | None:
         # The state decides, not the pointer: a killed stage may have published a version that is not in the state.

@@ -49,8 +49,6 @@ class OutageTolerantServer:
         self._patience = patience
         self._tell = tell
         self._adapter: Adapter | None = None
-        self._there = asyncio.Event()
-        self._there.set()
         self._turn = asyncio.Lock()
         self._checked = -1.0
 
@@ -64,10 +62,6 @@ class OutageTolerantServer:
             report = await self._answer(lambda: self._publisher.publish(adapter, probe))
             self._adapter = adapter
             return report
-
-    async def available(self) -> None:
-        """Return at once unless the server is known to be unavailable; then wait for it."""
-        await self._there.wait()
 
     async def check(self) -> None:
         """Wait until it responds and has the version in use loaded, if there is one. Raises as ``publish`` does."""
@@ -92,30 +86,26 @@ class OutageTolerantServer:
             except PublishError as error:
                 if not isinstance(error.__cause__, ServerError):
                     raise
-                if self._there.is_set():
-                    self._there.clear()
-                    self.outages += 1
-                self._tell(str(error))
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise InfrastructureError(
                         f"the model server was unavailable for {self._patience:g} s ([rl.loop] patience): {error}. "
                         "Episodes and trained weights are kept: start the server, then the same command again"
                     ) from error
+                self._tell(str(error))
                 failures += 1
                 await _OUTAGE_BACKOFF.wait(failures, at_most=left)
             else:
-                if not self._there.is_set():
-                    self._there.set()
+                if failures:
+                    self.outages += 1
                     self._tell("")
                 return answer
 
 
 class OutageTolerantRunner:
-    """An ``EpisodeRunner`` that starts no episode during an outage.
+    """An ``EpisodeRunner`` that returns an episode that failed because of the server after the outage.
 
-    An episode that failed because of the server is returned after the outage. ``logprobs``: whether training needs
-    them, beside token ids.
+    ``logprobs``: whether training needs them, beside token ids.
     """
 
     def __init__(self, runner: EpisodeRunner, server: OutageTolerantServer, *, logprobs: bool) -> None:
@@ -130,7 +120,6 @@ class OutageTolerantRunner:
         Raises ``InfrastructureError`` when the server stays unavailable, ``TrainingError`` when its first completions
         came without what training needs.
         """
-        await self._server.available()
         trajectory = await self._runner.run(request)
         if not self._proven and (own := [*trajectory.sampled()]):
             self._proven = any(each.tokens and (each.tokens.logprobs or not self._logprobs) for each in own)
@@ -334,7 +323,6 @@ class GroupRunner:
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """One try at an episode, on the newest weights at its start."""
         async with self._gate:
-            await self._server.available()
             newest, outages = self._newest(), self._server.outages
             trajectory = await self._runner.run(request.model_copy(update={"served_model": newest}))
         kind = trajectory.failure.kind if trajectory.failure is not None else None

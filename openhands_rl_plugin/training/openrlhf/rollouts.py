@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol, Self, TypedDict
+from typing import Any, Protocol, Self
 
 from pydantic import ValidationError
 
@@ -51,25 +51,13 @@ CONFIG, REWARD = "OPENHANDS_RL_CONFIG", "OPENHANDS_RL_REWARD"
 _RETRIES = 2  # a third failure in a row is seldom chance
 
 
-class Rollout(TypedDict):
-    """One episode as OpenRLHF 0.11 reads it.
+Rollout = dict[str, Any]
+"""One episode as OpenRLHF 0.11 reads it.
 
-    ``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: start and end of each span of
-    sampled ids; ``rollout_log_probs``: one per id, 0.0 for ids that were not sampled, ``None`` unless requested.
-    ``extra_logs`` has the same keys in every episode.
-    """
-
-    prompt: str
-    label: object
-    images: None
-    mm_train_inputs: None
-    reward: float
-    scores: float
-    observation_tokens: list[int]
-    action_ranges: list[tuple[int, int]]
-    rollout_log_probs: list[float] | None
-    truncated: bool
-    extra_logs: dict[str, float]
+``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: start and end of each span of sampled
+ids; ``rollout_log_probs``: one per id, 0.0 for ids that were not sampled, ``None`` unless requested. ``extra_logs`` has
+the same keys in every episode.
+"""
 
 
 class Rollouts:

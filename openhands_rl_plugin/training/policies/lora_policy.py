@@ -355,16 +355,7 @@ class TrainablePolicy(PackedModel):
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(settings.seed)
             with without_renaming(self._base):
-                self._peft = _wrap(self._base, adapter_config(settings, self.model_path), self.model_path)
+                self._peft = get_peft_model(self._base, adapter_config(settings, self.model_path))
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._peft.named_parameters() if p.requires_grad}
-
-
-def _wrap(base: PreTrainedModel, config: LoraConfig, path: str):
-    try:
-        return get_peft_model(base, config)
-    except ValueError as error:
-        raise TrainingError(
-            f"cannot add LoRA to {path}: {describe(error)}; check [rl.training] target_modules"
-        ) from error

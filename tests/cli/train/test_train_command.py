@@ -110,7 +110,7 @@ _KILLS = [
     pytest.param("models.adapters.store.AdapterStore._commit", 0, (), id="before it is written", marks=_SLOW),
     pytest.param("training.trainer.trainer.Trainer.became", 1, (), id="when it is written", marks=_SLOW),
     pytest.param("models.adapters.store.AdapterStore.point", 1, (), id="published"),
-    pytest.param("training.trainer.resume.RunCheckpoint.delete", 1, ("--verifier",), id="verifier", marks=_SLOW),
+    pytest.param("training.trainer.metrics.RunCheckpoint.delete", 1, ("--verifier",), id="verifier", marks=_SLOW),
 ]
 
 

@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.losses.losses import samples_from_rollouts
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.learn import create_version, make_trainer
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 SETTINGS = TrainingSettings(
     engine="tinker", learning_rate=1e-2, num_epochs=2, batch_size=2, old_logprobs="recorded", lora_rank=4

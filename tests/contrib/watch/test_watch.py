@@ -102,7 +102,7 @@ def test_sigkill_at_every_line_and_in_training_gives_the_same_version(
     whole = write_config(folders[1], shop=served[0], server=served[1], more=more)
     # Processes of their own, forked where all is imported: starting one anew takes longer than what it does.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["watched", "openhands_rl_plugin.training.trainer.local_trainer"])
+    processes.set_forkserver_preload(["watched", "openhands_rl_plugin.training.trainer.trainer"])
 
     def run(config: Path, when: str) -> int | None:
         process = processes.Process(target=one_look, args=(config, shopper, when))

@@ -11,7 +11,7 @@ from made_samples import EXACT, make_samples
 from torch.profiler import ProfilerActivity, profile
 
 from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 def step_settings(changes: Mapping[str, Any], length: int) -> TrainingSettings:

@@ -17,7 +17,7 @@ from made_samples import assert_same
 from safetensors.torch import load_file
 from train_together import train
 
-from openhands_rl_plugin.training.trainer.resume import STATE_FILE
+from openhands_rl_plugin.training.trainer.metrics import STATE_FILE
 
 HERE = Path(__file__).parent
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import join_ranks, local_shard, shard_layers
 from openhands_rl_plugin.training.policies.packed_model import load_model
-from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import FullTrainer, LoraTrainer
 
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": "sft"},

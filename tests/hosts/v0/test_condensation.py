@@ -96,18 +96,6 @@ async def test_all_acted_sampled_tokens_of_a_condensed_session_are_trained(serve
     assert episode.usage.calls == len(server.requests[f"condensed-{agent}"])
 
 
-async def test_summaries_are_trained_when_that_is_asked_for(server: ScriptedModel) -> None:
-    episode = await play(server, "summaries")
-    other = episode.model_copy(update={"id": "other"})
-    for steps in ("episode", "environment"):
-        chosen = TrainingSettings(algorithm="grpo", condensations=True, step_rewards=steps)  # type: ignore[arg-type]
-        samples = credited_samples([episode, other], [1.0, 0.0], chosen)
-        mine = [sample for sample in samples if sample.trajectory_id == episode.id]
-        assert trained(mine) == sampled(episode, TURN) + sampled(episode, CONDENSATION)
-    plain = credited_samples([episode, other], [1.0, 0.0], TrainingSettings(algorithm="grpo"))
-    assert trained(plain) == 2 * sampled(episode, TURN)
-
-
 @pytest.mark.shows("condensation on request (/compact)")
 def test_a_summary_that_the_model_asks_for(server: ScriptedModel, tmp_path: Path) -> None:
     """V0's way to ask for one is a tool, where the agent's settings offer it."""

@@ -20,7 +20,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 PROBE = tuple(range(2, 40))
 

@@ -16,7 +16,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import Connection, open_server
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.policies.lora_policy import EXPERT_LAYERS, coverage
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

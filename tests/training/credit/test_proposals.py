@@ -38,7 +38,7 @@ from openhands_rl_plugin.training.credit.credit import (
     times_sampled,
 )
 from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 WAYS = 3
 TASK = Task(id="plan", environment="planning")

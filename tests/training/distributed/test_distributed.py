@@ -16,9 +16,8 @@ from train_together import train
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import Ranks, join_ranks
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.resume import STATE_FILE, RunCheckpoint
-from openhands_rl_plugin.training.trainer.trainer import check_pairs
+from openhands_rl_plugin.training.trainer.metrics import STATE_FILE, RunCheckpoint
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, check_pairs
 
 SPLIT = {"sharding": "layers"}
 

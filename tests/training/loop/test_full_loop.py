@@ -18,7 +18,7 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer
+from openhands_rl_plugin.training.trainer.trainer import FullTrainer
 
 pytestmark = pytest.mark.contract
 

@@ -27,7 +27,7 @@ from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import EXPERT_LAYERS, TrainablePolicy, coverage
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = pytest.mark.contract
 

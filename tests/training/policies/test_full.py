@@ -17,8 +17,8 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.data.dataset import PreferencePair
-from openhands_rl_plugin.training.trainer.local_trainer import FullTrainer, LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+from openhands_rl_plugin.training.trainer.trainer import FullTrainer, LoraTrainer
 
 FULL = EXACT.model_copy(update={"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "aggregation": "token"})
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.training.learn import estimate_memory, model_size
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import learning_rates
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 DORA = EXACT.model_copy(update={"lora_variant": "dora"})
 

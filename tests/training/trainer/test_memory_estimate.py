@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.learn import check_fits, estimate_memory, model_size
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 def test_parameters_are_counted_exactly(model: Path) -> None:

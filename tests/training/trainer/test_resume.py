@@ -15,8 +15,8 @@ from made_samples import EXACT, adapter_of, assert_same, make_samples
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.models.adapters.store import METRICS_FILE
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.resume import STATE_FILE
+from openhands_rl_plugin.training.trainer.metrics import STATE_FILE
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = pytest.mark.contract
 

@@ -26,8 +26,7 @@ from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
 from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, samples_from_rollouts
 from openhands_rl_plugin.training.teacher import LocalTeacher, hints, with_teacher
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
-from openhands_rl_plugin.training.trainer.trainer import subtract_teacher
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, subtract_teacher
 
 pytestmark = pytest.mark.contract
 PLAYED = [episode(number, float(number % 2)) for number in range(4)]

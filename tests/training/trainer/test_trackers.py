@@ -19,8 +19,8 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
 from openhands_rl_plugin.models.adapters.store import METRICS_FILE
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from openhands_rl_plugin.core.arrays import Floats
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 # Recorded logprobs that are far from the trainer's, as those of ``make_samples``, would be recomputed.
 RECORDED = EXACT.model_copy(update={"old_logprobs": "recorded"})

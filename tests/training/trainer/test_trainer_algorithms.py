@@ -28,7 +28,7 @@ from openhands_rl_plugin.training.algorithms import (
     whiten,
 )
 from openhands_rl_plugin.training.data.dataset import PreferencePair
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = pytest.mark.contract
 

@@ -14,7 +14,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.trainer.local_trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = pytest.mark.gpu
 
