@@ -137,5 +137,5 @@ FORMAT = Format(
     lambda record, file: read(record),
     rows,
     TrajectoryFilter(),
-    recognises=lambda row: "conversations" in row and "item_id" in row,
+    has=("conversations item_id", "trajectory.conversation"),
 )

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -33,13 +33,6 @@ _ENVIRONMENT = "chat"
 _PROMPTS = ("question", "query", "instruction", "input")
 
 
-def recognises_sharegpt(row: Mapping[str, JsonValue]) -> bool:
-    """AgentGym's rows are the ones with ``item_id``."""
-    listed = row.get("conversations")
-    first = listed[0] if isinstance(listed, list) and listed else None
-    return isinstance(first, dict) and "from" in first and "value" in first and "item_id" not in row
-
-
 def read_sharegpt(record: Record) -> Imported:
     """An episode of a row. Raises ``ExchangeError``."""
     messages: list[Message] = []
@@ -57,12 +50,6 @@ def read_sharegpt(record: Record) -> Imported:
                 turn = messages.pop().model_copy(update={"tool_calls": turn.tool_calls})
         messages.append(turn)
     return row_episode(record, "sharegpt", messages, environment=_ENVIRONMENT)
-
-
-def recognises_trl(row: Mapping[str, JsonValue]) -> bool:
-    """A completion of a prompt, or two to choose from."""
-    texts = all(isinstance(row.get(name), str | list) for name in ("chosen", "rejected"))
-    return texts or ("prompt" in row and isinstance(row.get("completion"), str | list))
 
 
 def read_trl(record: Record) -> list[Imported]:
@@ -110,11 +97,14 @@ def _messages(value: JsonValue, name: str, role: Any) -> Sequence[Message]:
 
 
 SHAREGPT = Format(
-    "sharegpt", "ShareGPT's conversations", lambda record, file: read_sharegpt(record), recognises=recognises_sharegpt
+    "sharegpt",
+    "ShareGPT's conversations",
+    lambda record, file: read_sharegpt(record),
+    has=("conversations.from conversations.value",),
 )
 TRL = Format(
     "trl",
     "TRL's prompt with completion, or chosen and rejected",
     lambda record, file: read_trl(record),
-    recognises=recognises_trl,
+    has=("chosen rejected", "prompt completion"),
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
-from pydantic import JsonValue
 from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import text_of
@@ -28,12 +27,6 @@ from openhands_rl_plugin.trajectories.exchange.formats import Format
 
 _SHELLS = {"bash": "execute_bash", "sh": "execute_bash", "python": "execute_ipython_cell"}
 _CODE = {"execute_bash": "command", "execute_ipython_cell": "code"}
-
-
-def recognises(row: Mapping[str, JsonValue]) -> bool:
-    """By the classes of its content."""
-    listed = row.get("content")
-    return isinstance(listed, list) and bool(listed) and isinstance(listed[0], dict) and "class_" in listed[0]
 
 
 def read(record: Record) -> Imported:
@@ -109,5 +102,5 @@ FORMAT = Format(
     "agent-data-protocol",
     "standard form of the agent-data-protocol",
     lambda record, file: read(record),
-    recognises=recognises,
+    has=("content.class_",),
 )

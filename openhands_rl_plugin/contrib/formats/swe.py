@@ -8,7 +8,7 @@ Version 2 has tool calls, or output of OpenAI's Responses API. The tools that we
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -16,7 +16,6 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason, Times
 from openhands_rl_plugin.trajectories.exchange.foreign import (
-    CONVERSATION_FILE,
     SWE,
     UNKNOWN_TIMES,
     ExchangeError,
@@ -61,31 +60,9 @@ def ending_of(status: str, boundary: str) -> tuple[StopReason | None, Failure | 
 
 
 _SWE_AGENT, _NEBIUS, _MINI = "swe-agent", "nebius", "mini-swe-agent"
+_MINI_FIELDS = (*(f"messages info.{name}" for name in ("exit_status", "submission", "mini_version")),)
+_MINI_FIELDS += ("messages trajectory_format",)
 _ROLES = {"ai": "assistant", "human": "user"}
-
-
-def recognises_swe_agent(row: Mapping[str, JsonValue]) -> bool:
-    """Steps with actions and observations."""
-    return _first(row, "trajectory", {"action", "observation"})
-
-
-def recognises_nebius(row: Mapping[str, JsonValue]) -> bool:
-    """A trajectory of messages."""
-    return "instance_id" in row and _first(row, "trajectory", {"role"})
-
-
-def recognises_mini(row: Mapping[str, JsonValue]) -> bool:
-    """By its name, or by ``info`` beside ``messages``."""
-    called = str(row.get("trajectory_format", ""))
-    named = called.startswith(_MINI) or called == CONVERSATION_FILE
-    info = row.get("info")
-    known = isinstance(info, dict) and not {"exit_status", "submission", "mini_version"}.isdisjoint(info)
-    return isinstance(row.get("messages"), list) and (named or known)
-
-
-def _first(row: Mapping[str, JsonValue], name: str, fields: set[str]) -> bool:
-    listed = row.get(name)
-    return isinstance(listed, list) and bool(listed) and isinstance(listed[0], dict) and fields <= set(listed[0])
 
 
 def read_swe_agent(record: Record, file: Path) -> Imported:
@@ -177,13 +154,11 @@ def _as_chat(message: JsonObject) -> JsonObject:
     return {**message, "role": _ROLES.get(str(role), role), "content": text}
 
 
-SWE_AGENT = Format(_SWE_AGENT, "SWE-agent's .traj", read_swe_agent, recognises=recognises_swe_agent)
+SWE_AGENT = Format(_SWE_AGENT, "SWE-agent's .traj", read_swe_agent, has=("trajectory.action trajectory.observation",))
 NEBIUS = Format(
     _NEBIUS,
     "Nebius' data sets of SWE-agent and OpenHands episodes",
     lambda record, file: read_nebius(record),
-    recognises=recognises_nebius,
+    has=("instance_id trajectory.role",),
 )
-MINI_SWE_AGENT = Format(
-    _MINI, "trajectories of mini-swe-agent, versions 1 and 2", read_mini, recognises=recognises_mini
-)
+MINI_SWE_AGENT = Format(_MINI, "trajectories of mini-swe-agent, versions 1 and 2", read_mini, has=_MINI_FIELDS)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -103,12 +103,6 @@ from openhands_rl_plugin.trajectories.exchange.rows import (
 )
 
 # --- Events of V0
-
-
-def recognises_v0(row: Mapping[str, JsonValue]) -> bool:
-    """An instance with its history or its result, or a history alone."""
-    known = not {"history", "test_result"}.isdisjoint(row) if "instance_id" in row else "history" in row
-    return known and "messages" not in row and "trajectory" not in row
 
 
 def read_v0(record: Record) -> Imported:
@@ -372,11 +366,6 @@ def _response_of(identity: str, model: str, message: JsonValue, finish: str = "t
 # --- Completion logs
 
 
-def recognises_completion(row: Mapping[str, JsonValue]) -> bool:
-    """The messages of a call, and the response to it."""
-    return isinstance(row.get("messages"), list) and isinstance(row.get("response"), dict)
-
-
 def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]:
     """The name and the content of a file of ``llm_completions`` for each sampled node: its whole prompt, and the
     response, in the native form."""
@@ -440,9 +429,9 @@ def _read_call(file: Path) -> tuple[float, Sequence[Message], Message, str, tupl
         # Of a model that V1 prompts with text ``messages`` has the text.
         if not (prompt := record.messages("raw_messages") or record.messages("messages")):
             raise ExchangeError("messages: is empty")
-        offered = (kwargs if "tools" in kwargs.fields else record).records("tools")
+        offered = kwargs.get("tools") or record.get("tools")
         at, model = times_of([record.get("timestamp")]).started, kwargs.text("model") or response.text("model")
-        return at, prompt, answer, model, tuple(_read_tool(tool.fields) for tool in offered)
+        return at, prompt, answer, model, tools_of(offered)
 
 
 # --- Events of V1
@@ -450,13 +439,7 @@ def _read_call(file: Path) -> tuple[float, Sequence[Message], Message, str, tupl
 V1_EVENTS = "v1-events"
 _STATE, _EVENTS, _SUB_AGENTS = "base_state.json", "events", "subagents"
 _RESULTS = {"ObservationEvent", "UserRejectObservation", "AgentErrorEvent"}
-_SPOKEN = _RESULTS | {"SystemPromptEvent", "MessageEvent", "ActionEvent"}
-
-
-def recognises_v1(row: Mapping[str, JsonValue]) -> bool:
-    """By its kind and its source."""
-    kind = str(row.get("kind"))
-    return "source" in row and (kind in _SPOKEN or kind.startswith("Condensation") or kind.endswith("Event"))
+V1_FIELDS = ("kind source",)
 
 
 def read_conversations(path: Path) -> Units:
@@ -480,7 +463,7 @@ def _from_file(file: Path) -> Imported:
 
 def _episode(folder: Path, name: str, files: Sequence[Path]) -> Imported:
     events: list[JsonObject] = [row.read() for file in files for row in rows_of(file)]
-    if not any(map(recognises_v1, events)):
+    if not any(str(event.get("kind")).endswith(("Event", "Condensation")) for event in events):
         raise ExchangeError("there is no event of OpenHands' SDK in it")
     # Secrets and settings in it are not read.
     state = Record(read_document(folder / _STATE) if (folder / _STATE).is_file() else {})
@@ -540,7 +523,7 @@ def read_events(events: Sequence[JsonValue], policy: PolicyRef, leaf: str | None
                     at = add_message(tree, message, policy if message.role == "assistant" else None)
                     answers |= {completion: at} if completion else {}
                 events_of.setdefault(at, []).append(identity)
-                tree.tools = tree.tools or tuple(_read_tool(tool.fields) for tool in event.records("tools"))
+                tree.tools = tree.tools or tools_of(event.get("tools"))
             places[identity] = tree.head
     tree.head = places.get(leaf or "", tree.head)
     return tree
@@ -600,18 +583,6 @@ def _result(event: Record, kind: str) -> list[str]:
     return [*header, _shell_result(text, metadata) if isinstance(metadata, dict) else text]
 
 
-def _read_tool(given: JsonObject) -> JsonObject:
-    """A logged tool as an OpenAI tool; its name is that of its class, and its parameters only MCP tools have."""
-    tool = without_nulls(given)
-    if "function" in tool:
-        return tool
-    mcp, kind = object_at(tool, "mcp_tool"), str(tool.get("kind", ""))
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind).lower().removesuffix("_tool")
-    name = str(mcp.get("name") or tool.get("name") or snake)
-    about = present(description=tool.get("description"), parameters=mcp.get("inputSchema"))
-    return {"type": "function", "function": {"name": name, **about}}
-
-
 def _as_wire(message: JsonObject) -> JsonObject:
     """The SDK's message as OpenAI's; it has the reasoning of OpenAI's Responses in an item of its own."""
     blocks, item = message.get("thinking_blocks"), message.get("responses_reasoning_item")
@@ -644,11 +615,6 @@ _OWN = "openhands_rl"
 
 _Ids = tuple[Annotated[int, Field(ge=0, lt=2**63)], ...]
 _Logprobs = tuple[float | None, ...]
-
-
-def recognises_atif(row: Mapping[str, JsonValue]) -> bool:
-    """By the name of its version."""
-    return str(row.get("schema_version", "")).startswith("ATIF") and isinstance(row.get("steps"), list)
 
 
 def is_trial(file: Path) -> bool:

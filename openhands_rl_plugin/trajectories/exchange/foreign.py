@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -231,13 +232,18 @@ def tools_of(value: JsonValue) -> tuple[JsonObject, ...]:
 
 
 def _tool(tool: JsonValue) -> JsonObject:
-    function = object_at(tool, "function") or object_at(tool)
-    if not isinstance(function.get("name"), str):
+    """Of OpenHands V1 a logged tool has the name of its class, and parameters only where it is one of MCP."""
+    if isinstance(tool, dict) and isinstance(at_path(tool, "function", "name"), str):
+        return tool
+    mcp, own = object_at(tool, "mcp_tool"), object_at(tool)
+    of_class = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", str(own.get("kind", ""))).lower()
+    name = mcp.get("name") or own.get("name") or of_class.removesuffix("_tool")
+    if not isinstance(name, str) or not name:
         raise ExchangeError('tools: must be a list of {"type": "function", "function": {"name": ...}}')
     # Anthropic and MCP have other names for the parameters.
-    names = {"input_schema": "parameters", "inputSchema": "parameters"}
-    renamed = {names.get(name, name): each for name, each in function.items()}
-    return tool if isinstance(tool, dict) and "function" in tool else {"type": "function", "function": renamed}
+    schemas = (each.get(key) for each in (own, mcp) for key in ("parameters", "input_schema", "inputSchema"))
+    about = present(description=own.get("description"), parameters=next(filter(None, schemas), None))
+    return {"type": "function", "function": {"name": name, **about}}
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

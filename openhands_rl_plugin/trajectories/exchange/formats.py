@@ -53,13 +53,10 @@ _ROW_GROUP = 256
 
 @contextmanager
 def _json_file(target: Path) -> Iterator[Sink]:
-    """JSON Lines, or one array when the target ends with ``.json``; compressed when it ends with ``.gz``.
-
-    All rows are kept, or none after an error. Raises ``ExchangeError``.
-    """
+    """JSON Lines, or one array when the target ends with ``.json``; compressed when it ends with ``.gz``."""
     array = target.name.removesuffix(".gz").endswith(".json")
     start, between, end = (b"[\n", b",\n", b"\n]\n") if array else (b"", b"\n", b"\n")
-    with _writing(target), replacing(target, PRIVATE) as staged, open(staged, "wb") as raw:
+    with _staged(target) as staged, open(staged, "wb") as raw:
         stream: Any = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if target.suffix == ".gz" else raw
         rows = 0
 
@@ -78,31 +75,26 @@ def _json_file(target: Path) -> Iterator[Sink]:
 def _parquet_file(target: Path, columns: Sequence[str]) -> Iterator[Sink]:
     """Rows with fixed columns, as ``datasets`` writes them; values without a column are dropped.
 
-    Raises ``MissingExtraError`` without that library, else as ``json_file``.
+    Raises ``MissingExtraError`` without that library.
     """
     datasets, writing = optional("datasets"), optional("datasets.arrow_writer")
     features = _features(datasets, columns)
-
-    def write(row: JsonObject) -> None:
-        writer.write(features.encode_example({column: row.get(column) for column in features}))
-
     with (
-        _writing(target),
-        replacing(target, PRIVATE) as staged,
+        _staged(target) as staged,
         writing.ParquetWriter(path=str(staged), features=features, writer_batch_size=_ROW_GROUP) as writer,
     ):
-        yield write
+        yield lambda row: writer.write(features.encode_example({name: row.get(name) for name in features}))
         writer.finalize()
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    if target.name in ("", ".."):
-        raise ExchangeError(f"{target}: is a folder; name what is to be written in it")
+def _staged(target: Path) -> Iterator[Path]:
+    """The file becomes ``target`` at the end, and is dropped after an error. Raises ``ExchangeError``."""
     if not target.parent.is_dir():
         raise ExchangeError(f"{target}: cannot be written: there is no folder {target.parent}; make it first")
     try:
-        yield
+        with replacing(target, PRIVATE) as staged:
+            yield staged
     except OSError as error:
         raise ExchangeError(f"{target}: cannot be written: {error}") from error
 
@@ -132,7 +124,8 @@ _VALID, _ALL, _EVERYTHING = TrajectoryFilter(failed=False), TrajectoryFilter(), 
 class Format:
     """``read`` (of a row and the path of its file), ``read_folder`` or ``rows`` is ``None`` where there is none.
 
-    ``recognises`` looks at a row; of several formats that know it, one of an entry point is meant, else the first.
+    ``has``: the fields by which a row is recognised, as alternatives, each of paths such as ``messages.role``, where of
+    a list the first element counts; of several formats one of an entry point is meant, else the first.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
     Parquet file, none where rows have no fixed ones. ``conversations`` are the columns with messages, whose calls
     are written with their arguments as objects. ``rows`` is given trajectories and scores without secrets; ``exact``
@@ -148,13 +141,17 @@ class Format:
     conversations: tuple[str, ...] = ()
     exact: bool = False
     compares: bool = False
-    recognises: Callable[[Mapping[str, JsonValue]], bool] = lambda row: False
+    has: tuple[str, ...] = ()
     read_folder: Callable[[Path], Units] | None = None
 
     @property
     def importable(self) -> bool:
         """Whether it can be read."""
         return self.read is not None or self.read_folder is not None
+
+    def recognises(self, row: JsonObject) -> bool:
+        """Whether a row is in this format."""
+        return any(all(_holds(row, path.split(".")) for path in paths.split()) for paths in self.has)
 
     def sink(self, target: Path) -> AbstractContextManager[Sink]:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
@@ -163,9 +160,17 @@ class Format:
         if target.suffix != ".parquet":
             raise ExchangeError(f"{target}: must end with {', '.join(_JSON_ENDINGS)} or .parquet")
         if not self.columns:
-            able = ", ".join(each.name for each in formats().values() if each.columns)
-            raise ExchangeError(f"{target}: {self.name} has no fixed columns for Parquet; these have: {able}")
+            raise ExchangeError(f"{target}: {self.name} has no fixed columns for Parquet; write .jsonl")
         return _parquet_file(target, self.columns)
+
+
+def _holds(value: JsonValue, path: Sequence[str]) -> bool:
+    for name in path:
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, str):  # a column of JSON
+            return value.lstrip().startswith("[")
+        value = value.get(name) if isinstance(value, dict) else None
+    return value is not None
 
 
 OWN = "store"
@@ -183,13 +188,13 @@ FORMATS: Mapping[str, Format] = {
             rows.line_rows,
             _EVERYTHING,
             exact=True,
-            recognises=rows.recognises_line,
+            has=("trajectory.nodes",),
         ),
         Format(
             OWN,
             "such lines of a store of your own, which move it: rewards read their evidence, scores and labels stay",
             lambda record, file: rows.read_own_line(record),
-            recognises=rows.recognises_line,
+            has=("trajectory.nodes",),
         ),
         Format(
             events.ATIF,
@@ -197,18 +202,18 @@ FORMATS: Mapping[str, Format] = {
             events.read_atif,
             events.atif_rows,
             _ALL,
-            recognises=events.recognises_atif,
+            has=("schema_version steps agent",),
         ),
         Format(
             "llm-completions",
             "folder of OpenHands' llm_completions/<instance>/*.json (V0), or of V1's completion logs",
-            recognises=events.recognises_completion,
+            has=("messages response",),
             read_folder=events.read_completions,
         ),
         Format(
             events.V1_EVENTS,
             "stored conversations of the OpenHands V1 SDK: a folder of events each",
-            recognises=events.recognises_v1,
+            has=events.V1_FIELDS,
             read_folder=events.read_conversations,
         ),
         Format(
@@ -217,7 +222,7 @@ FORMATS: Mapping[str, Format] = {
             lambda record, file: events.read_v0(record),
             events.v0_rows,
             _ALL,
-            recognises=events.recognises_v0,
+            has=("history.source", "instance_id test_result history"),
         ),
         Format(
             "sft-native",
@@ -226,7 +231,7 @@ FORMATS: Mapping[str, Format] = {
             rows.native_rows,
             columns=("messages", "tools", *rows.IDENTITY, *rows.RECORD),
             conversations=("messages",),
-            recognises=rows.recognises,
+            has=("messages.role",),
         ),
         Format(
             "sft-text",
@@ -234,7 +239,7 @@ FORMATS: Mapping[str, Format] = {
             lambda record, file: row_episode(record, "sft-text", record.messages("messages")),
             rows.text_rows,
             columns=("messages", *rows.IDENTITY, *rows.RECORD),
-            recognises=rows.recognises,
+            has=("messages.role",),
         ),
         Format(
             "verifier",
@@ -264,7 +269,7 @@ FORMATS: Mapping[str, Format] = {
             rows.prediction_rows,
             _ALL,
             ("instance_id", "model_patch", "model_name_or_path"),
-            recognises=lambda row: {"instance_id", "model_patch"} <= row.keys(),
+            has=("instance_id model_patch",),
         ),
     )
 }
@@ -280,7 +285,7 @@ def formats() -> Mapping[str, Format]:
     return {**FORMATS, **loaded}
 
 
-def recognised(row: Mapping[str, JsonValue]) -> str | None:
+def recognised(row: JsonObject) -> str | None:
     """The name of the format that a row is in, if it is one of ours."""
     guests_first = sorted(formats().values(), key=lambda each: each.name in FORMATS)
     return next((each.name for each in guests_first if each.recognises(row)), None)
@@ -357,8 +362,6 @@ def table() -> str:
 def _known(name: str) -> Format:
     if (found := formats().get(name)) is not None:
         return found
-    for point in entry_points(group=GROUP, name=name):
-        raise ConfigError(f"format {name!r} cannot be loaded from {point.value}; install the package that has it")
     raise ConfigError(unknown_name("format", name, formats()))
 
 
@@ -473,26 +476,23 @@ def _episodes(source: Units, advanced: Advanced, report: ImportReport) -> Iterat
 
 
 async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: ImportReport) -> None:
-    episodes: dict[str, Trajectory] = {}
-    for found in (each.trajectory for each in batch):
-        if found.id not in episodes or _goes_on(episodes[found.id], found):
-            episodes[found.id] = found
-    known: dict[str, Trajectory] = {}
-    judged: dict[str, set[str]] = {}
-    async for trajectory, scores in storage.find(TrajectoryFilter(ids=tuple(episodes), finished=None)):
-        known[trajectory.id], judged[trajectory.id] = trajectory, set(map(_as_stored, scores))
-    fresh = [each for each in episodes.values() if each.id not in known]
-    further = [each for each in episodes.values() if each.id in known and _goes_on(known[each.id], each)]
-    await asyncio.gather(*(_add(each, storage) for each in (*fresh, *further)))
-    added: list[Score] = []
+    ids = tuple(each.trajectory.id for each in batch)
+    found = {each.id: (each, scores) async for each, scores in storage.find(TrajectoryFilter(ids=ids, finished=None))}
+    known = {name: trajectory for name, (trajectory, _) in found.items()}
+    judged = {(name, _as_stored(score)) for name, (_, scores) in found.items() for score in scores}
+    added: dict[str, Trajectory] = {}
+    scores: list[Score] = []
     for each in batch:
-        before = judged.setdefault(each.trajectory.id, set())
-        new = [score for score in each.scores if _as_stored(score) not in before]
-        before.update(map(_as_stored, new))
-        added += new
-    await storage.add_scores(added)
-    report.new += len(fresh)
-    report.scores += len(added)
+        name = each.trajectory.id
+        if name not in known or _goes_on(known[name], each.trajectory):
+            known[name] = added[name] = each.trajectory
+        marks = [(name, _as_stored(score)) for score in each.scores]
+        scores += [score for mark, score in zip(marks, each.scores, strict=True) if mark not in judged]
+        judged.update(marks)
+    await asyncio.gather(*(_add(each, storage) for each in added.values()))
+    await storage.add_scores(scores)
+    report.new += len(added.keys() - found.keys())
+    report.scores += len(scores)
     if isinstance(storage, TakesLabels):
         await storage.add_labels([label for each in batch for label in each.labels])
 

@@ -9,7 +9,7 @@ OpenHands calls and results are text, one call a turn, and the system prompt des
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby, takewhile
 from typing import Any, Literal, NamedTuple
@@ -253,14 +253,6 @@ def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> I
         yield {"role": role, "content": content, **present(reasoning_content=reasoning_with(message))}
 
 
-def recognises(row: Mapping[str, JsonValue]) -> bool:
-    """Chat messages, as a list or as JSON."""
-    listed = row.get("messages")
-    if isinstance(listed, str):
-        return listed.lstrip().startswith("[")
-    return isinstance(listed, list) and bool(listed) and isinstance(listed[0], dict) and "role" in listed[0]
-
-
 def text_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
     """A row for each executed path, one unless the history was rewritten: calls as text, results as what the user says,
     up to the last answer.
@@ -474,12 +466,6 @@ def read_prediction(record: Record) -> Imported:
     model, task = record.read(str, "model_name_or_path"), Task(id=name, environment=SWE)
     evidence: JsonObject = {"git_patch": record.text("model_patch")}
     return finished(EpisodeTree(), "predictions", task, StopReason.TERMINATED, model=model, evidence=evidence)
-
-
-def recognises_line(row: Mapping[str, JsonValue]) -> bool:
-    """A trajectory with its nodes."""
-    trajectory = row.get("trajectory")
-    return isinstance(trajectory, dict) and "nodes" in trajectory
 
 
 def line_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
