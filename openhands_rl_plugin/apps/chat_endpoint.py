@@ -507,14 +507,12 @@ def running_agent(config: AgentConfig, open_runtime: OpenRuntime | None = None) 
     """
     access, opener = config.access(), open_runtime or (lambda: opened_runtime(config))
     background().wait_for(_opens(opener))
-    app = build_app(config, opener)
     with (
         listening(config.host, config.port) as listener,
         serving(
-            app,
+            build_app(config, opener),
             listener,
             access=access,
-            routes=[route.path for route in app.routes if isinstance(route, Route)],
             max_body_bytes=config.max_body_bytes,
             log_level="critical",
             lifespan="on",

@@ -255,12 +255,11 @@ class GuardMiddleware:
         access: AccessRules | None = None,
         *,
         max_body_bytes: int = 16 * MIB,
-        metrics: RequestMetrics | None = None,
     ) -> None:
         self._app = app
         self._access = access or AccessRules()
         self._limit = max_body_bytes
-        self._metrics = metrics or RequestMetrics()
+        self._metrics = RequestMetrics([getattr(route, "path", "") for route in getattr(app, "routes", ())])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -377,16 +376,15 @@ def serving(
     listener: socket.socket,
     *,
     access: AccessRules | None = None,
-    routes: Collection[str] = (),
     max_body_bytes: int = 16 * MIB,
     **options: Any,
 ) -> Iterator[str]:
     """Serve an ASGI application from a thread until the block ends; yields its URL as soon as it answers.
 
-    ``access``: who may use it; by default there is no key. ``routes``: the paths that ``/metrics`` tells apart.
-    ``options`` are those of ``uvicorn.Config``. Raises ``InfrastructureError`` when it does not start.
+    ``access``: who may use it; by default there is no key. ``options`` are those of ``uvicorn.Config``. Raises
+    ``InfrastructureError`` when it does not start.
     """
-    server = _server(app, access, RequestMetrics(routes), max_body_bytes, options)
+    server = _server(app, access, max_body_bytes, options)
     thread = threading.Thread(target=server.run, args=([listener],), name="http-server", daemon=True)
     thread.start()
     try:
@@ -406,7 +404,7 @@ async def serving_here(
     app: ASGIApp, listener: socket.socket, *, access: AccessRules, max_body_bytes: int, **options: Any
 ) -> AsyncIterator[str]:
     """``serving`` in this event loop, for an application that shares it with its caller. Signals stay the caller's."""
-    server = _server(app, access, RequestMetrics(), max_body_bytes, {"lifespan": "off", **options})
+    server = _server(app, access, max_body_bytes, {"lifespan": "off", **options})
     task = asyncio.create_task(server.serve([listener]))
     try:
         while not server.started and not task.done():
@@ -420,7 +418,6 @@ async def serving_here(
 def _server(
     app: ASGIApp,
     access: AccessRules | None,
-    metrics: RequestMetrics,
     max_body_bytes: int,
     options: Mapping[str, Any],
 ) -> uvicorn.Server:
@@ -444,5 +441,5 @@ def _server(
         "proxy_headers": False,
         **options,
     }
-    guard = GuardMiddleware(app, access, max_body_bytes=max_body_bytes, metrics=metrics)
+    guard = GuardMiddleware(app, access, max_body_bytes=max_body_bytes)
     return Server(uvicorn.Config(guard, **common))

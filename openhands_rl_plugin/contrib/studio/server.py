@@ -201,14 +201,12 @@ def running_studio(
     access = config.access(tickets)
     stops: list[Callable[[], object]] = []
     app = build_app(config, sources, tickets, access.key, stops.append)
-    routes = [route.path for route in app.routes if isinstance(route, Route)]
     with (
         listening(config.host, config.port) as listener,
         serving(
             app,
             listener,
             access=access,
-            routes=routes,
             max_body_bytes=config.max_body_bytes,
             log_level="critical",
             lifespan="on",

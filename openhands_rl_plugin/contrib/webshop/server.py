@@ -233,7 +233,6 @@ def running_webshop(
             app,
             listener,
             access=rules,
-            routes=[route.path for route in app.routes if isinstance(route, Route)],
             max_body_bytes=MAX_BODY_BYTES,
             lifespan="off",
             timeout_graceful_shutdown=_STOP_SECONDS,

@@ -429,13 +429,11 @@ def open_server(config: ServerConfig, generator: Generator | None = None) -> Ite
         served = generator or stack.enter_context(Generator(config))
         if config.adapters and config.preload:
             load_versions_in_use(served, AdapterStore(config.adapters))
-        app = build_app(config, served)
         url = stack.enter_context(
             serving(
-                app,
+                build_app(config, served),
                 listener,
                 access=access,
-                routes=[route.path for route in app.routes if isinstance(route, Route)],
                 max_body_bytes=config.max_body_bytes,
                 lifespan="off",
             )

@@ -31,7 +31,7 @@ APP = Starlette(routes=[Route("/", _echo, methods=["GET", "POST"]), Route("/heal
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with listening("127.0.0.1", 0) as listener, serving(APP, listener, routes=["/"], max_body_bytes=1000) as url:
+    with listening("127.0.0.1", 0) as listener, serving(APP, listener, max_body_bytes=1000) as url:
         yield url
 
 

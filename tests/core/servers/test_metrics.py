@@ -28,7 +28,7 @@ async def _hello(request: Request) -> PlainTextResponse:
 @pytest.fixture
 def url() -> Iterator[str]:
     app = Starlette(routes=[Route("/hello", _hello, methods=["POST"])])
-    with listening("127.0.0.1", 0) as listener, serving(app, listener, routes=["/hello"]) as url:
+    with listening("127.0.0.1", 0) as listener, serving(app, listener) as url:
         yield url
 
 
