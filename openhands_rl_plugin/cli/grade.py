@@ -68,7 +68,7 @@ async def run(args: argparse.Namespace) -> int:
     """
     from openhands_rl_plugin.evals.runs.backends import is_light
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
-    from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, check_gradable, commonest, grade_all, summary
+    from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable, commonest, grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
     from openhands_rl_plugin.trajectories.view.terminal import progress_bar
 
@@ -82,7 +82,6 @@ async def run(args: argparse.Namespace) -> int:
         print(f"left out: {len(found.problems) - _SHOWN} more", file=sys.stderr)
     if not found.rows:
         raise ConfigError(f"{args.predictions}: no prediction for these instances")
-    plan = GradingPlan(run_id=args.run_id, workers=args.workers, timeout=args.timeout)
     predictions = found.rows
     several = len({each.model_name_or_path for each in predictions}) > 1
     asked = {each.instance_id for each in predictions}
@@ -100,7 +99,16 @@ async def run(args: argparse.Namespace) -> int:
                 bar.print(f"{who}{verdict.instance_id}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
                 bar.advance()
 
-            graded = await grade_all(backend, instances, predictions, plan, args.out, on_verdict=show)
+            graded = await grade_all(
+                backend,
+                instances,
+                predictions,
+                args.out,
+                run_id=args.run_id,
+                workers=args.workers,
+                timeout=args.timeout,
+                on_verdict=show,
+            )
     print(f"{summary(graded.verdicts)}\n" + "\n".join(map(str, graded.reports)))
     failed = [each for each in graded.verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]
     if failed:

@@ -11,8 +11,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
@@ -46,12 +44,14 @@ class InstanceLogs:
             (self.folder / "report.json").unlink(missing_ok=True)
         self.write("verdict.json", verdict.model_dump_json(indent=1))
 
-    def read_verdict(self) -> PatchVerdict | None:
-        """The stored verdict; ``None`` without one, or for an incomplete file."""
+    def verdict_on(self, patch: str) -> PatchVerdict | None:
+        """The verdict of an earlier run on the same patch; ``None`` without one, or after an infrastructure failure."""
         try:
-            return PatchVerdict.model_validate_json((self.folder / "verdict.json").read_bytes())
-        except (OSError, ValidationError):
+            verdict = PatchVerdict.model_validate_json((self.folder / "verdict.json").read_bytes())
+            same = (self.folder / "patch.diff").read_bytes() == patch.encode()
+        except (OSError, ValueError):
             return None
+        return verdict if same and verdict.kind is not VerdictKind.INFRASTRUCTURE else None
 
 
 def instance_report(verdict: PatchVerdict) -> JsonObject:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, InfrastructureError, RLError, boundary
 from openhands_rl_plugin.core.files import PRIVATE, write_file
-from openhands_rl_plugin.core.types import FailureKind, Frozen
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report
@@ -28,15 +28,6 @@ _BACKOFF = Backoff(first=1.0, longest=10.0)
 OnVerdict = Callable[[PatchPrediction, PatchVerdict], None]
 
 
-class GradingPlan(Frozen):
-    """How to grade. ``timeout``: seconds for one instance's tests. ``retries``: after infrastructure failures."""
-
-    run_id: str = "run"
-    workers: int = 1
-    timeout: float = 1800.0
-    retries: int = 1
-
-
 class GradedPredictions(NamedTuple):
     """All verdicts by model and instance, and the report files (one for each model)."""
 
@@ -44,60 +35,49 @@ class GradedPredictions(NamedTuple):
     reports: tuple[Path, ...]
 
 
-def instance_logs(out: Path, run_id: str, prediction: PatchPrediction) -> InstanceLogs:
-    """The folder of one prediction below ``out``."""
-    model = prediction.model_name_or_path.replace("/", "__")
-    return InstanceLogs(out / "logs" / "run_evaluation" / run_id / model / prediction.instance_id)
-
-
-def settled(logs: InstanceLogs, prediction: PatchPrediction) -> PatchVerdict | None:
-    """The verdict of an earlier run on the same patch; ``None`` without one, or if it was an infrastructure failure."""
-    verdict = logs.read_verdict()
-    if verdict is None or verdict.kind is VerdictKind.INFRASTRUCTURE:
-        return None
-    if verdict.kind in (VerdictKind.EMPTY_PATCH, VerdictKind.REFUSED):
-        return None
-    try:
-        same = (logs.folder / "patch.diff").read_bytes() == (prediction.model_patch or "").encode()
-    except (OSError, UnicodeEncodeError):
-        return None
-    return verdict if same else None
-
-
 async def grade_all(
     backend: InstanceBackend,
     instances: Sequence[Instance],
     predictions: Sequence[PatchPrediction],
-    plan: GradingPlan,
     out: Path,
     *,
+    run_id: str = "run",
+    workers: int = 1,
+    timeout: float = 1800.0,
+    retries: int = 1,
     on_verdict: OnVerdict = lambda prediction, verdict: None,
 ) -> GradedPredictions:
-    """Grade what is not graded yet and write the reports, also on cancellation: finished verdicts are kept."""
+    """Grade what is not graded yet and write the reports, also on cancellation: finished verdicts are kept.
+
+    ``timeout``: seconds for one instance's tests. ``retries``: after infrastructure failures.
+    """
     rows = {instance.instance_id: instance for instance in instances}
     verdicts: dict[tuple[str, str], PatchVerdict] = {}
-    places = asyncio.Semaphore(plan.workers)
+    places = asyncio.Semaphore(workers)
 
     async def grade(prediction: PatchPrediction) -> None:
-        logs = instance_logs(out, plan.run_id, prediction)
-        verdict = settled(logs, prediction)
+        model, name, patch = prediction.model_name_or_path, prediction.instance_id, prediction.model_patch or ""
+        logs = InstanceLogs(out / "logs" / "run_evaluation" / run_id / model.replace("/", "__") / name)
+        verdict = logs.verdict_on(patch)
         if verdict is None:
-            instance, patch = rows[prediction.instance_id], prediction.model_patch or ""
             async with places:
-                verdict = await grade_with_retries(
-                    backend, instance, patch, logs, timeout=plan.timeout, retries=plan.retries
-                )
-        verdicts[prediction.model_name_or_path, prediction.instance_id] = verdict
+                verdict = await grade_with_retries(backend, rows[name], patch, logs, timeout=timeout, retries=retries)
+        verdicts[model, name] = verdict
         on_verdict(prediction, verdict)
 
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    reports = []
     try:
         async with asyncio.TaskGroup() as group:
             for prediction in predictions:
                 group.create_task(grade(prediction))
     finally:
-        reports = write_reports(out, plan.run_id, list(rows), predictions, verdicts)
-    return GradedPredictions(verdicts, reports)
+        for model in dict.fromkeys(each.model_name_or_path for each in predictions):
+            submitted = [each.instance_id for each in predictions if each.model_name_or_path == model]
+            found = {name: verdicts[model, name] for name in submitted if (model, name) in verdicts}
+            reports.append(out / f"{model.replace('/', '__')}.{run_id}.json")
+            write_file(reports[-1], json.dumps(run_report(found, list(rows), submitted), indent=4), PRIVATE)
+    return GradedPredictions(verdicts, tuple(reports))
 
 
 async def grade_with_retries(
@@ -120,25 +100,6 @@ async def grade_with_retries(
             return verdict
         await _BACKOFF.wait(attempt + 1)
     raise AssertionError("unreachable")
-
-
-def write_reports(
-    out: Path,
-    run_id: str,
-    instances: list[str],
-    predictions: Sequence[PatchPrediction],
-    verdicts: Mapping[tuple[str, str], PatchVerdict],
-) -> tuple[Path, ...]:
-    """``<model>.<run>.json`` for every model among the predictions."""
-    models: dict[str, list[str]] = {}
-    for prediction in predictions:
-        models.setdefault(prediction.model_name_or_path, []).append(prediction.instance_id)
-    files = []
-    for model, submitted in models.items():
-        found = {name: verdicts[model, name] for name in submitted if (model, name) in verdicts}
-        files.append(out / f"{model.replace('/', '__')}.{run_id}.json")
-        write_file(files[-1], json.dumps(run_report(found, instances, submitted), indent=4), PRIVATE)
-    return tuple(files)
 
 
 def summary(verdicts: Mapping[tuple[str, str], PatchVerdict]) -> str:

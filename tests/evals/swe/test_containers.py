@@ -27,7 +27,7 @@ from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import parse_pytest
-from openhands_rl_plugin.evals.swe.run_evaluation import GradingPlan, grade_all
+from openhands_rl_plugin.evals.swe.run_evaluation import grade_all
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 
 PROGRAM = os.environ.get("OPENHANDS_RL_CONTAINER_PROGRAM", "")
@@ -158,16 +158,16 @@ def own_engine(folder: Path, monkeypatch, storage: Path | None = None) -> Iterat
 async def test_a_run_whose_engine_was_stopped_is_resumed(both: Both, tmp_path: Path, monkeypatch) -> None:
     row = with_extra(await both.image(), test_command=f"sleep 8; {both.row.extra['test_command']}")
     prediction = PatchPrediction(instance_id=row.instance_id, model_patch=FIX)
-    plan = GradingPlan(retries=0, timeout=60.0)
+    once: dict = {"retries": 0, "timeout": 60.0}
     with own_engine(tmp_path, monkeypatch) as engine:
-        grading = asyncio.create_task(grade_all(both.docker, [row], [prediction], plan, tmp_path / "out"))
+        grading = asyncio.create_task(grade_all(both.docker, [row], [prediction], tmp_path / "out", **once))
         await asyncio.sleep(5)
         engine.stop()
         (lost,) = (await grading).verdicts.values()
         assert lost.kind is VerdictKind.INFRASTRUCTURE
         assert lost.reason.startswith("the container engine was lost during the run")
         engine.start()
-        (found,) = (await grade_all(both.docker, [row], [prediction], plan, tmp_path / "out")).verdicts.values()
+        (found,) = (await grade_all(both.docker, [row], [prediction], tmp_path / "out", **once)).verdicts.values()
         assert found.kind is VerdictKind.RESOLVED
         subprocess.run([PROGRAM, "rm", "--force", *containers()], capture_output=True)
 
