@@ -383,7 +383,8 @@ async def test_models_with_different_abilities_behind_one_gateway(tmp_path: Path
         if body["model"] == "closed" and "logprobs" in body:
             return web.json_response({"error": {"message": "You are not allowed to request logprobs"}}, status=403)
         if body["model"] == "strict" and {"return_token_ids", "stream_options"} & {*body}:
-            return web.json_response({"detail": "Extra inputs are not permitted"}, status=422)
+            words = "Extra inputs are not permitted: return_token_ids, stream_options"
+            return web.json_response({"detail": words}, status=422)
         return None
 
     async def node(session: str) -> Any:

@@ -3,14 +3,13 @@ them each model of a server accepts.
 
 A server may refuse one for all models, for some, or in the words of any error, and an error that names one may have
 another cause: vLLM repeats the whole request in its errors. So a request that failed is sent again without the fields,
-and a field counts as refused only when that succeeds. A refused field is tried again after minutes.
+and a field counts as refused only when that succeeds. The refused fields are tried again after five minutes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams, Tokens
@@ -35,15 +34,7 @@ _REFUSALS = frozenset({400, 403, 405, 415, 422})
 # Those that mostly have another cause: a missing model, a failure of the server.
 _REFUSALS_IF_NAMED = frozenset({404, 500, 501})
 _PAUSE = 300.0
-_PROBE_SECONDS = 60.0
 _MOST_MODELS = 256
-
-
-class _Refusal(NamedTuple):
-    """``until``: when the field is tried again. ``status``: of the error."""
-
-    until: float
-    status: int
 
 
 class ExtensionTable:
@@ -51,72 +42,59 @@ class ExtensionTable:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._models: dict[str, dict[str, _Refusal]] = {}
+        # Model -> the status of the error for each refused field, and when all of them are tried again.
+        self._models: dict[str, tuple[dict[str, int], float]] = {}
 
     def attempt(self, model: str, wanted: Sequence[str]) -> ExtensionAttempt:
         """One request to ``model`` with the ``wanted`` fields, as far as it accepts them."""
-        if len(self._models) > _MOST_MODELS:
-            self._models.clear()
-        refusals, now = self._models.setdefault(model, {}), self._clock()
-        sent = [name for name in wanted if name not in refusals]
-        # One at a time, so that a refusal tells which; other requests do without it in the meantime.
-        due = next((name for name in wanted if name in refusals and refusals[name].until <= now), None)
-        if due is not None:
-            refusals[due] = refusals[due]._replace(until=now + _PROBE_SECONDS)
-            sent.append(due)
-        return ExtensionAttempt(refusals, self._clock, sent, due)
+        refused, until = self._models.get(model, ({}, 0.0))
+        return ExtensionAttempt(self, model, wanted, refused if self._clock() < until else {})
+
+    def learn(self, model: str, refused: dict[str, int]) -> None:
+        """Note that a request succeeded without the ``refused`` fields only; without any, that it accepts all."""
+        self._models.pop(model, None)
+        if refused and len(self._models) < _MOST_MODELS:
+            self._models[model] = refused, self._clock() + _PAUSE
 
     def refused(self) -> list[JsonObject]:
         """The fields that are not sent now: ``model``, ``field``, ``status`` of the error, ``retry_in`` seconds."""
         now = self._clock()
         return [
-            {"model": model, "field": name, "status": each.status, "retry_in": max(0, round(each.until - now))}
-            for model, refusals in self._models.items()
-            for name, each in refusals.items()
+            {"model": model, "field": name, "status": status, "retry_in": max(0, round(until - now))}
+            for model, (refused, until) in self._models.items()
+            for name, status in refused.items()
         ]
 
 
 class ExtensionAttempt:
     """The fields of one request, which is repeated as long as ``is_refused`` says so. ``failures``: its other ones."""
 
-    def __init__(self, refusals: dict[str, _Refusal], clock: Clock, fields: Sequence[str], probed: str | None) -> None:
-        self._refusals, self._clock, self._probed = refusals, clock, probed
-        self._dropped: tuple[str, ...] = ()
-        self._clear = True
-        self._status = 0
+    def __init__(self, table: ExtensionTable, model: str, wanted: Sequence[str], known: dict[str, int]) -> None:
+        self._table, self._model, self._known, self._refused = table, model, known, dict(known)
         self.failures = 0
-        self.fields = tuple(fields)
+        self.fields = tuple(name for name in wanted if name not in known)
 
     def why_missing(self, name: str) -> str:
         """Why an answer came without what the field asks for."""
-        refusal = self._refusals.get(name)
-        if name in self.fields or refusal is None:  # a user's own value is not in the fields
+        if (status := self._refused.get(name)) is None:
             return f"the model server ignores {name}"
-        return f"the model server refuses {name} with status {refusal.status}"
+        return f"the model server refuses {name} with status {status}"
 
     def is_refused(self, status: int, body: bytes) -> bool:
-        """Whether to send the request again, with the ``fields`` that are left."""
+        """Whether to send the request again, with the ``fields`` that are left: those that the error does not name;
+        none, where it names none."""
         text = body.decode("utf-8", "replace").lower()
         named = [name for name in self.fields if any(word in text for word in _WORDS.get(name, (name,)))]
         if not self.fields or not (status in _REFUSALS or (status in _REFUSALS_IF_NAMED and named)):
             return False
-        self._status = status
-        probed = [self._probed] if self._probed in self.fields and not self._dropped else []
-        cause = named if len(named) == 1 else probed
-        # After an unclear refusal, those that were dropped may not have been the cause, or not all of it.
-        self._clear &= bool(cause)
-        self._dropped += tuple(drop := cause if self._clear else self.fields)
-        self.fields = tuple(name for name in self.fields if name not in drop)
+        self._refused |= dict.fromkeys(named or self.fields, status)
+        self.fields = tuple(name for name in self.fields if name not in self._refused)
         return True
 
     def succeeded(self) -> None:
         """Learn from the answer that a request with ``fields``, and without the refused ones, got."""
-        for name in self.fields:
-            self._refusals.pop(name, None)
-        # Of several one may be the cause, so each is tried alone at the next requests.
-        unclear = not self._clear and len(self._dropped) > 1
-        for name in self._dropped:
-            self._refusals[name] = _Refusal(self._clock() + (0.0 if unclear else _PAUSE), self._status)
+        if self._refused != self._known or not self._known:
+            self._table.learn(self._model, self._refused)
 
 
 def extension_values(fields: Sequence[str], body: Mapping[str, object]) -> JsonObject:

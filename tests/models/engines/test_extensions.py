@@ -64,9 +64,6 @@ def ask(
         (403, '{"error": {"message": "You are not allowed to request {name} from this model"}}'),
         (400, '{"detail": "{name}: Extra inputs are not permitted"}'),
         (422, '{"detail": [{"type": "extra_forbidden", "loc": ["body", "{name}"], "input": true}]}'),
-        (400, "Logprobs is not enabled, or return_token_ids"),
-        (400, '{"error": {"message": "unsupported option"}}'),
-        (400, '{"error": {"message": "bad field", "request": "{all}"}}'),
         (404, '{"error": {"message": "No endpoints found that support {name}"}}'),
         (500, "{name} is not supported for models created with logits_all=False"),
     ],
@@ -80,6 +77,14 @@ def test_only_the_refused_field_is_dropped(status: int, body: str, refused: str)
     assert sent == [{*BOTH} - {refused}]
     assert [each["field"] for each in table.refused()] == [refused]
     assert attempt.why_missing(refused) == f"the model server refuses {refused} with status {status}"
+
+
+@pytest.mark.parametrize("body", ["Logprobs is not enabled, or return_token_ids", "unsupported option", "{all}"])
+def test_all_are_dropped_where_the_error_does_not_tell_which(body: str):
+    table, server = ExtensionTable(clock := Clock()), refusing(LOGPROBS, body=body)
+    assert [ask(table, server)[1] for _ in range(2)] == [[{*BOTH}, set()], [set()]]
+    clock.now += 400
+    assert ask(table, lambda fields: (200, ""))[1] == [{*BOTH}] and table.refused() == []
 
 
 def test_a_failure_after_a_refusal_proves_nothing():

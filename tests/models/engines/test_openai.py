@@ -260,28 +260,6 @@ async def test_the_mistake_of_one_request_ends_no_recording():
     assert after.tokens is not None and after.tokens.logprobs and "missing" not in after.metadata
 
 
-async def test_a_refused_field_is_tried_again():
-    now, refuses = [0.0], [True]
-
-    def handler(path: str, body: Any) -> bytes:
-        if refuses[0] and "logprobs" in body:
-            return respond({"error": {"message": "You are not allowed to request logprobs"}}, status="403 Forbidden")
-        return respond(answer() if "logprobs" in body else answer(choice(logprobs=None)))
-
-    async with raw_server(handler) as server:
-        player = engine(server.url)
-        player._server.extensions._clock = lambda: now[0]
-        (without,) = await player.complete(ASK)
-        refuses[0] = False
-        (still,) = await player.complete(ASK)
-        now[0] += 400
-        (again,) = await player.complete(ASK)
-        await player.aclose()
-    refused = {"logprobs": "the model server refuses logprobs with status 403"}
-    assert without.metadata["missing"] == still.metadata["missing"] == refused
-    assert again.tokens is not None and again.tokens.logprobs and "missing" not in again.metadata
-
-
 @pytest.mark.parametrize(
     "body", ["<html>", "", "[]", "null", '{"choices": []}', '{"choices": [{"message": 5}]}', "[" * 100_000, b"\xff"]
 )
