@@ -7,9 +7,6 @@ examples:
   openhands-rl demo --task repair        functions with a bug instead of the shop, in the workspace of OpenHands (V0
                                          where it is installed, else V1); one to two hours on two cores
   openhands-rl demo --task repair --level 3 --run-dir runs/repair-3
-  openhands-rl demo --task repair --repo ./mine
-                                         trained on are functions of your own repository, too, and held out
-                                         are others of it
   openhands-rl demo --seed 1 --run-dir runs/seed-1
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
@@ -30,7 +27,6 @@ from openhands_rl_plugin.cli.jobs import add_studio, studio_beside
 from openhands_rl_plugin.cli.options import checked, natural, positive
 from openhands_rl_plugin.cli.terminal import silence_libraries, typed
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.tasks.packages import package_name
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 from openhands_rl_plugin.models.generator.weights import check_model_folder
 
@@ -39,10 +35,6 @@ if TYPE_CHECKING:
 
 _TASKS = "shop: buy what is asked for; repair: find and fix the bug of a function (default: shop)"
 _LEVEL = "repair: what is given of the bug (1: its line, 2: its function, 3: only the failing test; default: 1)"
-_REPO = "repair: a git repository whose functions are trained on, too, and held out (needs uv)"
-_TESTS = "--repo: pytest's arguments (default: the folders of tests that are found); may be repeated"
-_WITH = "--repo: also install this for its tests; may be repeated"
-_OF_REPAIR = ("level", "repo", "tests", "requirements")
 _TINY = "few tasks and one iteration: a quick check of all parts, too small to learn anything"
 _TOO_SMALL = "--tiny checks that all parts work; it is too small to learn: expect the success to stay near zero"
 SHOP, REPAIR = "shop", "repair"
@@ -53,10 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The folder of the run, and its size."""
     parser.add_argument("--task", choices=[SHOP, REPAIR], default=SHOP, help=_TASKS)
     parser.add_argument("--level", type=int, choices=[1, 2, 3], help=_LEVEL)
-    parser.add_argument("--repo", type=Path, metavar="PATH", help=_REPO)
-    parser.add_argument("--tests", action="append", metavar="PATH", help=_TESTS)
-    parser.add_argument("--with", dest="requirements", action="append", metavar="REQ", help=_WITH)
-    folder = "folder of the run (default: runs/demo, runs/repair or runs/repair-NAME of --repo, -tiny with --tiny)"
+    folder = "folder of the run (default: runs/demo or runs/repair, -tiny with --tiny)"
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of tasks, sampling and weights")
     parser.add_argument("--tiny", action="store_true", help=_TINY)
@@ -84,8 +73,12 @@ def run(args: argparse.Namespace) -> int:
     check_alone()
     if args.model is not None:
         check_model_folder(args.model)
-    _check(args)
-    directory = (args.run_dir or Path("runs") / _folder(args)).absolute()
+    # Before anything is written or, with --fresh, deleted.
+    if args.task == SHOP and args.level is not None:
+        raise ConfigError("--level is of the repair tasks: add --task repair")
+    directory = (
+        args.run_dir or Path("runs") / f"{'demo' if args.task == SHOP else REPAIR}{'-tiny' if args.tiny else ''}"
+    ).absolute()
     options = _options(args, directory)
     with held(directory):
         if args.fresh:
@@ -101,26 +94,6 @@ def run(args: argparse.Namespace) -> int:
             return _play(options, typed(args), tiny=args.tiny)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Before anything is written or, with ``--fresh``, deleted. Raises ``ConfigError``."""
-    from openhands_rl_plugin.evals.tasks.packages import find_repository
-
-    for name in _OF_REPAIR if args.task == SHOP else ():
-        if getattr(args, name) is not None:
-            option = "with" if name == "requirements" else name
-            raise ConfigError(f"--{option} is of the repair tasks: add --task repair")
-    if args.repo is None and (args.tests or args.requirements):
-        raise ConfigError("--tests and --with are of a repository: add --repo PATH")
-    if args.repo is not None:
-        find_repository(args.repo)
-
-
-def _folder(args: argparse.Namespace) -> str:
-    name = "demo" if args.task == SHOP else REPAIR
-    own = f"-{package_name(args.repo.resolve())}" if args.repo is not None else ""
-    return f"{name}{own}" + ("-tiny" if args.tiny else "")
-
-
 def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairOptions:
     from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
 
@@ -128,7 +101,6 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
     options = kind(run_directory=directory, model_directory=args.model, seed=args.seed)
     options = options.shortened() if args.tiny else options
     given = {"iterations": args.iterations, "held_out": args.held_out, "level": args.level}
-    given |= {"repository": args.repo and args.repo.resolve(), "tests": args.tests, "requirements": args.requirements}
     sizes = {name: value for name, value in given.items() if value is not None}
     loop = {"kind": args.loop, "max_staleness": args.max_staleness}
     return checked(kind, {**options.model_dump(), "loop": loop, **sizes})

@@ -168,11 +168,6 @@ class RepairOptions(_Sizes):
     reinforcement_rate: float = 1e-4
     """At 2e-4 and 3e-4 some runs forget within thirty steps how a call is written: docs/background/how-it-learns.md."""
     reinforcement_batch_size: int = 8
-    repository: Path | None = None
-    """A git repository whose functions are held out, and trained on beside the suite's."""
-    tests: tuple[str, ...] = ()
-    requirements: tuple[str, ...] = ()
-    """Of the repository: pytest's arguments, and what its tests need besides what it declares."""
 
     def shortened(self) -> RepairOptions:
         """The same stages in minutes, for CI."""

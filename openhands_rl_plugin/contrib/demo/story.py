@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
-from openhands_rl_plugin.apps.loop.checks import OPTIONS, claim
+from openhands_rl_plugin.apps.loop.checks import claim
 from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult, run_loop
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
 from openhands_rl_plugin.cli.jobs import free_port, running_command
@@ -22,16 +21,8 @@ from openhands_rl_plugin.contrib.demo.options import (
     DemoOptions,
     RepairOptions,
 )
-from openhands_rl_plugin.contrib.repair.making import OwnTasks, make_own_tasks, own_tasks, shown_functions
-from openhands_rl_plugin.contrib.repair.rows import LEVELS, REPAIR, at_level, spec_of
+from openhands_rl_plugin.contrib.repair.rows import REPAIR
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.suites import swe_task
-from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-from openhands_rl_plugin.evals.tasks.packages import find_repository, repository_lines
-from openhands_rl_plugin.evals.tasks.split import TRAIN
 from openhands_rl_plugin.training.loop.loop import LoopListener
 
 CACHE_BYTES = 128 * 1024**2
@@ -84,61 +75,6 @@ def _served(settings: RLSettings, directory: Path, model: Path, sizes: dict[str,
         yield settings.model_copy(update={"serving": settings.serving.model_copy(update={"base_url": f"{url}/v1"})})
 
 
-def own_functions(options: RepairOptions, listener: LoopListener, *, anew: bool) -> OwnTasks:
-    """The tasks of ``options.repository``, which lie in the run's folder; ``anew``: they are made now.
-
-    Raises as ``find_repository``, ``make_own_tasks`` and ``own_tasks`` do.
-    """
-    assert options.repository is not None
-    repository, folder = find_repository(options.repository), options.run_directory / "tasks"
-    if anew:
-        listener.noted(f"making tasks of the functions of {repository.name}: its tests run once, four minutes at most")
-        notes = make_own_tasks(
-            repository,
-            folder,
-            default_cache(),
-            most_held_out=options.held_out,
-            tests=options.tests,
-            requirements=options.requirements,
-        )
-        for line in notes:
-            listener.noted(line)
-    own = own_tasks(folder, repository.name)
-    if own is None:
-        raise ConfigError(f"{folder} has lost its tasks: start over with --fresh")
-    made_of = repository.model_copy(update={"commit": own.commit})
-    for line in (*repository_lines(made_of, repository.commit), own.line()):
-        listener.noted(line)
-    return own
-
-
-def beside_own(suite: LoopTasks, own: OwnTasks, options: RepairOptions) -> LoopTasks:
-    """The tasks of a run that is evaluated on held-out functions of a repository.
-
-    Every second training task is the repository's, as long as there are any; demonstrations and the others are the
-    suite's, without those that show a function with the name of one of the repository's.
-    """
-    level = LEVELS[options.level - 1]
-    mine = {spec_of(each).function for each in (*own.training, *own.held_out)}
-    demonstrations, published = (_without(mine, part) for part in (suite.demonstrations, suite.training))
-    training, held_out = (
-        [swe_task(at_level(each, level), suite.suite.model_copy(update={"split": part})) for each in rows]
-        for part, rows in ((TRAIN, own.training), (HELD_OUT, own.held_out))
-    )
-    random.Random(options.seed).shuffle(training)
-    mixed = [each for pair in zip(training, published, strict=False) for each in pair]
-    rest = [*training[len(mixed) // 2 :], *published[len(mixed) // 2 :]]
-    return LoopTasks(suite.suite, demonstrations, (*mixed, *rest), tuple(held_out))
-
-
-def _without(functions: Set[str], entries: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
-    return tuple(
-        entry
-        for entry in entries
-        if entry.instance is not None and functions.isdisjoint(shown_functions(entry.instance))
-    )
-
-
 def repair_tasks(options: RepairOptions) -> LoopTasks:
     """The tasks of the suite for a run; held out are functions of packages that it does not train on."""
     return loop_tasks(TaskSource(suite=f"{REPAIR}-{options.level}"), options.settings())
@@ -155,16 +91,8 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener, command: str
     # A policy learns the names of one host's tools.
     host = {"host": host_of(settings)}
     known = {**options.model_dump(mode="json", exclude={**places, "loop": OTHER_SIZES}), **host}
-    begun = (options.run_directory / OPTIONS).exists()
-    if begun:
-        claim(options.run_directory, known)
-    ENDING.run(RepairBackend().check())
-    tasks, title = repair_tasks(options), "A small model is trained to repair code"
-    if options.repository is not None:
-        own = own_functions(options, listener, anew=not begun)
-        tasks, title = beside_own(tasks, own, options), f"{title} of {own.name}"
-    # Not before: --with may add what the tests of a repository lack, for the same folder.
     claim(options.run_directory, known)
+    ENDING.run(RepairBackend().check())
     model = ensure_model(options.model_directory)
     sizes = {
         "max-batch": options.concurrency * (2 if options.level == 1 else 1),
@@ -174,7 +102,7 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener, command: str
     with _served(settings, options.run_directory, model, sizes) as served:
         job = LoopJob(
             settings=served,
-            tasks=tasks,
+            tasks=repair_tasks(options),
             model=model,
             directory=options.run_directory,
             run_id=f"repair-{options.seed}",
@@ -184,6 +112,6 @@ def run_repair_demo(options: RepairOptions, listener: LoopListener, command: str
             graders=2,
             native_tool_calling=False,
             command=command,
-            title=title,
+            title="A small model is trained to repair code",
         )
         return ENDING.run(run_loop(job, listener))

@@ -1,4 +1,4 @@
 """Repair tasks: one small function of a real package with a bug, examples as its tests, for models of 100M parameters.
 
-Start with ``rows`` (tasks as instances) and ``suites``; ``making`` makes tasks of the functions of your own repository.
+Start with ``rows`` (tasks as instances) and ``suites``.
 """

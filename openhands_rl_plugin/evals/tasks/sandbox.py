@@ -204,9 +204,7 @@ class TreeSandbox:
                 last = next((line for line in reversed(printed.splitlines()) if line.strip()), "nothing was printed")
                 return TestRun(crashed=last.strip()[:300], seconds=seconds)
 
-    def run_program(
-        self, tree: SourceTree, program: Path, given: JsonValue, *, hash_seed: int = 0, isolated: bool = False
-    ) -> JsonValue:
+    def run_program(self, tree: SourceTree, program: Path, given: JsonValue, *, isolated: bool = False) -> JsonValue:
         """What ``program`` (a file of this package) wrote as JSON: it is called with the paths of ``given`` as JSON and
         of its result. ``isolated``: nothing of the tree (a ``random.py``, a ``sitecustomize.py``) is imported unless
         the program does so. ``None`` when it ran too long or wrote none.
@@ -216,7 +214,7 @@ class TreeSandbox:
             (folder / "out" / "program.py").write_bytes(program.read_bytes())
             (folder / "out" / "given.json").write_text(json.dumps(given), encoding="utf-8")
             command = ["python3", "/tmp/out/program.py", "/tmp/out/given.json", "/tmp/out/result.json"]
-            variables = {"PYTHONHASHSEED": str(hash_seed), **({"PYTHONPATH": ""} if isolated else {})}
+            variables = {"PYTHONHASHSEED": "0", **({"PYTHONPATH": ""} if isolated else {})}
             _, timed_out = self._run(folder, tree, command, variables)
             try:
                 return None if timed_out else json.loads(_left(folder, "result.json"))
