@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.environments.http.client import episode_index
-from openhands_rl_plugin.environments.tools.dialects import Dialect, NativeDialect, TextDialect
+from openhands_rl_plugin.environments.tools.dialects import Dialect
 
 VARIABLE = "OPENHANDS_RL_VERIFIERS_PYTHON"
 _HOW = (
@@ -239,7 +239,7 @@ class VerifiersEnvironment:
         self._python = find_interpreter(self.options.python)
         environment_for(self.options.pass_env)
         template = self.options.template
-        self._dialect: Dialect = TextDialect(template) if template else NativeDialect()
+        self._dialect = Dialect(template)
         self._tools: tuple[JsonObject, ...] = ()
         self._process: VerifiersProcess | None = None
         self._episode: JsonValue = None

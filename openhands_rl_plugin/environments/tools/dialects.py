@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from openhands_rl_plugin.core.templates.chat import template_for
-from openhands_rl_plugin.core.templates.parsing import ParsedAnswer
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
@@ -29,107 +27,57 @@ class ReadAnswer:
     speech: str = ""
 
 
-class Dialect(Protocol):
-    """How tools are offered, calls are parsed and results are formatted."""
+class Dialect:
+    """How tools are offered, calls are parsed and results are formatted.
+
+    ``template``: the model family in whose format calls stand in the text, and the server gets no tools; results then
+    form one user message of ``<tool_response>`` blocks, as in the families' own templates. Empty: calls are the
+    server's tool calls, and one that is left in the text is a problem: the server could not parse it.
+    ``opens_thought``: the model's prompt ends with ``<think>``, so that every response begins with reasoning.
+    Raises ``ConfigError`` for an unknown family.
+    """
+
+    def __init__(self, template: str = "", *, opens_thought: bool = False) -> None:
+        self._native = not template
+        self._template = template_for(template or "hermes")
+        self._opening = _THOUGHT_BEGIN if opens_thought else ""
 
     def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
         """The tools in the request to the model server."""
-        ...
+        return tuple(tools) if self._native else ()
 
     def system(self, text: str, tools: Sequence[JsonObject]) -> str:
         """The system message that begins with ``text``."""
-        ...
+        return text if self._native else self._template.system(text, tools)
 
     def read(self, message: Message) -> ReadAnswer:
         """Parse a response. Never raises."""
-        ...
+        parsed = self._template.parse(self._opening + message.content if message.content else "")
+        problems = [*parsed.problems]
+        if self._native:
+            problems += [f"The call of {call.name!r} was not executed: it stands in the text." for call in parsed.calls]
+        calls = message.tool_calls if self._native else (*message.tool_calls, *parsed.calls)
+        return ReadAnswer(calls, tuple(problems), without_thought(parsed.before + parsed.after).strip())
 
     def said(self, unfinished: str) -> str:
         """The part of an unfinished response that is certain to be speech."""
-        ...
+        return _certain(self._opening + unfinished, _TAGGED if self._native else self._template.openings)
 
-    def results(self, told: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
+    def results(self, results: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
         """The results of the calls, as messages."""
-        ...
-
-
-class NativeDialect:
-    """Calls as the server's tool calls. A call that is left in the text is a problem: the server could not parse it."""
-
-    def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
-        return tuple(tools)
-
-    def system(self, text: str, tools: Sequence[JsonObject]) -> str:
-        return text
-
-    def read(self, message: Message) -> ReadAnswer:
-        parsed = template_for("hermes").parse(message.content or "")
-        in_text = [f"The call of {call.name!r} was not executed: it stands in the text." for call in parsed.calls]
-        return ReadAnswer(message.tool_calls, (*parsed.problems, *in_text), _speech(parsed))
-
-    def said(self, unfinished: str) -> str:
-        return _certain(unfinished, _TAGGED)
-
-    def results(self, told: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
-        return tuple(
-            Message(role="tool", content=text, tool_call_id=call.id or None, name=call.name) for call, text in told
-        )
-
-
-class TextDialect:
-    """Calls in the text, in the format of a model family; the server gets no tools.
-
-    Results form one user message of ``<tool_response>`` blocks, as in the families' own templates. Raises
-    ``ConfigError`` for an unknown family.
-    """
-
-    def __init__(self, template: str) -> None:
-        self._template = template_for(template)
-
-    def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
-        return ()
-
-    def system(self, text: str, tools: Sequence[JsonObject]) -> str:
-        return self._template.system(text, tools)
-
-    def read(self, message: Message) -> ReadAnswer:
-        parsed = self._template.parse(message.content or "")
-        return ReadAnswer((*message.tool_calls, *parsed.calls), parsed.problems, _speech(parsed))
-
-    def said(self, unfinished: str) -> str:
-        return _certain(unfinished, self._template.openings)
-
-    def results(self, told: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
-        blocks = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for _, text in told)
-        return (Message(role="user", content=blocks),) if told else ()
-
-
-class OpenedThought:
-    """A dialect of a model whose prompt ends with ``<think>``, so that every response begins with reasoning."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        self._dialect = dialect
-        self.offered = dialect.offered
-        self.system = dialect.system
-        self.results = dialect.results
-
-    def read(self, message: Message) -> ReadAnswer:
-        if not message.content:
-            return self._dialect.read(message)
-        return self._dialect.read(message.model_copy(update={"content": _THOUGHT_BEGIN + message.content}))
-
-    def said(self, unfinished: str) -> str:
-        return self._dialect.said(_THOUGHT_BEGIN + unfinished)
+        if self._native:
+            return tuple(
+                Message(role="tool", content=text, tool_call_id=call.id or None, name=call.name)
+                for call, text in results
+            )
+        blocks = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for _, text in results)
+        return (Message(role="user", content=blocks),) if results else ()
 
 
 def without_thought(text: str) -> str:
     """``text`` without ``<think>`` blocks, also where only the closing or only the opening tag is present."""
     rest = _THOUGHT.sub("", text)
     return _UP_TO_THOUGHT_END.sub("", rest)
-
-
-def _speech(parsed: ParsedAnswer) -> str:
-    return without_thought(parsed.before + parsed.after).strip()
 
 
 def _certain(unfinished: str, openings: Sequence[str]) -> str:

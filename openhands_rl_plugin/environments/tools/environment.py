@@ -14,10 +14,9 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from itertools import groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, TypeAdapter
@@ -34,7 +33,6 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import (
-    Failure,
     FailureKind,
     Frozen,
     JsonObject,
@@ -43,60 +41,23 @@ from openhands_rl_plugin.core.types import (
     Task,
     ToolCall,
 )
-from openhands_rl_plugin.environments.tools.dialects import (
-    Dialect,
-    NativeDialect,
-    OpenedThought,
-    ReadAnswer,
-    TextDialect,
-)
+from openhands_rl_plugin.environments.tools.dialects import Dialect, ReadAnswer
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import ValidationError
 
 
-class FeedbackCode(StrEnum):
-    """The kind of error."""
-
-    NO_TOOL_CALL = "no_tool_call"
-    INVALID_ACTION_FORMAT = "invalid_action_format"
-    UNKNOWN_TOOL = "unknown_tool"
-    INVALID_ARGUMENTS = "invalid_arguments"
-    TOOL_RUNTIME_ERROR = "tool_runtime_error"
-    IGNORED_AFTER_FINAL = "ignored_after_final"
-
-
+# The kinds of errors in feedback for the model, and what it is to do next.
 _NEXT = {
-    FeedbackCode.NO_TOOL_CALL: "Call one of the allowed tools.",
-    FeedbackCode.INVALID_ACTION_FORMAT: "Write the call again, with a JSON object as its arguments.",
-    FeedbackCode.UNKNOWN_TOOL: "Call one of the allowed tools by its exact name.",
-    FeedbackCode.INVALID_ARGUMENTS: "Call the tool again with arguments that keep to its parameters.",
-    FeedbackCode.TOOL_RUNTIME_ERROR: "Try other arguments or another tool.",
-    FeedbackCode.IGNORED_AFTER_FINAL: "Nothing: the task has ended.",
+    "no_tool_call": "Call one of the allowed tools.",
+    "invalid_action_format": "Write the call again, with a JSON object as its arguments.",
+    "unknown_tool": "Call one of the allowed tools by its exact name.",
+    "invalid_arguments": "Call the tool again with arguments that keep to its parameters.",
+    "tool_runtime_error": "Try other arguments or another tool.",
+    "ignored_after_final": "Nothing: the task has ended.",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Feedback:
-    """``message`` describes the error in one or two sentences."""
-
-    code: FeedbackCode
-    message: str
-    tool: str = ""
-
-    def render(self, allowed: Sequence[str], ending: Sequence[str] = ()) -> str:
-        """The text for the model. ``ending``: the tools through which an answer reaches the user."""
-        error: JsonObject = {"code": self.code.value, "message": self.message}
-        if self.tool:
-            error["tool"] = self.tool
-        suggestion = _NEXT[self.code]
-        if self.code is FeedbackCode.NO_TOOL_CALL and ending:
-            suggestion += f" The user reads only what you give to {' or '.join(ending)}."
-        told: JsonObject = {"ok": False, "error": error, "next_action_suggestion": suggestion}
-        if self.code in (FeedbackCode.NO_TOOL_CALL, FeedbackCode.UNKNOWN_TOOL, FeedbackCode.INVALID_ACTION_FORMAT):
-            told["allowed_tools"] = list(allowed)
-        return json.dumps(told, ensure_ascii=False)
+_SHOW_ALLOWED = ("no_tool_call", "unknown_tool", "invalid_action_format")
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -278,116 +239,15 @@ ToolListener = Callable[[ToolEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ToolOutcome:
-    """The outcome of one call: the ``text`` of its tool, or ``feedback``. ``ends``: the text is the answer."""
+class _Outcome:
+    """The outcome of one call: the ``text`` of its tool, which is the answer where it ``ends`` the episode, or that of
+    an error of a kind of ``_NEXT``."""
 
     call: ToolCall
-    text: str = ""
-    feedback: Feedback | None = None
+    text: str
+    error: str = ""
     ends: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    call: ToolCall
-    tool: ToolBase
-    arguments: JsonObject
-
-
-@dataclass(slots=True)
-class ToolBox:
-    """The tools of one episode.
-
-    ``timeout`` bounds one call, in seconds; ``longest`` its result, in characters. ``listener`` receives the calls of
-    tools that are not private and do not end the episode.
-    """
-
-    tools: Sequence[ToolBase]
-    timeout: float
-    longest: int
-    listener: ToolListener | None = None
-    _by_name: Mapping[str, ToolBase] = field(init=False)
-    _validators: Mapping[str, Draft202012Validator] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._by_name = {tool.name: tool for tool in self.tools}
-        self._validators = {tool.name: _validator(tool) for tool in self.tools}
-
-    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
-        """Execute ``calls`` in order, adjacent parallel ones concurrently; none after one that ends the episode.
-
-        Raises ``CaughtFailure`` when a tool's infrastructure failed.
-        """
-        outcomes: list[ToolOutcome] = []
-        prepared = [self._prepare(call) for call in calls]
-        for together, group in groupby(prepared, key=lambda one: isinstance(one, _Ready) and one.tool.parallel):
-            if together and not _ended(outcomes):
-                outcomes += await self._side_by_side([one for one in group if isinstance(one, _Ready)])
-                continue
-            for one in group:
-                outcomes.append(await self._next(one, outcomes))
-        return outcomes
-
-    async def _next(self, one: _Ready | ToolOutcome, before: Sequence[ToolOutcome]) -> ToolOutcome:
-        if (final := _ended(before)) is not None:
-            message = f"The call of {one.call.name!r} was not executed: it comes after {final.call.name!r}."
-            return ToolOutcome(one.call, feedback=Feedback(FeedbackCode.IGNORED_AFTER_FINAL, message, one.call.name))
-        if isinstance(one, ToolOutcome):
-            return one
-        outcome = await self._run(one)
-        if isinstance(outcome, Failure):
-            raise CaughtFailure(outcome)
-        return outcome
-
-    async def _side_by_side(self, ready: Sequence[_Ready]) -> list[ToolOutcome]:
-        found = await asyncio.gather(*(self._run(one) for one in ready))
-        if (failure := next((one for one in found if isinstance(one, Failure)), None)) is not None:
-            raise CaughtFailure(failure)
-        return [one for one in found if isinstance(one, ToolOutcome)]
-
-    def _prepare(self, call: ToolCall) -> _Ready | ToolOutcome:
-        tool = self._by_name.get(call.name)
-        if tool is None:
-            known = unknown_name("tool", call.name[:100], self._by_name)
-            return ToolOutcome(
-                call, feedback=Feedback(FeedbackCode.UNKNOWN_TOOL, f"The call was not executed: {known}.")
-            )
-        try:
-            arguments = read_arguments(call.arguments)
-        except ValueError as error:
-            message = f"The call of {call.name!r} was not executed: its arguments are {error}."
-            return ToolOutcome(call, feedback=Feedback(FeedbackCode.INVALID_ACTION_FORMAT, message, call.name))
-        if wrong := _violations(self._validators[call.name], arguments):
-            message = f"The call of {call.name!r} was not executed: {wrong}."
-            return ToolOutcome(call, feedback=Feedback(FeedbackCode.INVALID_ARGUMENTS, message, call.name))
-        return _Ready(call, tool, arguments)
-
-    async def _run(self, ready: _Ready) -> ToolOutcome | Failure:
-        call, tool = ready.call, ready.tool
-        self._tell(tool, ToolCallStarted(call_id=call.id, name=call.name, arguments=call.arguments))
-        try:
-            with boundary(FailureKind.ENVIRONMENT, f"tool.{call.name}"):
-                async with asyncio.timeout(self.timeout):
-                    text = await tool.call(ready.arguments)
-                if not isinstance(text, str):
-                    raise TypeError(f"the tool returned {type(text).__name__} instead of text")
-        except CaughtFailure as caught:
-            if caught.failure.kind is FailureKind.INFRASTRUCTURE:
-                return caught.failure
-            message = caught.failure.message
-            if isinstance(caught.__cause__, TimeoutError):
-                message = f"it did not answer within {self.timeout:g} s"
-            self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=message, ok=False))
-            told = Feedback(FeedbackCode.TOOL_RUNTIME_ERROR, f"{call.name!r} failed: {message}", call.name)
-            return ToolOutcome(call, feedback=told)
-        if not tool.ends:
-            text = _cut(text, self.longest)
-        self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=text))
-        return ToolOutcome(call, text, ends=tool.ends)
-
-    def _tell(self, tool: ToolBase, event: ToolEvent) -> None:
-        if self.listener is not None and not tool.private and not tool.ends:
-            self.listener(event)
+    tool: str = ""
 
 
 def _validator(tool: ToolBase) -> Draft202012Validator:
@@ -433,10 +293,6 @@ def _violations(validator: Draft202012Validator, arguments: JsonObject) -> str:
 def _worded(error: ValidationError) -> str:
     place = ".".join(str(step) for step in error.absolute_path)
     return _cut(f"{place}: {error.message}" if place else error.message, _LONGEST_ERROR)
-
-
-def _ended(outcomes: Sequence[ToolOutcome]) -> ToolOutcome | None:
-    return next((outcome for outcome in outcomes if outcome.ends), None)
 
 
 def _cut(text: str, longest: int) -> str:
@@ -488,9 +344,10 @@ class ToolEnvironment:
     ) -> None:
         self.options = options or ToolOptions()
         self._tools = checked([load_tool(name) for name in self.options.tools] if tools is None else tools)
-        self._box = ToolBox(self._tools, self.options.tool_timeout, self.options.max_result_length, listener)
-        dialect = TextDialect(self.options.template) if self.options.template else NativeDialect()
-        self._dialect: Dialect = OpenedThought(dialect) if self.options.opens_thought else dialect
+        self._by_name = {tool.name: tool for tool in self._tools}
+        self._validators = {tool.name: _validator(tool) for tool in self._tools}
+        self._listener = listener
+        self._dialect = Dialect(self.options.template, opens_thought=self.options.opens_thought)
         self._schemas = tuple(tool.openai_tool() for tool in self._tools)
         self._ending = tuple(tool.name for tool in self._tools if tool.ends)
         self._answer: str | None = None
@@ -544,7 +401,8 @@ class ToolEnvironment:
             return self._told((), answer.problems)
         if answer.speech and self.speaks:
             return self._end(answer.speech, ())
-        return self._refuse(Feedback(FeedbackCode.NO_TOOL_CALL, "The answer holds no tool call."))
+        feedback = self._feedback("no_tool_call", "The answer holds no tool call.")
+        return Observation(messages=(Message(role="user", content=feedback),))
 
     async def evidence(self) -> JsonObject:
         """The answer (``None``: none), the label, the number of steps, calls by tool name and errors by code."""
@@ -565,34 +423,98 @@ class ToolEnvironment:
             call if call.id else call.model_copy(update={"id": f"call_{self._steps}_{at}"})
             for at, call in enumerate(answer.calls)
         )
-        outcomes = await self._box.execute(calls)
-        self._calls.update(outcome.call.name for outcome in outcomes if outcome.feedback is None)
-        told = self._told(outcomes, answer.problems)
-        ended = next((outcome for outcome in outcomes if outcome.ends), None)
-        return told if ended is None else self._end(ended.text, told.messages)
+        outcomes = await self._outcomes(calls)
+        self._calls.update(outcome.call.name for outcome in outcomes if not outcome.error)
+        shown = self._told(outcomes, answer.problems)
+        ended = _ended(outcomes)
+        return shown if ended is None else self._end(ended.text, shown.messages)
+
+    async def _outcomes(self, calls: Sequence[ToolCall]) -> list[_Outcome]:
+        """Execute calls in order, adjacent parallel ones concurrently; none after one that ends the episode.
+
+        Raises ``CaughtFailure`` when a tool's infrastructure failed.
+        """
+        outcomes: list[_Outcome] = []
+        left = [*calls]
+        while left:
+            if (final := _ended(outcomes)) is not None:
+                call = left.pop(0)
+                text = f"The call of {call.name!r} was not executed: it comes after {final.call.name!r}."
+                outcomes.append(_Outcome(call, text, "ignored_after_final", tool=call.name))
+                continue
+            batch = [*takewhile(lambda call: call.name in self._by_name and self._by_name[call.name].parallel, left)]
+            batch = batch or left[:1]
+            left = left[len(batch) :]
+            found = await asyncio.gather(*map(self._outcome, batch), return_exceptions=True)
+            for one in found:
+                if isinstance(one, BaseException):
+                    raise one
+                outcomes.append(one)
+        return outcomes
+
+    async def _outcome(self, call: ToolCall) -> _Outcome:
+        tool, not_executed = self._by_name.get(call.name), f"The call of {call.name!r} was not executed:"
+        if tool is None:
+            known = unknown_name("tool", call.name[:100], self._by_name)
+            return _Outcome(call, f"The call was not executed: {known}.", "unknown_tool")
+        try:
+            arguments = read_arguments(call.arguments)
+        except ValueError as error:
+            text = f"{not_executed} its arguments are {error}."
+            return _Outcome(call, text, "invalid_action_format", tool=call.name)
+        if wrong := _violations(self._validators[call.name], arguments):
+            return _Outcome(call, f"{not_executed} {wrong}.", "invalid_arguments", tool=call.name)
+        self._tell(tool, ToolCallStarted(call_id=call.id, name=call.name, arguments=call.arguments))
+        try:
+            with boundary(FailureKind.ENVIRONMENT, f"tool.{call.name}"):
+                async with asyncio.timeout(self.options.tool_timeout):
+                    text = await tool.call(arguments)
+                if not isinstance(text, str):
+                    raise TypeError(f"the tool returned {type(text).__name__} instead of text")
+        except CaughtFailure as caught:
+            if caught.failure.kind is FailureKind.INFRASTRUCTURE:
+                raise
+            message = caught.failure.message
+            if isinstance(caught.__cause__, TimeoutError):
+                message = f"it did not answer within {self.options.tool_timeout:g} s"
+            self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=message, ok=False))
+            return _Outcome(call, f"{call.name!r} failed: {message}", "tool_runtime_error", tool=call.name)
+        if not tool.ends:
+            text = _cut(text, self.options.max_result_length)
+        self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=text))
+        return _Outcome(call, text, ends=tool.ends)
+
+    def _tell(self, tool: ToolBase, event: ToolEvent) -> None:
+        if self._listener is not None and not tool.private and not tool.ends:
+            self._listener(event)
 
     def _end(self, answer: str, messages: Sequence[Message]) -> Observation:
         self._answer, self._open = answer, False
         return Observation(messages=tuple(messages), terminated=True)
 
-    def _told(self, outcomes: Sequence[ToolOutcome], problems: Sequence[str]) -> Observation:
+    def _told(self, outcomes: Sequence[_Outcome], problems: Sequence[str]) -> Observation:
         """The results in the order of the calls, then the problems of calls that could not be parsed."""
-        told: list[tuple[ToolCall, str]] = []
-        for outcome in outcomes:
-            text = "delivered" if outcome.ends else outcome.text
-            told.append((outcome.call, self._render(outcome.feedback) if outcome.feedback else text))
-        messages = self._dialect.results(told)
+        results: list[tuple[ToolCall, str]] = []
+        for each in outcomes:
+            text = self._feedback(each.error, each.text, each.tool) if each.error else each.text
+            results.append((each.call, "delivered" if each.ends else text))
+        messages = self._dialect.results(results)
         if problems:
-            feedback = Feedback(FeedbackCode.INVALID_ACTION_FORMAT, " ".join(problems))
-            messages += (Message(role="user", content=self._render(feedback)),)
+            text = self._feedback("invalid_action_format", " ".join(problems))
+            messages += (Message(role="user", content=text),)
         return Observation(messages=messages)
 
-    def _refuse(self, feedback: Feedback) -> Observation:
-        return Observation(messages=(Message(role="user", content=self._render(feedback)),))
-
-    def _render(self, feedback: Feedback) -> str:
-        self._errors[feedback.code.value] += 1
-        return feedback.render([tool.name for tool in self._tools], self._ending)
+    def _feedback(self, code: str, message: str, tool: str = "") -> str:
+        """An error for the model."""
+        self._errors[code] += 1
+        error: JsonObject = {"code": code, "message": message, **({"tool": tool} if tool else {})}
+        suggestion = _NEXT[code]
+        if code == "no_tool_call" and self._ending:
+            suggestion += f" The user reads only what you give to {' or '.join(self._ending)}."
+        feedback: JsonObject = {"ok": False, "error": error, "next_action_suggestion": suggestion}
+        if code in _SHOW_ALLOWED:
+            feedback["allowed_tools"] = [tool.name for tool in self._tools]
+        return json.dumps(feedback, ensure_ascii=False)
 
     def _prompt(self) -> str:
         if self.options.system_prompt is not None:
@@ -605,6 +527,10 @@ class ToolEnvironment:
             parts.append(_PRIVATE.format(private=" and ".join(private)))
         parts.append(_ENDING.format(ending=" or ".join(self._ending)) if self._ending else _SPEAKING)
         return " ".join(parts)
+
+
+def _ended(outcomes: Sequence[_Outcome]) -> _Outcome | None:
+    return next((outcome for outcome in outcomes if outcome.ends), None)
 
 
 def _conversation(task: Task) -> list[Message]:

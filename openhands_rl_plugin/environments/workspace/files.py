@@ -60,25 +60,15 @@ class Workspace:
             raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", path)
         return data
 
-    def write(self, path: str, data: bytes, *, mode: int = 0o666, make_parents: bool = True) -> None:
-        """Replace the file's content in place, or make the file."""
-        with self._parent(path, make=make_parents) as (directory, name):
+    def write(self, path: str, data: bytes) -> None:
+        """Replace the file's content in place, or make the file and the folders above it."""
+        with self._parent(path, make=True) as (directory, name):
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            descriptor = os.open(name, flags, mode, dir_fd=directory)
+            descriptor = os.open(name, flags, 0o666, dir_fd=directory)
             with os.fdopen(descriptor, "wb") as file:
                 _check_regular(os.fstat(descriptor), path)
                 file.truncate()
                 file.write(data)
-
-    def make_directory(self, path: str) -> None:
-        """Make the directory and those above it; one that exists is left as it is."""
-        with self._parent(path, make=True) as (directory, name):
-            if name != ".":
-                try:
-                    os.mkdir(name, dir_fd=directory)
-                except FileExistsError:
-                    if self.kind(path) != "directory":
-                        raise
 
     def entries(self, path: str) -> list[tuple[str, FileKind]]:
         """Names in a directory with their kinds, sorted; a symbolic link counts as ``other``."""

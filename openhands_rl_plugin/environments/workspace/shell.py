@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
 from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_program
@@ -34,6 +35,8 @@ _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
 _CLOSE_PATIENCE = 10.0
 _HOLDS = 100
+MOST_OUTPUT = 16_000
+"""Bytes of the output of a command that judges a workspace."""
 _HOST_VARIABLES = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
 
 
@@ -288,3 +291,32 @@ class Shell:
 
 def _line(request: object) -> bytes:
     return json.dumps(request).encode() + b"\n"
+
+
+def check_workspace(
+    asked: WorkspaceCommand,
+    sandbox: Sandbox,
+    variables: Mapping[str, str],
+    limits: SandboxLimits,
+    *,
+    start: str | None = None,
+) -> CommandEvidence:
+    """Run the command in a shell of its own: no alias, variable or file in ``/tmp`` of the session has a say. Blocks.
+
+    ``start``: where it begins, as the session sees it (default: the workspace). Its output is cut to 16,000 bytes.
+    """
+    limits = limits.model_copy(update={"output": MOST_OUTPUT})
+    # Its time limit is part of what it measures.
+    shell = Shell(sandbox, variables, limits, start=start, gives_way=False)
+    began = 0.0
+    try:
+        shell.run(":", timeout=20.0)
+        began = time.monotonic()
+        result = shell.run(asked.command, timeout=asked.timeout)
+        did = {"exit_code": result.exit_code, "timed_out": result.timed_out, "output": result.output}
+    except InfrastructureError as error:
+        # Who ends a sandbox that worked is the command, with the code that it runs.
+        did = {"prevented" if began and isinstance(error, SandboxEndedError) else "error": str(error)}
+    finally:
+        shell.close()
+    return asked.did(**did, seconds=round(time.monotonic() - began, 3) if began else 0.0)

@@ -6,15 +6,17 @@ Never shown, in no sandbox: ``/run`` (sockets of Docker and D-Bus), homes, ``/et
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from openhands_rl_plugin.core.files import temporary_folder
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.settings_copy import settings_copy
 
 # Where systems keep programs and their libraries.
 _SYSTEM = frozenset({"bin", "gnu", "nix", "sbin", "usr"})
@@ -30,6 +32,7 @@ _ETC = (
 )
 _OF_NETWORK = ("/etc/hosts", "/etc/resolv.conf")
 _JAVA = "java-"
+_MOST_BYTES = 2**20
 # Of an installation: beside these lie pip's and conda's settings, and a prefix may be a whole home.
 OF_A_PREFIX = ("bin", "include", "lib", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
 """The parts of an installation of Python or conda that hold programs and libraries."""
@@ -61,7 +64,7 @@ def is_system(name: str) -> bool:
 
 def system_mounts(*, network: bool = False, links: bool = True) -> list[str]:
     """The system's programs, their libraries and settings, read-only; with a ``network``, as it resolves names now."""
-    mounts = [*program_mounts(links=links), "--ro-bind", settings_copy(_settings()), "/etc"]
+    mounts = [*program_mounts(links=links), "--ro-bind", _settings_copy(), "/etc"]
     return [*mounts, *(part for name in _OF_NETWORK if network for part in ("--ro-bind-try", name, name))]
 
 
@@ -74,6 +77,42 @@ def settings_mounts() -> list[str]:
     """The files and folders of ``/etc`` that programs look for, in a folder to which others can be added."""
     found = [f"/etc/{name}" for name in _settings() if os.path.exists(f"/etc/{name}")]
     return [part for path in found for part in ("--ro-bind-try", path, path)]
+
+
+def _settings_copy() -> str:
+    """A folder with a copy of what programs look for in ``/etc``, as far as everybody may read it.
+
+    It is made once: each mount takes up to a millisecond whenever a sandbox starts.
+    """
+    folder = _settings_folder(os.getpid())
+    if not os.path.isdir(folder):  # folders of temporary files are swept
+        _settings_folder.cache_clear()
+        folder = _settings_folder(os.getpid())
+    return folder
+
+
+@functools.cache
+def _settings_folder(pid: int) -> str:
+    folder = str(temporary_folder("etc"))
+    for name in _settings():
+        os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
+        _copy(f"/etc/{name}", f"{folder}/{name}")
+    # A mount shows it to who is mapped to another user, too.
+    os.chmod(folder, 0o755)
+    return folder
+
+
+def _copy(source: str, target: str) -> None:
+    with contextlib.suppress(OSError):
+        real, found = os.path.realpath(source), os.stat(source)
+        if os.path.islink(source) and real.startswith("/usr/"):
+            os.symlink(real, target)
+        elif found.st_mode & stat.S_IROTH and stat.S_ISDIR(found.st_mode):
+            os.makedirs(target, exist_ok=True)
+            for name in os.listdir(source):
+                _copy(f"{source}/{name}", f"{target}/{name}")
+        elif found.st_mode & stat.S_IROTH and stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES:
+            shutil.copyfile(source, target)
 
 
 def _settings() -> list[str]:

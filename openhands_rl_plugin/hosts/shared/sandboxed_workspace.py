@@ -18,7 +18,6 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureE
 from openhands_rl_plugin.core.files import remove_tree, scratch_folder, temporary_folder
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
-from openhands_rl_plugin.environments.workspace.check import check_workspace
 from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree, copy_tree, fork_tree
 from openhands_rl_plugin.environments.workspace.edited_copies import Place
 from openhands_rl_plugin.environments.workspace.files import Workspace
@@ -30,7 +29,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SubprocessSandbox,
     check_bubblewrap,
 )
-from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell
+from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell, check_workspace
 from openhands_rl_plugin.environments.workspace.supervisor import kill_all, processes
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths

@@ -19,8 +19,8 @@ from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, ServingSet
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import WorkspaceCommand
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, JsonObject, Task, Trajectory
-from openhands_rl_plugin.environments.workspace.check import MOST_OUTPUT, check_workspace
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits, SubprocessSandbox
+from openhands_rl_plugin.environments.workspace.shell import MOST_OUTPUT, check_workspace
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
 from openhands_rl_plugin.rollout.scoring import judge

@@ -114,11 +114,9 @@ def test_large_files_are_refused(files: Workspace, root: Path):
         files.read("large")
 
 
-def test_writing_makes_parents_when_asked_and_keeps_the_mode(files: Workspace, root: Path):
+def test_writing_makes_parents_and_keeps_the_mode(files: Workspace, root: Path):
     files.write("new/deep/file", b"1")
     assert (root / "new/deep/file").read_bytes() == b"1"
-    with pytest.raises(FileNotFoundError):
-        files.write("none/file", b"1", make_parents=False)
     (root / "file").chmod(0o755)
     files.write("file", b"longer than before")
     files.write("file", b"short")
