@@ -27,7 +27,7 @@ def _cell(text: str) -> str:
 # --- the command line
 
 
-SHARED_BY = 3
+SHARED_BY = 2
 
 
 def cli() -> None:
