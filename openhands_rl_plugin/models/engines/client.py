@@ -39,8 +39,7 @@ _PAUSES = Backoff(0.5, 8.0)
 # Seconds that a server may ask to wait (Retry-After).
 _LONGEST_PAUSE = 60.0
 _READ_BYTES, _LONGEST_HEAD = 2**20, 100 * 1024
-_CONNECT_SECONDS = 10.0
-_IDLE_SECONDS = 4.0  # uvicorn, and so vLLM, closes an idle connection after five
+_CONNECT_SECONDS, _IDLE_SECONDS = 10.0, 4.0  # uvicorn, and so vLLM, closes an idle one after five
 MAX_ANSWER, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
 
 
