@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
 from openhands_rl_plugin.core.types import (
@@ -60,12 +60,21 @@ def sample_episode(
     call = ToolCall(id="call-1", name="search", arguments='{"query": "\\u2615",\n}')
     first = Tokens.of((1, 2, 70_000), (3, 4), (-0.1, -0.0))
     second = Tokens.of((5,), (6, 2**32 - 1), (-1e-45, -0.5), extends=True)
+    answer = partial(
+        Node,
+        message=Message(role="assistant", tool_calls=(call,)),
+        sampled=True,
+        policy=policy,
+        sampling=SamplingParams(temperature=1.0),
+        finish_reason="tool_calls",
+        metadata={"response": {"id": "answer", "cost": 0.1}},
+    )
     nodes = (
         Node(parent=None, message=Message(role="system", content=f"You walk. \N{HOT BEVERAGE} {text}")),
-        _answer(0, call, first, policy, reward=-0.25),
-        _answer(0, call, None, policy, value=0.125, visits=3),
+        answer(parent=0, tokens=first, reward=-0.25),
+        answer(parent=0, value=0.125, visits=3),
         Node(parent=1, message=Message(role="tool", content="a\u0000b\r\n", tool_call_id="call-1", name="search")),
-        _answer(3, call, second, policy, reward=reward + 0.25),
+        answer(parent=3, tokens=second, reward=reward + 0.25),
         Node(parent=4, message=Message(role="user", content="")),
     )
     return Trajectory(
@@ -86,31 +95,6 @@ def sample_episode(
     )
 
 
-def _answer(
-    parent: int,
-    call: ToolCall,
-    tokens: Tokens | None,
-    policy: PolicyRef,
-    *,
-    reward: float | None = None,
-    value: float | None = None,
-    visits: int = 0,
-) -> Node:
-    return Node(
-        parent=parent,
-        message=Message(role="assistant", tool_calls=(call,)),
-        sampled=True,
-        tokens=tokens,
-        policy=policy,
-        sampling=SamplingParams(temperature=1.0),
-        finish_reason="tool_calls",
-        reward=reward,
-        value=value,
-        visits=visits,
-        metadata={"response": {"id": "answer", "cost": 0.1}},
-    )
-
-
 def steps_of(sample: Trajectory) -> tuple[Step, ...]:
     """How ``sample`` is stored while it is played: the reward of an answer is known one growth after the answer."""
     growths = (
@@ -124,67 +108,6 @@ def steps_of(sample: Trajectory) -> tuple[Step, ...]:
         for first, until, acted in zip(_CUTS, _CUTS[1:], (0, 1, 4), strict=False)
     )
     return (EpisodeStart.of(sample), *growths, EpisodeEnd.of(sample))
-
-
-FILTERS: tuple[tuple[dict[str, object], set[str]], ...] = (
-    ({"run_id": "filter other"}, {"filter run"}),
-    ({"run_id": "no such run"}, set()),
-    ({"group_id": "other"}, {"filter group"}),
-    ({"task_id": "../task"}, {"filter task"}),
-    ({"environment": "other"}, {"filter environment"}),
-    ({"split": "held-out"}, {"filter split"}),
-    ({"strategy": "Other"}, {"filter strategy"}),
-    ({"adapter": "other"}, {"filter adapter"}),
-    ({"policy_version": 8}, {"filter version"}),
-    ({"stop": StopReason.MAX_TURNS}, {"filter stop"}),
-    ({"failed": True}, {"filter infrastructure", "filter grader"}),
-    ({"failed": False}, {"filter infrastructure", "filter grader"}),
-    ({"failure_kind": FailureKind.GRADER}, {"filter grader"}),
-    ({"finished": False}, {"filter open"}),
-    ({"stop": StopReason.UNFINISHED, "finished": None}, {"filter open"}),
-    ({"finished": None, "adapter": "shop", "policy_version": 7, "strategy": "Other"}, {"filter strategy"}),
-    ({"reward_at_least": 0.75}, {"filter return", "filter scored", "filter opinion"}),
-    ({"reward_at_most": 0.25}, {"filter low"}),
-    ({"reward_at_least": 0.875, "reward_at_most": 0.875}, {"filter return"}),
-    ({"since": 2000.5}, {"filter late"}),
-    ({"until": 1999.5}, {"filter early"}),
-    ({"since": 1990.0, "until": 1990.0}, {"filter early"}),
-    ({"ids": ("filter late", "filter run", "nobody", "filter late")}, {"filter late"}),
-    ({"ids": ()}, set()),
-    ({"contains": "r in"}, {"filter infrastructure"}),
-    ({"contains": "../t"}, {"filter task"}),
-    ({"contains": "r IN"}, set()),
-)
-
-
-def one_of_each() -> Iterator[Trajectory]:
-    """Episodes of which each differs from the others in one thing, which is its name."""
-    grader = GONE.model_copy(update={"kind": FailureKind.GRADER})
-    yield sample_episode("filter run", run="filter other")
-    yield sample_episode("filter group", run="filter", group="other")
-    yield sample_episode("filter task", run="filter", task="../task")
-    yield sample_episode("filter environment", run="filter", environment="other")
-    yield sample_episode("filter split", run="filter", split="held-out")
-    yield sample_episode("filter strategy", run="filter", strategy="Other")
-    yield sample_episode("filter adapter", run="filter", policy=_POLICY.model_copy(update={"adapter": "other"}))
-    yield sample_episode("filter version", run="filter", policy=_POLICY.model_copy(update={"version": 8}))
-    yield sample_episode("filter base", run="filter", policy=PolicyRef(base_model="base"))
-    yield sample_episode("filter stop", run="filter", stop=StopReason.MAX_TURNS)
-    yield sample_episode("filter infrastructure", run="filter", stop=StopReason.ERROR, failure=GONE)
-    yield sample_episode("filter grader", run="filter", stop=StopReason.ERROR, failure=grader)
-    yield sample_episode("filter return", run="filter", reward=0.875)
-    yield sample_episode("filter scored", run="filter", reward=0.0)
-    yield sample_episode("filter low", run="filter", reward=0.25)
-    yield unrewarded(sample_episode("filter unknown", run="filter"))
-    yield sample_episode("filter opinion", run="filter", reward=0.25)
-    yield sample_episode("filter late", run="filter", finished=2010.0)
-    yield sample_episode("filter early", run="filter", finished=1990.0)
-
-
-def rewardless(run: str) -> Iterator[Trajectory]:
-    """Episodes without a reward: one that failed after it was rewarded, and one in which no step was."""
-    yield sample_episode(f"{run} failed", run=run, stop=StopReason.ERROR, failure=GONE)
-    yield unrewarded(sample_episode(f"{run} plain", run=run))
 
 
 def unrewarded(sample: Trajectory) -> Trajectory:
