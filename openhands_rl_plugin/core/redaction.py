@@ -162,7 +162,7 @@ def _clean[Value](value: Value, own: tuple[str, ...], name: str = "") -> Value:
         case Frozen() if not isinstance(value, Tokens):
             changes: dict[str, Any] = {}
             for key, field in vars(value).items():
-                if type(field) in _WITHOUT_TEXT or key in _KEPT:
+                if not field or type(field) in _WITHOUT_TEXT or key in _KEPT:
                     continue
                 if (clean := _clean(field, own)) is not field:
                     changes[key] = clean

@@ -1,1 +1,1 @@
-"""The storage ``mongodb``. Start with ``storage``; ``pymongo`` is imported here only."""
+"""The storage ``mongodb``. Only ``storage`` imports ``pymongo``."""

@@ -68,7 +68,7 @@ _OR = " (or its first bytes are damaged: restore it from a backup)"
 # Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
 _PAGE_BYTES = 2048
 
-# Of the return: a number, or a text ('nan', because SQLite makes NULL of a NaN, or 'none'). ``finished``: when it last
+# Of the return: a number, or a text ('none', in stores of earlier releases also 'nan'). ``finished``: when it last
 # grew, while it is unfinished. ``revision``: how often it has changed. ``scored``: whether anything judged the outcome,
 # ``score``: what the newest judgement says; ``reward``: what filters and sorting look at, none when it failed. The
 # indices of orders go downwards, so that equal ones come as they were stored.
@@ -120,9 +120,12 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """
 
 _FIELDS = EpisodeHeader._fields
-_COLUMNS = ", ".join(_FIELDS)
+_GIVEN = {name: "ifnull(?, 'none')" if name == "episode_return" else "?" for name in _FIELDS}
+_COLUMNS = ", ".join(_FIELDS).replace("episode_return", "iif(typeof(episode_return) = 'text', NULL, episode_return)")
 _SOME = "IN (SELECT value FROM json_each(?))"
-_INSERT = f"INSERT INTO episodes ({_COLUMNS}, head, scored, reward) VALUES ({'?, ' * len(_FIELDS)}?, 0, ?)"
+_INSERT = (
+    f"INSERT INTO episodes ({', '.join(_FIELDS)}, head, scored, reward) VALUES ({', '.join(_GIVEN.values())}, ?, 0, ?)"
+)
 
 # What is wrong with one call, and not with the file.
 _OF_ONE_CALL = (StorageError, OverflowError, ValueError, sqlite3.DataError, sqlite3.IntegrityError)
@@ -343,10 +346,8 @@ class SqliteLog(Log):
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         query = f"SELECT row, revision, score, {_COLUMNS} FROM episodes WHERE id {_SOME}"
-        return [
-            Episode(fields, row, revision, None if score is None else float(score))
-            for row, revision, score, *fields in self._run(query, (_json(ids),))
-        ]
+        found = self._run(query, (_json(ids),))
+        return [Episode(EpisodeHeader._make(known), row, revision, score) for row, revision, score, *known in found]
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         query = (
@@ -362,23 +363,24 @@ class SqliteLog(Log):
         for row, mark in self._run(f"SELECT episode, mark FROM marks WHERE episode {_SOME}", (rows,)):
             marks[row].append(mark)
         episodes = list[Episode]()
-        for row, revision, head, start, end, *fields in found:
+        for row, revision, head, start, end, *known in found:
             content = Content(start, packs[row], map(NodeMark.model_validate_json, marks[row]), head, end)
-            episodes.append(Episode(fields, row, revision, content=content))
+            episodes.append(Episode(EpisodeHeader._make(known), row, revision, content=content))
         return episodes
 
     async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
-        fields, reward = _fields_of(header), header.sorting_reward(None)
+        reward = header.sorting_reward(None)
         if before is None:
             assert content is not None
-            row, revision = self._run(_INSERT, (*fields, content.head, reward)).lastrowid or 0, 0
+            row, revision = self._run(_INSERT, (*header, content.head, reward)).lastrowid or 0, 0
         elif content is None:
             return before
         else:
             row, revision = before.number, before.revision + 1
-            changed = {name: new for name, new, old in zip(_FIELDS, fields, before.fields, strict=True) if new != old}
+            compared = zip(_FIELDS, header, before.header, strict=True)
+            changed = {f"{name} = {_GIVEN[name]}, ": new for name, new, old in compared if new != old}
             query = (
-                f"UPDATE episodes SET {''.join(f'{name} = ?, ' for name in changed)}head = ?, revision = ?, "
+                f"UPDATE episodes SET {''.join(changed)}head = ?, revision = ?, "
                 f"reward = iif(scored AND NOT ?, reward, ?) WHERE row = ? AND revision = ? AND {UNFINISHED}"
             )
             failed = header.failure_kind is not None
@@ -395,13 +397,13 @@ class SqliteLog(Log):
         self._run_many("INSERT INTO chunks VALUES (?, ?, ?, ?)", chunks)
         marks = [(row, mark.index, mark.model_dump_json(exclude_defaults=True)) for mark in content.marks]
         self._run_many("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", marks)
-        return Episode(fields, row, revision)
+        return Episode(header, row, revision)
 
     async def drop(self, episode: Episode) -> bool:
         self._empty(episode.number)
         self._run("DELETE FROM names WHERE episode = ?", (episode.number,))
         for table, key in (("episodes", "id"), ("scores", "trajectory_id"), ("labels", "trajectory_id")):
-            self._run(f"DELETE FROM {table} WHERE {key} = ?", (episode.fields[0],))
+            self._run(f"DELETE FROM {table} WHERE {key} = ?", (episode.header.id,))
         return True
 
     async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
@@ -420,8 +422,11 @@ class SqliteLog(Log):
     async def judge(self, judged: Sequence[Judged]) -> None:
         for episode, _, newest in judged:
             header, score = episode.header, newest and newest.reward
-            known = header.turns, _fields_of(header).episode_return, newest is not None, score
-            query = "UPDATE episodes SET turns = ?, episode_return = ?, scored = ?, score = ?, reward = ? WHERE row = ?"
+            known = header.turns, header.episode_return, newest is not None, score
+            query = (
+                "UPDATE episodes SET turns = ?, episode_return = ifnull(?, 'none'), scored = ?, score = ?, reward = ? "
+                "WHERE row = ?"
+            )
             self._run(query, (*known, header.sorting_reward(newest), episode.number))
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
@@ -458,11 +463,6 @@ def _condition_of(where: TrajectoryFilter) -> tuple[str, list[Any]]:
 def _json(ids: Sequence[str]) -> str:
     """A query may have only so many values. In JSON a NUL ends a text, and no id has one."""
     return json.dumps([each for each in ids if "\0" not in each])
-
-
-def _fields_of(header: EpisodeHeader) -> EpisodeHeader:
-    """NULL is not allowed for a return."""
-    return header if header.episode_return is not None else header._replace(episode_return="none")  # type: ignore[arg-type]
 
 
 def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:

@@ -36,6 +36,7 @@ from openhands_rl_plugin.core.records import (
 from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
+    TURN,
     FailureKind,
     JsonObject,
     Node,
@@ -47,6 +48,7 @@ from openhands_rl_plugin.core.types import (
     TreeNode,
     Usage,
     acted_nodes,
+    kind_of,
     path_to,
     pays_rewards,
 )
@@ -125,13 +127,19 @@ class EpisodeHeader(NamedTuple):
         if head is not None and not 0 <= head < len(nodes):
             raise StorageError(f"node {head} cannot be the head: there are {len(nodes)} nodes")
         acted = acted_nodes(nodes, head)
-        # Summed from the root on, as ``Trajectory.episode_return`` does, to get the same last bit.
         stepped = sorted({*path_to(nodes, head), *acted})
         rewards = [reward for each in stepped if (reward := nodes[each].reward) is not None]
-        # 0.0 only says that steps were executed, where the environment gives no rewards.
+        return self.counted(len(nodes), len(acted), rewards, at, evidence)
+
+    def counted(
+        self, nodes: int, turns: int, rewards: Sequence[float], at: float, evidence: JsonObject | None = None
+    ) -> Self:
+        """That of an episode with so many nodes and turns, and with these rewards, from the root on."""
+        # Summed in one go, as ``Trajectory.episode_return`` does, to get the same last bit.
         total = float(sum(rewards)) if rewards else None
+        # 0.0 only says that steps were executed, where the environment gives no rewards.
         known = total if total or pays_rewards(self.environment, evidence or {}) else None
-        return self._replace(nodes=len(nodes), turns=len(acted), episode_return=known, finished=at)
+        return self._replace(nodes=nodes, turns=turns, episode_return=known, finished=at)
 
     def ended(self, nodes: Sequence[TreeNode], end: EpisodeEnd) -> Self:
         """That of the finished episode. Raises ``StorageError`` when it did not end."""
@@ -214,24 +222,16 @@ class Content(NamedTuple):
 class Episode(NamedTuple):
     """The state of a stored episode. ``number`` counts the episodes, ``revision`` its changes; ``place`` is the log's.
 
-    ``fields`` are those of the header as they are stored, ``score`` the newest judgement of the outcome. ``damage``:
-    why the content cannot be read.
+    ``score`` is the newest judgement of the outcome. ``damage``: why the content cannot be read.
     """
 
-    fields: Sequence[Any]
+    header: EpisodeHeader
     number: int
     revision: int
     score: float | None = None
     place: Any = None
     content: Content = Content()
     damage: str = ""
-
-    @property
-    def header(self) -> EpisodeHeader:
-        """The header. Where there is no return, some stores have a text."""
-        header = EpisodeHeader._make(self.fields)
-        known = header.episode_return
-        return header._replace(episode_return=None if known in (None, "none") else float(known))
 
 
 Record = tuple[int, str, bytes]
@@ -242,7 +242,7 @@ Judged = tuple[Episode, Sequence[int], Score | None]
 
 
 class Log(Protocol):
-    """What a store implements; the defaults hold for one whose calls never wait. A change is atomic to readers."""
+    """What a store implements. A change is atomic to readers."""
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         """The ids of the matches, in the requested order; ``after`` is left aside."""
@@ -287,10 +287,6 @@ class Log(Protocol):
         """Note by which labels an episode is found, of which so many were ``seen``."""
         ...
 
-    async def unjudged(self) -> Sequence[str]:
-        """The episodes whose newest scores no header says yet."""
-        return ()
-
     async def state(self) -> str:
         """A text that is another one when anything was written."""
         ...
@@ -303,9 +299,29 @@ class _Standing:
 
     episode: Episode
     start: EpisodeStart
-    nodes: Sequence[Node]
-    head: int | None
-    tainted: frozenset[int | None]
+    nodes: Sequence[Node] = ()
+    head: int | None = None
+    tainted: frozenset[int | None] = frozenset()
+    is_line: bool = True  # whether every node is the parent of the next one, and the last one is the head
+    rewards: Sequence[float] = ()  # those of the nodes of a line, in order
+
+    def grow(self, more: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> EpisodeHeader:
+        """Add nodes and marks; returns the header of the episode that has them. Raises ``StorageError``.
+
+        What is new on a line is counted alone: a walk over all nodes at each turn would take quadratic time.
+        """
+        header, known = self.episode.header, len(self.nodes)
+        first = min((mark.index for mark in marks), default=known)
+        again = any(node.reward is not None for node in self.nodes[first:])
+        self.nodes = joined(self.nodes, more, marks)
+        below = all(node.parent == (at - 1 if at else None) for at, node in enumerate(more, known))
+        self.is_line = self.is_line and below and head == (len(self.nodes) - 1 if self.nodes else None)
+        if not self.is_line:
+            return header.grown(self.nodes, head, time.time())
+        rewards = [node.reward for node in self.nodes[0 if again else first :] if node.reward is not None]
+        self.rewards = rewards if again else [*self.rewards, *rewards]
+        turns = header.turns + sum(node.sampled and kind_of(node) == TURN for node in more)
+        return header.counted(len(self.nodes), turns, self.rewards, time.time())
 
 
 class LogStorage(ABC):
@@ -384,29 +400,19 @@ class LogStorage(ABC):
         episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
         """
 
-        async def contents(log: Log, ids: Sequence[str]) -> tuple[list[Episode], list[Record]]:
-            return await log.episodes(ids), await log.records("scores", ids)
-
-        async for found in self._stream(where, contents, _trajectory, _BATCH):
+        async for found in self._stream(where, _trajectory, _BATCH, whole=True):
             yield found
 
     async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
         """Like ``find``, without reading any node. Raises ``StorageError``."""
 
-        async def headers(log: Log, ids: Sequence[str]) -> tuple[list[Episode], list[Record]]:
-            return await log.headers(ids), []
-
-        async for summary, _ in self._stream(where, headers, lambda each: each.header.summary(each.score), _SUMMARIES):
+        async for summary, _ in self._stream(where, lambda each: each.header.summary(each.score), _SUMMARIES):
             yield summary
 
     async def count(self, where: TrajectoryFilter | None = None) -> int:
         """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
 
-        async def counted(log: Log) -> int:
-            await _judge(log, await log.unjudged())
-            return await log.count(where or TrajectoryFilter())
-
-        return await self._read(counted)
+        return await self._read(lambda log: log.count(where or TrajectoryFilter()))
 
     async def revision(self) -> str:
         """As in ``TellsChanges``. Raises ``StorageError``."""
@@ -426,17 +432,12 @@ class LogStorage(ABC):
         await self.close()
 
     async def _stream[Made](
-        self,
-        where: TrajectoryFilter | None,
-        read: Callable[[Log, Sequence[str]], Coroutine[Any, Any, tuple[list[Episode], list[Record]]]],
-        make: Callable[[Episode], Made],
-        size: int,
+        self, where: TrajectoryFilter | None, make: Callable[[Episode], Made], size: int, *, whole: bool = False
     ) -> AsyncIterator[tuple[Made, tuple[Score, ...]]]:
-        """What is made of the matches and their scores, in order; so many are read at a time."""
+        """What is made of the matches, in order, ``whole`` ones with scores; so many are read at a time."""
         asked = where or TrajectoryFilter()
 
         async def matching(log: Log) -> Sequence[str]:
-            await _judge(log, await log.unjudged())
             if asked.after is None:
                 return await log.ids(asked)
             ids = await log.ids(asked.model_copy(update={"offset": 0, "limit": None}))
@@ -444,6 +445,10 @@ class LogStorage(ABC):
                 raise StorageError(f"the list has no episode {asked.after!r} any more; begin with the first page")
             first = ids.index(asked.after) + 1 + asked.offset
             return ids[first : None if asked.limit is None else first + asked.limit]
+
+        async def read(log: Log, ids: Sequence[str]) -> tuple[list[Episode], list[Record]]:
+            found = await (log.episodes if whole else log.headers)(ids)
+            return found, await log.records("scores", ids if whole else ())
 
         for ids in batched(await self._read(matching), size):
             episodes, records = await self._read(lambda log, ids=ids: read(log, ids))
@@ -457,10 +462,10 @@ class LogStorage(ABC):
         """Id -> what is made of the episode; a damaged one is named, and left out if it is skipped."""
         for each in episodes:
             try:
-                yield each.fields[0], make(each)
+                yield each.header.id, make(each)
             except (StorageError, ValueError, LookupError, TypeError, OverflowError) as error:
                 cause = str(error) if isinstance(error, StorageError) else f"a record is damaged: {describe(error)}"
-                record = DamagedRecord(what="episode", id=each.fields[0], row=each.number, cause=cause)
+                record = DamagedRecord(what="episode", id=each.header.id, row=each.number, cause=cause)
                 _lose(self._lost, record, error)
 
     async def _add(self, log: Log, trajectory: Trajectory) -> None:
@@ -477,7 +482,7 @@ class LogStorage(ABC):
         if episode is not None:
             # A secret in the description of a tool is a part of every prompt.
             tainted = frozenset[int | None]({None} if clean.tools != start.tools else ())
-            self._remember(_Standing(episode, clean, [], None, tainted))
+            self._remember(_Standing(episode, clean, tainted=tainted))
 
     async def _grow(self, log: Log, growth: EpisodeGrowth) -> None:
         identity = growth.trajectory_id
@@ -498,8 +503,7 @@ class LogStorage(ABC):
                 )
             more = growth.nodes[known - growth.first :]
             nodes, standing.tainted = redact_nodes(more, first=known, tainted=standing.tainted)
-            standing.nodes = joined(standing.nodes, nodes, marks)
-            header = standing.episode.header.grown(standing.nodes, growth.head, time.time())
+            header = standing.grow(nodes, marks, growth.head)
             same = not nodes and not marks and growth.head == standing.head
             content = None if same else Content(None, _packs(nodes, PASSING), marks, growth.head)
             if (episode := await log.write(standing.episode, header, content)) is not None:
@@ -527,7 +531,7 @@ class LogStorage(ABC):
     async def _append(self, log: Log, values: Sequence[Score] | Sequence[Label]) -> None:
         clean: Any = [redact_value(value) for value in values]
         await log.add(clean, [packed_json(value) for value in clean])
-        note = _judge if isinstance(clean[0], Score) else _name
+        note = judge if isinstance(clean[0], Score) else _name
         await note(log, {value.trajectory_id for value in clean})
 
     async def _standing(self, log: Log, identity: str, nodes: int) -> _Standing:
@@ -543,7 +547,8 @@ class LogStorage(ABC):
         if not found:
             raise StorageError(f"episode {identity!r} is not open; begin() it first")
         start, stored = _opened(found[0])
-        return _Standing(found[0], start, stored, found[0].content.head, _secrets_of(start, stored))
+        # Counted as no line, because its header may say what an earlier release counted.
+        return _Standing(found[0], start, stored, found[0].content.head, _secrets_of(start, stored), is_line=False)
 
     def _remember(self, standing: _Standing) -> None:
         self._open[standing.start.id] = standing
@@ -566,8 +571,8 @@ async def upgrade(log: Log) -> None:
             trajectory = _trajectory(episode)
             if trajectory.stop is not StopReason.UNFINISHED:
                 header = episode.header.ended(trajectory.nodes, EpisodeEnd.of(trajectory))
-                await log.judge([(episode._replace(fields=header), (), None)])
-    await _judge(log, ids)
+                await log.judge([(episode._replace(header=header), (), None)])
+    await judge(log, ids)
     await _name(log, ids)
 
 
@@ -578,18 +583,18 @@ async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | N
         if before is not None and (content.end is None or not before.header.open):
             return None
         if (episode := await log.write(before, header, content)) is not None:
-            for note in () if before else (_judge, _name):
+            for note in () if before else (judge, _name):
                 await note(log, [header.id])
             return episode
 
 
-async def _judge(log: Log, ids: Iterable[str]) -> None:
+async def judge(log: Log, ids: Iterable[str]) -> None:
     """Write the newest judgement beside every header. A score that is damaged is named when it is read."""
     for some in batched(ids, 1000):
         scores = _parsed(Score, await log.records("scores", some), [])
         judged: list[Judged] = []
         for episode in await log.headers(list(scores)) if scores else ():
-            known = scores[episode.fields[0]]
+            known = scores[episode.header.id]
             newest = newest_outcome(score for _, score in known)
             judged.append((episode, [number for number, _ in known], newest))
         if judged:
@@ -601,7 +606,7 @@ async def _name(log: Log, ids: Iterable[str]) -> None:
     for some in batched(ids, 1000):
         labels = _parsed(Label, await log.records("labels", some), [])
         for episode in await log.headers(list(labels)) if labels else ():
-            own = [label for _, label in labels[episode.fields[0]]]
+            own = [label for _, label in labels[episode.header.id]]
             gone = {each.withdraws for each in own}
             held = [each for each in own if each.withdraws is None and each.id not in gone]
             names = {each.text if each.kind is LabelKind.TAG else each.kind.value for each in held}
@@ -631,7 +636,7 @@ def _lose(lost: list[DamagedRecord] | None, record: DamagedRecord, error: Except
 
 
 def _opened(episode: Episode) -> tuple[EpisodeStart, list[Node]]:
-    identity, content = episode.fields[0], episode.content
+    identity, content = episode.header.id, episode.content
     if episode.damage or content.start is None:
         raise DamagedError(episode.damage or f"the documents of {identity!r} are missing; restore a backup")
     start = parsed_json(EpisodeStart, identity, content.start)

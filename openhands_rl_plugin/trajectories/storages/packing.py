@@ -93,7 +93,8 @@ def unpack_document(blob: bytes) -> bytes:
 
 def _without_tokens(node: Node) -> bytes:
     try:
-        document = node.model_dump_json(exclude={"tokens"}, exclude_defaults=True).encode()
+        # By the serializer itself, which ``model_dump_json`` adds as much again to for a small node.
+        document = Node.__pydantic_serializer__.to_json(node, exclude={"tokens"}, exclude_defaults=True)
     except (PydanticSerializationError, RecursionError) as error:
         raise StorageError(f"a node cannot be written as JSON: {describe(error)}") from error
     return _readable(document, "a node")

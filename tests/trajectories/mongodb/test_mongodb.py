@@ -21,9 +21,8 @@ from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, Node, Trajectory
 from openhands_rl_plugin.testing import check_storage
 from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
-from openhands_rl_plugin.trajectories.mongodb import log
-from openhands_rl_plugin.trajectories.mongodb.log import PART_BYTES
-from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
+from openhands_rl_plugin.trajectories.mongodb import storage as module
+from openhands_rl_plugin.trajectories.mongodb.storage import PART_BYTES, MongoDBTrajectoryStorage
 
 pytestmark = pytest.mark.contract
 
@@ -110,7 +109,7 @@ async def test_no_document_is_near_the_limit(
     """With parts of a 64th of the size: what a document has besides its part does not grow with that."""
     assert PART_BYTES + 2_000 < 16_000_000
     part = PART_BYTES // 64
-    monkeypatch.setattr(log, "PART_BYTES", part)
+    monkeypatch.setattr(module, "PART_BYTES", part)
     large = with_text("large", 4.5 / 64)
     first, *steps = steps_of(large)
     await play(storage, first)
@@ -157,9 +156,12 @@ async def test_two_clients_may_write_the_same_episode(mongodb: MongoServer, data
     check_tidy(database)
 
 
-async def test_a_score_whose_writer_died_half_way_counts(storage: MongoDBTrajectoryStorage, database: Stored) -> None:
-    await storage.add(sample_episode("a", reward=0.5))
-    await storage.add_scores([sample_score("a", 0.25)])
+async def test_a_score_whose_writer_died_half_way_counts(
+    storage: MongoDBTrajectoryStorage, mongodb: MongoServer, database: Stored
+) -> None:
+    async with MongoDBTrajectoryStorage(mongodb.url, database.name) as writer:
+        await writer.add(sample_episode("a", reward=0.5))
+        await writer.add_scores([sample_score("a", 0.25)])
     # As it is before the episode's own document says so.
     database["episodes"].update_one({"_id": "a"}, {"$set": {"scored": 0, "score": None, "reward": 0.5}})
     database["scores"].update_one({}, {"$set": {"pending": True}})

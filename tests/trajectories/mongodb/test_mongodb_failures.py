@@ -15,6 +15,7 @@ from die_at import play
 from mongodb_server import MongoServer, server_command
 from pymongo.database import Database
 
+from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.errors import MissingExtraError, StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.testing.samples import sample_episode, steps_of
@@ -158,16 +159,9 @@ async def test_a_wrong_password_is_said_and_not_shown(mongodb: MongoServer, tmp_
         server.stop()
 
 
-def test_importing_it_loads_no_client() -> None:
-    code = "import sys, openhands_rl_plugin.trajectories.mongodb.storage as _; "
-    code += "print('pymongo' in sys.modules, 'bson' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
-    assert ran.stdout.split() == ["False", "False"]
-
-
 def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if "trajectories.mongodb." in name or name.startswith("pymongo")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "pymongo", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'openhands_rl_plugin\[mongodb\]'"):
-        MongoDBTrajectoryStorage()
+        build("storages", "mongodb")
