@@ -36,6 +36,9 @@ class Array[T: (int, float)](Sequence[T]):
     def __buffer__(self, flags: int) -> memoryview:
         return memoryview(self._data).cast(self.code)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
+    def __bytes__(self) -> bytes:
+        return self._data
+
     def __len__(self) -> int:
         return len(self._data) // struct.calcsize(self.code)
 

@@ -159,6 +159,15 @@ def _clean[Value](value: Value, own: tuple[str, ...], name: str = "") -> Value:
     match value:
         case str():
             changed = REDACTED if name and is_secret_item(name, value) else _text(value, own)
+        case dict():
+            items = [(key, item, _text(key, own), _clean(item, own, key)) for key, item in value.items()]
+            if any(key is not clean_key or item is not clean for key, item, clean_key, clean in items):
+                changed = {clean_key: clean for _, _, clean_key, clean in items}
+        case list() | tuple():
+            cleaned = [_clean(each, own, name) for each in value]
+            if any(new is not old for new, old in zip(cleaned, value, strict=True)):
+                changed = type(value)(cleaned)
+        # Last, because it is found out by pydantic's own check, which is slow.
         case Frozen() if not isinstance(value, Tokens):
             changes: dict[str, Any] = {}
             for key, field in vars(value).items():
@@ -168,14 +177,6 @@ def _clean[Value](value: Value, own: tuple[str, ...], name: str = "") -> Value:
                     changes[key] = clean
             if changes:
                 changed = value.model_copy(update=changes)
-        case dict():
-            items = [(key, item, _text(key, own), _clean(item, own, key)) for key, item in value.items()]
-            if any(key is not clean_key or item is not clean for key, item, clean_key, clean in items):
-                changed = {clean_key: clean for _, _, clean_key, clean in items}
-        case list() | tuple():
-            cleaned = [_clean(each, own, name) for each in value]
-            if any(new is not old for new, old in zip(cleaned, value, strict=True)):
-                changed = type(value)(cleaned)
         case _:
             pass
     return changed

@@ -193,10 +193,10 @@ class EpisodeTree:
 
     def context_ids(self, node: int | None) -> Ids:
         """All token ids from the start of the segment to the end of the last sampled node at or above ``node``."""
-        parts: list[Ids] = []
+        parts: list[bytes] = []
         while node is not None:
             if (tokens := self.nodes[node].tokens) is not None:
-                parts += tokens.sampled_ids, tokens.prompt_ids
+                parts += bytes(tokens.sampled_ids), bytes(tokens.prompt_ids)
                 if not tokens.extends:
                     break
             node = self.nodes[node].parent

@@ -52,7 +52,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind,
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, EnvironmentSessions, HostOptions, check_engine_setting
-from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
+from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import failed_episode
 
 # No price list from the network, no banner; read when OpenHands is imported.
@@ -72,7 +72,7 @@ class HostRunner(Protocol):
 
 
 def local_runner(
-    settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
+    settings: RLSettings, options: HostOptions | None = None, *, storage: TrajectoryStorage | None = None
 ) -> HostRunner:
     """A runner whose sessions run in this process, of the host that ``[rl] host`` says.
 
@@ -168,7 +168,7 @@ async def outcome(work: Awaitable[Any]) -> Outcome:
 class EpisodeWorker:
     """Runs episodes in this process. A pool calls its methods by ``answer``.
 
-    To its runner it is an ``EpisodeSink`` whose calls return when the pool has stored the record.
+    To its runner it is a storage, of which it has what writes; its calls return when the pool has stored the record.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class EpisodeWorker:
         """As a host's runner, which the first call makes of what is ``given``."""
         if self._runner is None:
             settings, options, stores = given
-            self._runner = local_runner(settings, options, storage=cast(EpisodeSink, self) if stores else None)
+            self._runner = local_runner(settings, options, storage=cast(TrajectoryStorage, self) if stores else None)
         episode = asyncio.create_task(self._runner.run(request, workspace))
         self._episodes.add(episode)
         episode.add_done_callback(self._episodes.discard)

@@ -18,12 +18,8 @@ _Facts = tuple[float | None, bool, float | None, int, JsonValue]
 """The fields of a node that a mark sets: reward, simulated, value, visits, and the strategy's notes."""
 
 
-EpisodeSink = TrajectoryStorage
-"""The storage that a journal writes to; a pipe to another process has only what writes episodes and scores."""
-
-
-def on_its_loop(storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> Any:
-    """An ``EpisodeSink`` that calls ``storage`` on its own event loop ``loop``, whatever loop it is used on.
+def on_its_loop(storage: TrajectoryStorage, loop: asyncio.AbstractEventLoop) -> Any:
+    """A storage that calls ``storage`` on its own event loop ``loop``, whatever loop it is used on.
 
     A method that ``storage`` has not, such as a pipe to another process, does nothing. Raises what the storage raises,
     and ``InfrastructureError`` when that loop is closed before the call ends.
@@ -32,7 +28,7 @@ def on_its_loop(storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> Any:
 
 
 class _StorageOnLoop:
-    def __init__(self, storage: EpisodeSink, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, storage: TrajectoryStorage, loop: asyncio.AbstractEventLoop) -> None:
         self._storage = storage
         self._loop = loop
 
@@ -52,7 +48,7 @@ class EpisodeJournal:
     Of stored nodes only what may change is remembered, so that a gateway may hold hundreds of long episodes.
     """
 
-    def __init__(self, storage: EpisodeSink, start: EpisodeStart) -> None:
+    def __init__(self, storage: TrajectoryStorage, start: EpisodeStart) -> None:
         self.start = start
         self.storage: Any = storage
         self._begun = False
@@ -65,7 +61,7 @@ class EpisodeJournal:
         self._turn = asyncio.Lock()
 
     @classmethod
-    def resumed(cls, storage: EpisodeSink, unfinished: Trajectory) -> Self:
+    def resumed(cls, storage: TrajectoryStorage, unfinished: Trajectory) -> Self:
         """The journal of an episode that continues after the nodes that are stored."""
         journal = cls(storage, EpisodeStart.of(unfinished))
         journal._begun = True
@@ -130,7 +126,7 @@ class EpisodeJournal:
         self._head = head
 
 
-async def stored_episode(storage: EpisodeSink, trajectory_id: str) -> Trajectory | None:
+async def stored_episode(storage: TrajectoryStorage, trajectory_id: str) -> Trajectory | None:
     """What is stored of an episode, finished or not; ``None`` where it can only be written. Raises ``StorageError``."""
     find: Any = getattr(storage, "find", None)
     if find is None:

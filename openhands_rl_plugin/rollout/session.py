@@ -10,7 +10,15 @@ from functools import partial
 from typing import Any
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
-from openhands_rl_plugin.core.protocols import EnvInfo, Environment, Forkable, LLMEngine, Strategy, info_of
+from openhands_rl_plugin.core.protocols import (
+    EnvInfo,
+    Environment,
+    Forkable,
+    LLMEngine,
+    Strategy,
+    TrajectoryStorage,
+    info_of,
+)
 from openhands_rl_plugin.core.records import EpisodeStart, trajectory_id
 from openhands_rl_plugin.core.tree import EpisodeTree, clip
 from openhands_rl_plugin.core.types import (
@@ -30,7 +38,7 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.journal import EpisodeJournal, EpisodeSink, stored_episode
+from openhands_rl_plugin.rollout.journal import EpisodeJournal, stored_episode
 
 
 def failed_episode(
@@ -111,11 +119,11 @@ class Episode:
         await self.keep_up()
         return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
 
-    def store_in(self, storage: EpisodeSink) -> None:
+    def store_in(self, storage: TrajectoryStorage) -> None:
         """Store the episode while it runs."""
         self._journal = EpisodeJournal(storage, self._start())
 
-    def resume(self, unfinished: Trajectory, storage: EpisodeSink | None) -> bool:
+    def resume(self, unfinished: Trajectory, storage: TrajectoryStorage | None) -> bool:
         """Go on after what is stored; the time limit starts again. False when that is another episode."""
         self.started = unfinished.times.started
         # The tools of an environment may be known after its reset only.
@@ -333,7 +341,7 @@ class AgentSession:
         policy: PolicyRef,
         limits: Limits | None = None,
         tools: Sequence[JsonObject] = (),
-        storage: EpisodeSink | None = None,
+        storage: TrajectoryStorage | None = None,
     ) -> None:
         self._live = LiveEnvironment(environment, forks=getattr(strategy, "forks", 0))
         self._episode = partial(
@@ -463,7 +471,7 @@ class SessionRunner:
         strategy_spec: StrategySpec,
         base_model: str,
         limits: Limits | None = None,
-        storage: EpisodeSink | None = None,
+        storage: TrajectoryStorage | None = None,
     ) -> None:
         def session(request: EpisodeRequest) -> AgentSession:
             return AgentSession(

@@ -99,9 +99,9 @@ class Model:
         """As in ``TrajectoryStorage``."""
         if "\0" in start.id:
             raise StorageError("an id with a NUL character")
-        parts = dict(start) | {"times": Times(started=start.started, finished=start.started)}
-        del parts["started"]
-        unfinished = Trajectory(**parts, nodes=(), head=None, stop=StopReason.UNFINISHED)
+        times = Times(started=start.started, finished=start.started)
+        parts: dict[str, Any] = {name: value for name, value in start if name != "started"}
+        unfinished = Trajectory(**parts, times=times, nodes=(), head=None, stop=StopReason.UNFINISHED)
         self.episodes.setdefault(start.id, unfinished)
 
     def grow(self, growth: EpisodeGrowth) -> None:
@@ -141,7 +141,8 @@ class Model:
 
     def add_labels(self, labels: Sequence[Label]) -> None:
         """As in ``TakesLabels``."""
-        self.all_labels = {label.id: label for label in labels} | self.all_labels
+        for label in labels:
+            self.all_labels.setdefault(label.id, label)
 
     def is_open(self, identity: str) -> bool:
         """Whether the episode is there and has not ended."""
@@ -219,13 +220,14 @@ class Check:
     def __init__(self, storage: TrajectoryStorage, model: Model | None = None) -> None:
         self.storage: Any = storage
         self.model = model or Model()
+        self._reads_scores, self._takes_labels = isinstance(storage, ReadsScores), isinstance(storage, TakesLabels)
 
     async def do(self, *calls: Call) -> None:
         """Make calls of both, each twice where repeating it must change nothing, and compare what they hold then."""
         for name, given in calls:
             for _ in range(1 if name == "add_scores" else 2):
                 expected, done = [await outcome(each, name, given) for each in (self.model, self.storage)]
-                if type(expected) is not type(done):
+                if isinstance(expected, StorageError) is not isinstance(done, StorageError):
                     _broken(f"{name}() of {_ids_of(given)} must raise StorageError, or must not: {expected or done}")
                 if not isinstance(done, StorageError) and done != expected:
                     _broken(f"{name}() returned {done}, not {expected}")
@@ -245,7 +247,8 @@ class Check:
             same = {"times"} if other.stop is StopReason.UNFINISHED else set[str]()
             if wrong := [name for name, value in other if name not in same and value != getattr(one, name)]:
                 _broken(f"{what}: {one.id!r} has other {', '.join(wrong)} than were stored")
-            if scores != others or (isinstance(self.storage, ReadsScores) and scores != await self._scores(one.id)):
+            alone = await self._scores(one.id) if self._reads_scores else others
+            if scores != others or scores != alone:
                 _broken(f"{what}: {one.id!r} must have the scores that were added, each once, oldest first")
             summary = summary_of(one, scores)
             if wrong := sorted(name for name, value in summary if getattr(summaries[one.id], name) != value):
@@ -254,7 +257,7 @@ class Check:
         if await self.storage.count(where) != len(self.model.find(everything)):
             _broken(f"{what}: count() must count what find() finds, and leave offset and limit aside")
         labels = tuple(label for label in self.model.all_labels.values() if label.trajectory_id in (where.ids or ()))
-        if isinstance(self.storage, TakesLabels) and await self.storage.labels(where.ids or ()) != labels:
+        if self._takes_labels and await self.storage.labels(where.ids or ()) != labels:
             _broken(f"{what}: labels() must return the labels of these episodes, each once and oldest first")
 
     async def _scores(self, identity: str) -> tuple[Score, ...]:

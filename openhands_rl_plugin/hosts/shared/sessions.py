@@ -69,7 +69,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
 from openhands_rl_plugin.rollout import scoring
-from openhands_rl_plugin.rollout.journal import EpisodeSink, on_its_loop
+from openhands_rl_plugin.rollout.journal import on_its_loop
 from openhands_rl_plugin.rollout.session import LiveEnvironment, SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, session_here
@@ -511,7 +511,7 @@ class SessionHostRunner:
     agents: Callable[[], Sequence[str]]
 
     def __init__(
-        self, settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
+        self, settings: RLSettings, options: HostOptions | None = None, *, storage: TrajectoryStorage | None = None
     ) -> None:
         self._options = options or HostOptions()
         if not self._options.llm:
@@ -582,7 +582,7 @@ class EnvironmentSessions(SessionRunner):
     """
 
     def __init__(
-        self, settings: RLSettings, options: HostOptions | None = None, *, storage: EpisodeSink | None = None
+        self, settings: RLSettings, options: HostOptions | None = None, *, storage: TrajectoryStorage | None = None
     ) -> None:
         require_server(settings)
         options = options or HostOptions()

@@ -20,7 +20,6 @@ and what was done once.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import uuid
 from collections import defaultdict
@@ -44,6 +43,7 @@ from openhands_rl_plugin.trajectories.storages.log import (
     Kind,
     Log,
     LogStorage,
+    OvertakenError,
     Record,
     conditions_of,
     judge,
@@ -197,11 +197,10 @@ class MongoLog(Log):
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         found = self["episodes"].find({"_id": {"$in": list(ids)}})
         return [
-            Episode(
-                EpisodeHeader(each["_id"], *map(each.get, _FIELDS)), each["order"], place.length, each["score"], place
-            )
+            Episode(EpisodeHeader._make([each["_id"], *map(each.get, _FIELDS)]), each["order"], length, score, place)
             async for each in found
-            for place in [_Place(each["generation"], each["chunks"])]
+            for length, score in [(each["chunks"], each["score"])]
+            for place in [_Place(each["generation"], length)]
         ]
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
@@ -221,7 +220,7 @@ class MongoLog(Log):
                 break
         return list(read.values())
 
-    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
+    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode:
         chunks, records = self["chunks"], _records(content)
         if before is None or (content is not None and content.start is not None):
             place = _Place(uuid.uuid4().hex, 0)
@@ -234,7 +233,7 @@ class MongoLog(Log):
                 await chunks.insert_many(documents)
             except BulkWriteError as error:
                 if {each["code"] for each in error.details["writeErrors"]} == {_DUPLICATE_KEY}:
-                    return None
+                    raise OvertakenError(header.id) from None
                 raise
         state = Episode(header, 0, length, place=_Place(place.generation, length))
         if await self._visible(before, header, state):
@@ -248,7 +247,7 @@ class MongoLog(Log):
             if now is None or now["chunks"] < length:
                 # Closed or gone, so what comes after the valid part will not be read any more.
                 await chunks.delete_many(_range(place.generation, place.length))
-        return None
+        raise OvertakenError(header.id)
 
     async def _visible(self, before: Episode | None, header: EpisodeHeader, state: Episode) -> bool:
         """Make the episode's own document this one, unless another writer was faster."""
@@ -262,7 +261,7 @@ class MongoLog(Log):
             except DuplicateKeyError:
                 return False
             return True
-        if state.place == before.place:
+        if (state.place.generation, state.revision) == (before.place.generation, before.revision):
             return True
         where: Query = {"_id": header.id, "generation": before.place.generation, "open": True}
         where["chunks"] = {"$lte": before.place.length}
@@ -420,9 +419,8 @@ def _row(header: EpisodeHeader, state: Episode) -> Query:
 
 
 def _reward(value: float | None) -> Query:
-    """The reward of filters and sorting. A NaN counts as unknown."""
-    known = None if value is None or math.isnan(value) else value
-    return {"reward": known, "unrewarded": known is None}
+    """The reward of filters and sorting."""
+    return {"reward": value, "unrewarded": value is None}
 
 
 def _literal(values: Query) -> Query:

@@ -7,7 +7,8 @@
 - ``scores``: the judgements, as packed JSON, in the order in which they came; ``labels``: the same of labels;
 - ``names``: the labels by which an episode is found.
 
-A store of an earlier release gets the tables and indices that it lacks when it is opened, and is counted again.
+A store of an earlier release gets the tables and indices that it lacks when it is opened, and is counted again; that
+needs a disk that can be written.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from openhands_rl_plugin.trajectories.storages.log import (
     Kind,
     Log,
     LogStorage,
+    OvertakenError,
     Record,
     conditions_of,
     upgrade,
@@ -51,12 +53,11 @@ FILE_NAME = "trajectories.sqlite"
 FINISHED = f"stop <> '{StopReason.UNFINISHED.value}'"
 UNFINISHED = f"stop = '{StopReason.UNFINISHED.value}'"
 
-KEYS = {
+_TOKENS = "(prompt_tokens + completion_tokens)"
+# The others are columns.
+_KEYS = {
     TrajectoryOrder.STORED: "row",
-    TrajectoryOrder.FINISHED: "finished",
-    TrajectoryOrder.REWARD: "reward",
-    TrajectoryOrder.TURNS: "turns",
-    TrajectoryOrder.TOKENS: "(prompt_tokens + completion_tokens)",
+    TrajectoryOrder.TOKENS: _TOKENS,
     TrajectoryOrder.SECONDS: "(finished - started)",
 }
 
@@ -65,8 +66,8 @@ _APPLICATION_ID = 0x4F48524C
 _BUSY_SECONDS = 60.0
 _FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE", "ENOSPC", "EDQUOT", "EFBIG")
 _OR = " (or its first bytes are damaged: restore it from a backup)"
-# Smaller than usual, because what does not fill a page is lost and a turn is about two pages.
-_PAGE_BYTES = 2048
+# A growth is a page and a half, and what does not fill a page is lost until the episode has ended.
+_PAGE_BYTES = 4096
 
 # Of the return: a number, or a text ('none', in stores of earlier releases also 'nan'). ``finished``: when it last
 # grew, while it is unfinished. ``revision``: how often it has changed. ``scored``: whether anything judged the outcome,
@@ -93,7 +94,7 @@ CREATE INDEX IF NOT EXISTS episodes_stop ON episodes (stop);
 CREATE INDEX IF NOT EXISTS episodes_failure ON episodes (failure_kind) WHERE failure_kind IS NOT NULL;
 CREATE INDEX IF NOT EXISTS episodes_finished ON episodes (finished) WHERE {FINISHED};
 CREATE INDEX IF NOT EXISTS episodes_by_reward ON episodes (reward DESC) WHERE {FINISHED};
-CREATE INDEX IF NOT EXISTS episodes_by_tokens ON episodes ({KEYS[TrajectoryOrder.TOKENS]} DESC) WHERE {FINISHED};
+CREATE INDEX IF NOT EXISTS episodes_by_tokens ON episodes ({_TOKENS} DESC) WHERE {FINISHED};
 DROP INDEX IF EXISTS episodes_reward;
 CREATE TABLE IF NOT EXISTS documents (episode INTEGER PRIMARY KEY, start BLOB NOT NULL, end BLOB);
 CREATE TABLE IF NOT EXISTS chunks (
@@ -294,22 +295,6 @@ def _driven[Answer](work: Work[Answer], connection: sqlite3.Connection) -> Answe
     raise AssertionError("a log in SQLite does not wait")
 
 
-def _upgrade(connection: sqlite3.Connection) -> None:
-    """Make what is lacking, and count, judge and name the episodes again."""
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        if not error.sqlite_errorname.startswith("SQLITE_READONLY"):
-            raise
-        connection.execute("CREATE TEMP TABLE names (name TEXT, episode INTEGER)")
-        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'labels'").fetchone():
-            connection.execute("CREATE TEMP TABLE labels (row INTEGER, trajectory_id TEXT, label BLOB)")
-        return
-    make_tables(connection)
-    _driven(upgrade, connection)
-    connection.execute("COMMIT")
-
-
 def _wake_callers(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     for future, outcome in settled:
         if not future.done():  # a cancelled caller waits no more, but it is stored
@@ -329,7 +314,7 @@ class SqliteLog(Log):
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         condition, values = _condition_of(where)
-        key, direction = KEYS[where.sort], "DESC" if where.descending else "ASC"
+        key, direction = _KEYS.get(where.sort, where.sort.value), "DESC" if where.descending else "ASC"
         # An index has finished episodes only: an open one changes with every turn, and is sorted when it is asked for.
         parts = {True: [FINISHED], False: [UNFINISHED], None: [FINISHED, UNFINISHED]}[where.finished]
         arms = [f"SELECT id, row, {key} FROM episodes WHERE {part} AND {condition}" for part in parts]
@@ -368,7 +353,7 @@ class SqliteLog(Log):
             episodes.append(Episode(EpisodeHeader._make(known), row, revision, content=content))
         return episodes
 
-    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
+    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode:
         reward = header.sorting_reward(None)
         if before is None:
             assert content is not None
@@ -386,7 +371,7 @@ class SqliteLog(Log):
             failed = header.failure_kind is not None
             bound = (*changed.values(), content.head, revision, failed, reward, row, before.revision)
             if self._run(query, bound).rowcount == 0:
-                return None
+                raise OvertakenError(header.id)
         if content.start is not None:
             self._empty(row)
             self._run("INSERT INTO documents VALUES (?, ?, ?)", (row, content.start, content.end))
@@ -481,7 +466,11 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
                 newer = f"{file} has schema version {version}, newer than {SCHEMA_VERSION}"
                 raise StorageError(f"{newer}; upgrade openhands_rl_plugin{_OR}")
             if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone():
-                _upgrade(connection)
+                # Counted, judged and named again: earlier releases did that in another way, or not at all.
+                connection.execute("BEGIN IMMEDIATE")
+                make_tables(connection)
+                _driven(upgrade, connection)
+                connection.execute("COMMIT")
         except BaseException:
             connection.close()
             raise

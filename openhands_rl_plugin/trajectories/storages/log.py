@@ -241,6 +241,10 @@ Judged = tuple[Episode, Sequence[int], Score | None]
 """An episode with the header that is right, the numbers of its scores, and the newest that judges the outcome."""
 
 
+class OvertakenError(StorageError):
+    """Another writer of the episode was faster. Its call is made again."""
+
+
 class Log(Protocol):
     """What a store implements. A change is atomic to readers."""
 
@@ -260,10 +264,10 @@ class Log(Protocol):
         """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
         ...
 
-    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode | None:
+    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode:
         """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
 
-        Returns its new state, or ``None`` when it is not as ``before`` any more, and nothing is changed.
+        Returns its new state. Raises ``OvertakenError`` when it is not as ``before`` any more, and changes nothing.
         """
         ...
 
@@ -311,7 +315,7 @@ class _Standing:
         What is new on a line is counted alone: a walk over all nodes at each turn would take quadratic time.
         """
         header, known = self.episode.header, len(self.nodes)
-        first = min((mark.index for mark in marks), default=known)
+        first = min([known, *(mark.index for mark in marks)])
         again = any(node.reward is not None for node in self.nodes[first:])
         self.nodes = joined(self.nodes, more, marks)
         below = all(node.parent == (at - 1 if at else None) for at, node in enumerate(more, known))
@@ -350,19 +354,19 @@ class LogStorage(ABC):
 
     async def add(self, trajectory: Trajectory) -> None:
         """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
-        await self._change(trajectory.id, lambda log: self._add(log, trajectory))
+        await self._written(trajectory.id, lambda log: self._add(log, trajectory))
 
     async def begin(self, start: EpisodeStart) -> None:
         """Open an episode; one whose id is known stays as it is. Raises ``StorageError``."""
-        await self._change(start.id, lambda log: self._begin(log, start))
+        await self._written(start.id, lambda log: self._begin(log, start))
 
     async def grow(self, growth: EpisodeGrowth) -> None:
         """Append to an open episode; the head and the marks of the last call hold. Raises ``StorageError``."""
-        await self._change(growth.trajectory_id, lambda log: self._grow(log, growth))
+        await self._written(growth.trajectory_id, lambda log: self._grow(log, growth))
 
     async def end(self, end: EpisodeEnd) -> None:
         """Close an open episode; a finished one stays as it is. Raises ``StorageError``."""
-        await self._change(end.trajectory_id, lambda log: self._end(log, end))
+        await self._written(end.trajectory_id, lambda log: self._end(log, end))
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
         """Forget unfinished episodes with their scores and return how many. Raises ``StorageError``."""
@@ -431,6 +435,14 @@ class LogStorage(ABC):
     ) -> None:
         await self.close()
 
+    async def _written(self, identity: str, work: Callable[[Log], Coroutine[Any, Any, None]]) -> None:
+        for _ in range(_ATTEMPTS):
+            with suppress(OvertakenError):
+                return await self._change(identity, work)
+        raise StorageError(
+            f"episode {identity!r} is written by several processes at once, again and again; let one of them write it"
+        )
+
     async def _stream[Made](
         self, where: TrajectoryFilter | None, make: Callable[[Episode], Made], size: int, *, whole: bool = False
     ) -> AsyncIterator[tuple[Made, tuple[Score, ...]]]:
@@ -489,40 +501,34 @@ class LogStorage(ABC):
         # A strategy may have noted what an environment said.
         noted = any(mark.search for mark in growth.marks)
         marks = redact_value(growth.model_copy(update={"nodes": ()})).marks if noted else growth.marks
-        for _ in _attempts(identity):
-            standing = await self._standing(log, identity, growth.first)
-            known = len(standing.nodes)
-            if not standing.episode.header.open:
-                if growth.first + len(growth.nodes) > known or joined(standing.nodes, (), marks) != standing.nodes:
-                    raise StorageError(f"episode {identity!r} is finished and grows no more")
-                return
-            if growth.first > known:
-                raise StorageError(
-                    f"episode {identity!r} has {known} nodes and cannot grow from node {growth.first} on; "
-                    "store the nodes between them first"
-                )
-            more = growth.nodes[known - growth.first :]
-            nodes, standing.tainted = redact_nodes(more, first=known, tainted=standing.tainted)
-            header = standing.grow(nodes, marks, growth.head)
-            same = not nodes and not marks and growth.head == standing.head
-            content = None if same else Content(None, _packs(nodes, PASSING), marks, growth.head)
-            if (episode := await log.write(standing.episode, header, content)) is not None:
-                standing.episode, standing.head = episode, growth.head
-                self._remember(standing)
-                return
+        standing = await self._standing(log, identity, growth.first)
+        known = len(standing.nodes)
+        if not standing.episode.header.open:
+            if growth.first + len(growth.nodes) > known or joined(standing.nodes, (), marks) != standing.nodes:
+                raise StorageError(f"episode {identity!r} is finished and grows no more")
+            return
+        if growth.first > known:
+            raise StorageError(
+                f"episode {identity!r} has {known} nodes and cannot grow from node {growth.first} on; "
+                "store the nodes between them first"
+            )
+        more = growth.nodes[known - growth.first :]
+        nodes, standing.tainted = redact_nodes(more, first=known, tainted=standing.tainted)
+        header = standing.grow(nodes, marks, growth.head)
+        same = not nodes and not marks and growth.head == standing.head
+        content = None if same else Content(None, _packs(nodes, PASSING), marks, growth.head)
+        standing.episode, standing.head = await log.write(standing.episode, header, content), growth.head
+        self._remember(standing)
 
     async def _end(self, log: Log, end: EpisodeEnd) -> None:
         end = redact_value(end)
-        for _ in _attempts(end.trajectory_id):
-            standing = await self._standing(log, end.trajectory_id, 0 if end.head is None else end.head + 1)
-            if not standing.episode.header.open:
-                return
+        standing = await self._standing(log, end.trajectory_id, 0 if end.head is None else end.head + 1)
+        if standing.episode.header.open:
             header = standing.episode.header.ended(standing.nodes, end)
             # Once more as a whole: smaller than its growths by a third, and read several times as fast.
             start, packs = packed_json(standing.start), _packs(standing.nodes)
             content = Content(start, packs, (), end.head, packed_end(standing.start, end))
-            if await log.write(standing.episode, header, content) is not None:
-                return
+            await log.write(standing.episode, header, content)
 
     async def _drop(self, log: Log, identity: str) -> bool:
         self._open.pop(identity, None)
@@ -578,14 +584,13 @@ async def upgrade(log: Log) -> None:
 
 async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | None:
     """Store an episode, unless it is known, and not as an unfinished one while this one has ended."""
-    for _ in _attempts(header.id):
-        before = next(iter(await log.headers([header.id])), None)
-        if before is not None and (content.end is None or not before.header.open):
-            return None
-        if (episode := await log.write(before, header, content)) is not None:
-            for note in () if before else (judge, _name):
-                await note(log, [header.id])
-            return episode
+    before = next(iter(await log.headers([header.id])), None)
+    if before is not None and (content.end is None or not before.header.open):
+        return None
+    episode = await log.write(before, header, content)
+    for note in () if before else (judge, _name):
+        await note(log, [header.id])
+    return episode
 
 
 async def judge(log: Log, ids: Iterable[str]) -> None:
@@ -671,11 +676,3 @@ def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> frozenset[int | N
         if at not in clean and (node.parent in tainted or REDACTED in node.model_dump_json(exclude={"tokens"})):
             tainted.add(at)
     return frozenset(tainted)
-
-
-def _attempts(identity: str) -> Iterator[int]:
-    """For a writer that looks again when another one was faster. Raises ``StorageError`` at the end."""
-    yield from range(_ATTEMPTS)
-    raise StorageError(
-        f"episode {identity!r} is written by several processes at once, again and again; let one of them write it"
-    )

@@ -43,7 +43,7 @@ _FLOAT = 4
 _HAS_TOKENS, _EXTENDS = 1, 2
 
 _LEVEL = 3
-PASSING = 2
+PASSING = 1
 """The level of zstd for what is packed again soon."""
 # Making a compressor costs as much as a small pack, and one of them cannot be shared by threads.
 _compressors = threading.local()
@@ -54,16 +54,16 @@ _NODE_LIST = TypeAdapter(tuple[Node, ...])
 def pack_nodes(nodes: Sequence[Node], level: int = _LEVEL) -> bytes:
     """All ``nodes`` in one pack. Raises ``StorageError`` for what cannot be written or is larger than the limit."""
     layout: list[int] = []
-    ids: list[Ids] = []
-    logprobs: list[Floats] = []
+    ids: list[bytes] = []
+    logprobs: list[bytes] = []
     for node in nodes:
         if (tokens := node.tokens) is None:
             layout.extend((0, 0, 0, 0))
             continue
         flags = _HAS_TOKENS | (_EXTENDS if tokens.extends else 0)
         layout.extend((flags, len(tokens.prompt_ids), len(tokens.sampled_ids), len(tokens.logprobs)))
-        ids += tokens.prompt_ids, tokens.sampled_ids
-        logprobs.append(tokens.logprobs)
+        ids += bytes(tokens.prompt_ids), bytes(tokens.sampled_ids)
+        logprobs.append(bytes(tokens.logprobs))
     whole, floats = b"".join(ids), b"".join(logprobs)
     width = 4 if whole[2::4].strip(b"\0") or whole[3::4].strip(b"\0") else 2
     planes = [floats[byte::_FLOAT] for byte in reversed(range(_FLOAT))]

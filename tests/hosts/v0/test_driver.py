@@ -18,11 +18,12 @@ from small_shop import running_shop
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.pool import HostRunner, ProcessWorker, WorkerPoolRunner, local_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
-from openhands_rl_plugin.rollout.journal import EpisodeSink, stored_episode
+from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
@@ -50,7 +51,7 @@ def settings_for(model: str, shop: str = "http://127.0.0.1:1", **more) -> RLSett
 
 @asynccontextmanager
 async def controller(
-    settings: RLSettings, options: HostOptions | None = None, storage: EpisodeSink | None = None
+    settings: RLSettings, options: HostOptions | None = None, storage: TrajectoryStorage | None = None
 ) -> AsyncIterator[HostRunner]:
     runner = local_runner(settings, options, storage=storage)
     yield runner

@@ -129,7 +129,7 @@ def test_a_damaged_list_of_episodes_is_not_read_in_part(broken: Path, capsys: py
     with closing(sqlite3.connect(file)) as connection:
         (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'episodes_id'").fetchone()
     data = bytearray(file.read_bytes())
-    data[(root - 1) * 2048 : root * 2048] = bytes(2048)
+    data[(root - 1) * 4096 : root * 4096] = bytes(4096)
     file.write_bytes(data)
     for words in ([], ["--skip-damaged"]):
         assert main(["list", str(broken), *words]) == 1
