@@ -9,6 +9,7 @@ Examples:
 from openhands_rl_plugin.testing.checks import (
     GridEnvironment,
     ScriptedEngine,
+    check_engine,
     check_environment,
     check_reward,
     check_strategy,
@@ -16,7 +17,6 @@ from openhands_rl_plugin.testing.checks import (
     example_trajectory,
     prompt_ids,
 )
-from openhands_rl_plugin.testing.engine import check_engine
 from openhands_rl_plugin.testing.storage import check_storage
 
 __all__ = [
