@@ -281,7 +281,8 @@ async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
     await check.do(*steps[:3])
     await check.storage.close()
     check.storage = make()
-    await check.compare(TrajectoryFilter(finished=None), "after close() and a new make(): ")
+    for run in ("run", "odd"):
+        await check.compare(TrajectoryFilter(run_id=run, finished=None), "after close() and a new make(): ")
     await check.do(*steps[2:])
     await check.storage.close()
 
@@ -356,9 +357,9 @@ async def _check_together(check: Check) -> None:
         for call in calls:
             await outcome(check.storage, *call)
 
-    jobs = [[("add", sample_episode("whole"))]] * 3
+    jobs = [[("add", sample_episode("whole", run="at once"))]] * 3
     for at in range(_CONCURRENCY):
-        one = sample_episode(f"at once {at}", text="x" * at)
+        one = sample_episode(f"at once {at}", run="at once", text="x" * at)
         jobs.append([*_calls(one), ("add_scores", [sample_score(one.id, 0.5)])])
     await asyncio.gather(*map(work, jobs))
     for calls in jobs:
