@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.checks import CHECKOUTS, EVALUATION, check_trainable, evaluated_by
@@ -113,11 +113,8 @@ class LoopResult:
 
 def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:
     """The reward that is maximised: ``[rl.reward]``. The return of a software task is what its grading says."""
-    return settings.reward.overridden(TESTS) if _is_verdict(tasks, settings) else settings.reward
-
-
-def _is_verdict(tasks: LoopTasks, settings: RLSettings) -> bool:
-    return tasks.suite.software and settings.reward.name == RETURN
+    verdict = tasks.suite.software and settings.reward.name == RETURN
+    return settings.reward.overridden(TESTS) if verdict else settings.reward
 
 
 def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
@@ -181,8 +178,11 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     publisher = publisher_for(serving, adapters, keep=job.settings.loop.kept_versions, kind=kind)
     storage = open_storage(job.settings)
     try:
+        if job.backend is not None:
+            await job.backend.check()
+            remove_tree(job.directory / CHECKOUTS)  # left by a killed process
         async with (
-            _open_runner(replace(job, settings=_training(job.settings)), storage) as runner,
+            open_player(job, _training(job.settings), storage) as runner,
             _open_evaluator(job, storage) as evaluator,
             open_demonstrator(job, storage) as demonstrator,
         ):
@@ -250,15 +250,6 @@ def _note_start(job: LoopJob) -> None:
 
 
 @asynccontextmanager
-async def _open_runner(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
-    if job.backend is not None:
-        await job.backend.check()
-        remove_tree(job.directory / CHECKOUTS)  # left by a killed process
-    async with open_player(job, job.settings, storage) as runner:
-        yield runner
-
-
-@asynccontextmanager
 async def _open_evaluator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner | None]:
     """The runner of the held-out tasks, where they have another strategy, or an environment that is given
     another last turn."""
@@ -266,7 +257,7 @@ async def _open_evaluator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIter
     if settings is None and (job.tasks.suite.software or last == job.settings.max_turns):
         yield None
         return
-    async with _open_runner(replace(job, settings=settings or job.settings), storage) as runner:
+    async with open_player(job, settings or job.settings, storage) as runner:
         yield runner
 
 
