@@ -14,7 +14,7 @@ from openhands_rl_plugin.contrib.webshop.server import ShopRequest, StepBody
 from openhands_rl_plugin.models.server.wire import (
     ChatCompletionRequest,
     CompletionRequest,
-    LoRAAdapterRequest,
+    LoadRequest,
     TokenizeRequest,
     UpdateWeightsRequest,
 )
@@ -53,8 +53,8 @@ SURFACES = {
             "/v1/chat/completions": (ChatCompletionRequest, _CHAT),
             "/v1/completions": (CompletionRequest, {"model": "tiny", "prompt": "one", "max_tokens": 2}),
             "/tokenize": (TokenizeRequest, {"prompt": "one"}),
-            "/v1/load_lora_adapter": (LoRAAdapterRequest, {"lora_name": "x", "lora_path": "/nowhere"}),
-            "/v1/unload_lora_adapter": (LoRAAdapterRequest, {"lora_name": "x"}),
+            "/v1/load_lora_adapter": (LoadRequest, {"lora_name": "x", "lora_path": "/nowhere"}),
+            "/v1/unload_lora_adapter": (LoadRequest, {"lora_name": "x"}),
             "/update_weights_from_disk": (UpdateWeightsRequest, {"model_path": "/nowhere", "weight_version": "x"}),
         },
         ("/health", "/metrics", "/v1/models"),

@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -282,9 +281,7 @@ class Generator:
     def __enter__(self) -> Generator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:

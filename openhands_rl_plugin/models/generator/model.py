@@ -305,13 +305,6 @@ class LoadedAdapter:
     number: int = field(default_factory=lambda: next(_numbers))
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN's blocked layout is faster for this weight: bfloat16 on a CPU with native bfloat16."""
-    return (
-        weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
 class Projection(nn.Module):
     """``y = x W^T + b`` plus the low-rank terms of the adapters in use; replaces the ``nn.Linear`` of that ``name``.
 
@@ -326,7 +319,9 @@ class Projection(nn.Module):
         self._segments = segments
         weight = linear.weight.detach()
         self._bias = None if linear.bias is None else linear.bias.detach()
-        self._packed = can_pack(weight)
+        # oneDNN's blocked layout is faster where the processor has bfloat16.
+        half = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        self._packed = half and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self._packed else weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -379,7 +374,9 @@ class ServedModel:
         self.dtype = _pick_dtype(config.dtype, self.device)
         self.tokenizer, self.model = _load(str(directory or config.model), self.dtype, self.device)
         self.directory = directory or Path(cached_file(self.name, "config.json") or self.name).parent
-        self.eos_ids = eos_ids(self.model, self.tokenizer)
+        ends = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
+        self.eos_ids = frozenset(i for i in ends if isinstance(i, int))
         self.vocabulary = cast(Tensor, self.model.get_input_embeddings().weight).shape[0]
         text_config = self.model.config.get_text_config()
         heads = text_config.num_attention_heads
@@ -575,13 +572,6 @@ def _load(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrain
     torch.nn.Module.to(model, device)
     model.eval().requires_grad_(False)
     return tokenizer, model
-
-
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """The token ids that end a generation, of the model and of its tokenizer."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
 
 
 def _first_line(error: Exception) -> str:

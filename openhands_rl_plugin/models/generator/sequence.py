@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -64,12 +65,7 @@ class ScoredToken:
 
 def random_numbers(seed: int | None) -> torch.Generator:
     """Those of one sequence: the same with the same seed; ``None``: a seed from the system's entropy."""
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed % 2**63)
-    return generator
+    return torch.Generator().manual_seed((secrets.randbits(63) if seed is None else seed) % 2**63)
 
 
 def sample(logits: Tensor, params: Sequence[DecodingParams], random: Sequence[torch.Generator]) -> list[ScoredToken]:

@@ -29,7 +29,6 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import DEFAULT_ADAPTERS, ServerConfig
 from openhands_rl_plugin.models.generator.errors import (
     InvalidUserInput,
-    NotFound,
     Overloaded,
     ServingError,
     StartError,
@@ -44,9 +43,10 @@ from openhands_rl_plugin.models.server.wire import (
     CompletionRequest,
     Conversation,
     Formatter,
-    LoRAAdapterRequest,
+    LoadRequest,
     SamplingFields,
     TokenizeRequest,
+    UnloadRequest,
     UpdateWeightsRequest,
     chat_body,
     chunk_body,
@@ -215,9 +215,7 @@ class ModelEndpoints:
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
-        body = await self._read(request, LoRAAdapterRequest)
-        if not body.lora_name or not body.lora_path:
-            raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
+        body = await self._read(request, LoadRequest)
         if body.lora_name == self._base_name:
             raise InvalidUserInput(f"'{body.lora_name}' is the base model's name.", param="lora_name")
         path = self._below_adapters(body.lora_path)
@@ -229,11 +227,7 @@ class ModelEndpoints:
 
         Requests that were sent before this one, but are still on their way through other connections, are served.
         """
-        body = await self._read(request, LoRAAdapterRequest)
-        if not body.lora_name:
-            raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
-        if all(adapter.name != body.lora_name for adapter in self._generator.adapters):
-            raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name")
+        body = await self._read(request, UnloadRequest)
         await asyncio.sleep(_UNLOAD_GRACE)
         await run_in_threadpool(self._generator.unload_adapter, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -240,17 +240,22 @@ class TokenizeRequest(Conversation):
     add_special_tokens: bool | None = None
 
 
-class LoRAAdapterRequest(OpenAIModel):
-    """POST /v1/load_lora_adapter; with the name alone, /v1/unload_lora_adapter."""
+class UnloadRequest(OpenAIModel):
+    """POST /v1/unload_lora_adapter."""
 
-    lora_name: ModelName = ""
-    lora_path: Annotated[str, Field(max_length=4096)] = ""
+    lora_name: ModelName
+
+
+class LoadRequest(UnloadRequest):
+    """POST /v1/load_lora_adapter."""
+
+    lora_path: str = Field(min_length=1, max_length=4096)
 
 
 class UpdateWeightsRequest(OpenAIModel):
     """POST /update_weights_from_disk. ``weight_version``: the name of the weights in ``model_path``."""
 
-    model_path: Annotated[str, Field(max_length=4096)]
+    model_path: str = Field(max_length=4096)
     weight_version: ModelName
 
 

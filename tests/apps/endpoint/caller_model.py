@@ -63,7 +63,7 @@ async def write_caller(path: Path) -> Path:
         assert prompt.startswith(known)
         parts.append((prompt[len(known) :], False))
     tokenizer = _tokenizer([text for text, _ in parts])
-    write_model(path, initializer_range=0.05, max_position_embeddings=4096)
+    write_model(path, initializer_range=0.05, max_position_embeddings=8192)
     tokenizer.save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     _teach(model, *_encoded(tokenizer, parts))
