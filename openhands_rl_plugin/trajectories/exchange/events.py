@@ -206,35 +206,31 @@ def _answer(response: Record, at: str) -> RecordMessage:
         return chat_message(choices[0].get("message"))
 
 
+_WORDED = {
+    "error": "{}\n[Error occurred in processing last action]",
+    "user_rejected": "OBSERVATION:\n{}\n[Last action has been rejected by the user]",
+}
+
+
 def _observed(event: Record, observation: str) -> str:
     content, extras = event.text("content"), event.record("extras").fields
-    match observation:
-        case "run":
-            return _shell_result(content, object_at(extras, "metadata") or extras)
-        case "run_ipython":
-            shown = "![image](data:image/png;base64, ...) already displayed to user"
-            lines = content.split("\n")
-            return "\n".join(shown if "![image](data:image/png;base64," in line else line for line in lines)
-        case "error":
-            return f"{content}\n[Error occurred in processing last action]"
-        case "user_rejected":
-            return f"OBSERVATION:\n{content}\n[Last action has been rejected by the user]"
-        case "delegate":
-            return str(at_path(extras, "outputs", "content") or content)
-        case _:
-            return content
+    if observation == "run":
+        return _shell_result(content, object_at(extras, "metadata") or extras)
+    if observation == "run_ipython":
+        shown = "![image](data:image/png;base64, ...) already displayed to user"
+        return re.sub(r".*!\[image\]\(data:image/png;base64,.*", shown, content)
+    if observation == "delegate":
+        content = str(at_path(extras, "outputs", "content") or content)
+    return _WORDED.get(observation, "{}").replace("{}", content)
 
 
 def _shell_result(text: str, metadata: JsonObject) -> str:
     """The result of a command as the model is shown it, with what OpenHands notes on it."""
-    text = f"{metadata.get('prefix') or ''}{text}{metadata.get('suffix') or ''}"
-    if metadata.get("working_dir"):
-        text += f"\n[Current working directory: {metadata['working_dir']}]"
-    if metadata.get("py_interpreter_path"):
-        text += f"\n[Python interpreter: {metadata['py_interpreter_path']}]"
-    if metadata.get("exit_code") not in (None, -1):
-        text += f"\n[Command finished with exit code {metadata['exit_code']}]"
-    return text
+    notes = {"working_dir": "Current working directory: ", "py_interpreter_path": "Python interpreter: "}
+    written = [f"\n[{note}{metadata[name]}]" for name, note in notes.items() if metadata.get(name)]
+    if (code := metadata.get("exit_code")) not in (None, -1):
+        written.append(f"\n[Command finished with exit code {code}]")
+    return f"{metadata.get('prefix') or ''}{text}{metadata.get('suffix') or ''}{''.join(written)}"
 
 
 def v0_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
@@ -411,13 +407,16 @@ def _from_calls(instance: str, files: Sequence[Path]) -> Imported:
         tree.tools = tree.tools or tools
         follow(tree, prompt)
         add_message(tree, answer, policy_of(model))
-    path = set(tree.path())
-    for at, node in enumerate(tree.nodes):
-        if node.sampled and at not in path and KIND not in node.metadata:
-            # The host went on from it.
-            node.metadata[ACTED] = True
+    _mark_acted(tree, {*range(len(tree.nodes))} - {*tree.path()})  # the host went on from them
     task, times = task_of(tree.messages(), SWE, instance), Times(started=calls[0][0], finished=calls[-1][0])
     return finished(tree, "llm-completions", task, model=model, evidence={"calls": len(calls)}, times=times)
+
+
+def _mark_acted(tree: EpisodeTree, left: Iterable[int]) -> None:
+    """Note that answers which are not on the path were executed, too."""
+    for node in (tree.nodes[at] for at in left):
+        if node.sampled and KIND not in node.metadata:
+            node.metadata[ACTED] = True
 
 
 def _read_call(file: Path) -> tuple[float, Sequence[Message], Message, str, tuple[JsonObject, ...]]:
@@ -429,9 +428,8 @@ def _read_call(file: Path) -> tuple[float, Sequence[Message], Message, str, tupl
         # Of a model that V1 prompts with text ``messages`` has the text.
         if not (prompt := record.messages("raw_messages") or record.messages("messages")):
             raise ExchangeError("messages: is empty")
-        offered = kwargs.get("tools") or record.get("tools")
         at, model = times_of([record.get("timestamp")]).started, kwargs.text("model") or response.text("model")
-        return at, prompt, answer, model, tools_of(offered)
+        return at, prompt, answer, model, tools_of(kwargs.get("tools") or record.get("tools"))
 
 
 # --- Events of V1
@@ -567,9 +565,7 @@ def _condense(tree: EpisodeTree, event: Record, events_of: dict[int, list[str]])
     follow(tree, [Message(role="user", content=summary) if at is None else nodes[at].message for at in kept])
     for at, now in zip(kept, tree.path(), strict=True):
         events_of[now] = [each for each, held in view if held == at]
-    for at in {*path} - {*tree.path()}:
-        if nodes[at].sampled:
-            nodes[at].metadata[ACTED] = True
+    _mark_acted(tree, {*path} - {*tree.path()})
 
 
 def _result(event: Record, kind: str) -> list[str]:
