@@ -49,9 +49,9 @@ def read(store: Path) -> tuple[dict[str, tuple[Score, ...]], tuple[Label, ...]]:
     return asyncio.run(find())
 
 
-def rewards(store: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float | None]:
+def rewards(store: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float | None]:
     capsys.readouterr()
-    assert cli.main(["list", str(store), "--json"]) == 0
+    assert cli.main(["list", str(store), "--json", *words]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return {row["id"]: row["reward"] for row in rows}
 
@@ -69,7 +69,7 @@ def test_a_score_by_hand_is_the_outcome_until_it_is_withdrawn(store: Path, capsy
     words = ["score", str(store), "--id", "run-0", "--id", "run-3"]
     assert cli.main([*words, "--value", "0.5", "--note", "half of it"]) == 0
     assert capsys.readouterr().out == "run-0: 0.5\nrun-3: 0.5\n"
-    assert rewards(store, capsys)["run-0"] == rewards(store, capsys)["run-3"] == 0.5
+    assert rewards(store, capsys, "--labelled", "verdict") == {"run-0": 0.5, "run-3": 0.5}
     scores, labels = read(store)
     assert scores["run-0"][0].detail["note"] == "half of it"
     assert [(label.kind, label.value, label.text) for label in labels] == [(LabelKind.VERDICT, 0.5, "half of it")] * 2
