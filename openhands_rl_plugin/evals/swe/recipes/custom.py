@@ -45,8 +45,8 @@ def recipe(instance: Instance) -> Recipe:
     command = " ".join([_text(instance, "test_command"), *map(shlex.quote, tests)])
     return Recipe(
         environment_script=environment_script(python=python, pip_packages=map(shlex.quote, packages), bare=True),
-        install_script=install_script(instance, _lines(instance, "install"), committed=True),
-        evaluation_script=evaluation_script(instance, command, marked=True),
+        install_script=install_script(instance, _lines(instance, "install")),
+        evaluation_script=evaluation_script(instance, command),
         python=python,
         parser=_text(instance, "log_parser") or ("pytest_cut" if _has_cut_names(instance) else "pytest"),
         exclude_newer=_text(instance, "exclude_newer"),

@@ -44,8 +44,8 @@ def environment_script(
     return _script("set -exo pipefail", lines)
 
 
-def install_script(instance: Instance, commands: Iterable[str], *, committed: bool) -> str:
-    """Clone the repository and install it. ``committed``: what the commands changed becomes a commit of its own."""
+def install_script(instance: Instance, commands: Iterable[str]) -> str:
+    """Clone the repository and install it; what the commands changed becomes a commit of its own."""
     lines = [
         f"git clone -o origin https://github.com/{instance.repo} {REPOSITORY}",
         f"chmod -R 777 {REPOSITORY}",
@@ -54,20 +54,17 @@ def install_script(instance: Instance, commands: Iterable[str], *, committed: bo
         "git remote remove origin",
         *_ACTIVATE,
         *commands,
+        "git config --global user.email setup@swebench.config",
+        "git config --global user.name SWE-bench",
+        "git commit --allow-empty -am SWE-bench",
     ]
-    if committed:
-        lines += [
-            "git config --global user.email setup@swebench.config",
-            "git config --global user.name SWE-bench",
-            "git commit --allow-empty -am SWE-bench",
-        ]
     return _script("set -exo pipefail", lines)
 
 
 def evaluation_script(
-    instance: Instance, test_command: str, *, marked: bool, install: str | None = None, before: Iterable[str] = ()
+    instance: Instance, test_command: str, *, install: str | None = None, before: Iterable[str] = ()
 ) -> str:
-    """Restore the test files, apply the row's test patch and run the tests. ``marked``: between the two markers."""
+    """Restore the test files, apply the row's test patch and run the tests, between the two markers."""
     files = " ".join(map(shlex.quote, restored_files(instance.test_patch)))
     restore = f"git checkout {instance.base_commit} {files}"
     lines = [
@@ -83,9 +80,9 @@ def evaluation_script(
         *([install] if install else []),
         restore,
         f"git apply -v - <<'{_PATCH_END}'\n{instance.test_patch}\n{_PATCH_END}",
-        *([f": '{START}'"] if marked else []),
+        f": '{START}'",
         test_command,
-        *([f": '{END}'"] if marked else []),
+        f": '{END}'",
         restore,
     ]
     return _script("set -xo pipefail", lines)

@@ -45,9 +45,9 @@ def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
         environment_script=environment_script(
             python=spec.python, environment_yml=described, patches=spec.environment_patches
         ),
-        install_script=install_script(instance, [*spec.pre_install, spec.install], committed=False),
+        install_script=install_script(instance, [*spec.pre_install, spec.install]),
         evaluation_script=evaluation_script(
-            instance, _test_command(instance, spec), marked=False, install=spec.install, before=spec.before_tests
+            instance, _test_command(instance, spec), install=spec.install, before=spec.before_tests
         ),
         python=spec.python or _python_in(described or ""),
         parser="pytest_pydantic" if repo == "pydantic/pydantic" else "pytest_cut",
