@@ -375,13 +375,10 @@ def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     unknown = [outcome for outcome in outcomes if outcome.kind in UNKNOWN - expected]
     if unknown:
         why = commonest((each.instance_id, each.reason or each.kind.value) for each in unknown)
-        again = "; play them again with --retry-failed" if _any_infrastructure(unknown) else ""
+        kinds = {each.kind for each in unknown}
+        again = "; run them again with --retry-failed" if VerdictKind.INFRASTRUCTURE in kinds else ""
         print(
             f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent{sayable(why)}{again}",
             file=sys.stderr,
         )
     return int(len(unknown) == len(outcomes))
-
-
-def _any_infrastructure(outcomes: Sequence[Outcome]) -> bool:
-    return any(outcome.kind.value == "infrastructure" for outcome in outcomes)

@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
-    from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
+    from openhands_rl_plugin.evals.swe.types import PatchVerdict
 
 RESUME = "the same command continues where it stopped"
 _SHOWN = 20
@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="RUN_ID in the names of reports and of the logs' folder (default: run)",
     )
-    parser.add_argument("--ids", nargs="+", metavar="ID", help="grade only these instances")
+    parser.add_argument(
+        "--ids", nargs="+", default=[], metavar="ID", help="grade only these ids or patterns ('psf__*')"
+    )
     parser.add_argument("--network", action="store_true", help="let tests use the network")
 
 
@@ -67,6 +69,7 @@ async def run(args: argparse.Namespace) -> int:
     Raises ``RLError`` when it is known before that nothing can be graded.
     """
     from openhands_rl_plugin.evals.runs.backends import is_light
+    from openhands_rl_plugin.evals.runs.plan import Selection
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
     from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable, commonest, grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
@@ -74,7 +77,8 @@ async def run(args: argparse.Namespace) -> int:
 
     if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")
-    instances = _chosen(read_instances(args.instances), args.ids)
+    chosen = Selection(include=tuple(args.ids))
+    instances = chosen.of(read_instances(args.instances), lambda each: each.instance_id)
     found = read_predictions(args.predictions, instances)
     for problem in found.problems[:_SHOWN]:
         print(f"left out: {sayable(problem)}", file=sys.stderr)
@@ -115,12 +119,3 @@ async def run(args: argparse.Namespace) -> int:
         why = commonest((verdict.instance_id, verdict.reason) for verdict in failed)
         print(f"{len(failed)} of {len(graded.verdicts)} have no verdict{sayable(why)}", file=sys.stderr)
     return int(len(failed) == len(graded.verdicts))
-
-
-def _chosen(instances: tuple[Instance, ...], ids: list[str] | None) -> tuple[Instance, ...]:
-    if ids is None:
-        return instances
-    known = {instance.instance_id for instance in instances}
-    if unknown := sorted(set(ids) - known):
-        raise ConfigError(f"--ids: no such instance: {', '.join(unknown)}")
-    return tuple(instance for instance in instances if instance.instance_id in ids)

@@ -174,7 +174,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(place: Place, tmp_path: Pat
     ("more", "said"),
     [
         (["--run-id", "../x"], "--run-id '../x'"),
-        (["--ids", "someone__calc-99"], "no such instance: someone__calc-99"),
+        (["--ids", "someone__calc-99"], "unknown instance 'someone__calc-99'"),
         (["--mirror", "/no/such/folder"], "no such folder"),
         (["--instances", "/no/such/file.jsonl"], "there is no such file"),
     ],
