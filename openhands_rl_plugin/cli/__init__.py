@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from difflib import get_close_matches
@@ -64,6 +65,13 @@ A command's module has ``add_arguments(parser)`` and ``run(args)``, which gives 
 ``PATIENCE`` (seconds to clean up in then) and ``OWN_INTERRUPT`` (Ctrl-C does not end it).
 """
 
+_GROUPS = {
+    "record": "run gateway import export rollout",
+    "judge": "score",
+    "train": "train loop adapters serve agent chat",
+    "evaluate": "evaluate report compare grade tasks",
+    "look": "list show doctor config",
+}
 _MODULES = {"import": "cli.import_", "list": "cli.list_"}
 FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
 
@@ -113,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C, 143 after
     ``kill`` (SIGTERM).
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     ENDING.begin()
     name = next((word for word in words if not word.startswith("-")), None)
     known = name in COMMANDS or (name is not None and name in registry.names("commands"))
@@ -191,19 +199,30 @@ def _parser(name: str | None, command: ModuleType | None) -> argparse.ArgumentPa
     """All commands; only the one that is run, ``name``, has its arguments."""
     parser = _Parser(
         prog="openhands-rl",
-        description="Reinforcement learning for OpenHands agents.",
+        description="Reinforcement learning for OpenHands agents.\n" + ("" if name else _listed()),
         epilog=_after_first_line(__doc__),
     )
     parser.add_argument("--version", action="version", version=version("openhands_rl_plugin"))
     listed = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     known = commands() if name is None or name not in COMMANDS else COMMANDS
     for each, text in known.items():
-        subparser = listed.add_parser(
-            each, help=text, description=text, epilog=_after_first_line(command.__doc__ if command else None)
-        )
+        epilog = _after_first_line(command.__doc__) if command else None
+        subparser = listed.add_parser(each, description=text, epilog=epilog)
         if each == name and command is not None:
             command.add_arguments(subparser)
     return parser
+
+
+def _listed() -> str:
+    """All commands in groups, within 80 columns."""
+    known, lines = commands(), list[str]()
+    groups = {group: names.split() for group, names in _GROUPS.items()}
+    groups["more"] = [name for name in known if not any(name in names for names in groups.values())]
+    for group, names in groups.items():
+        lines.append(f"\n{group}:")
+        for name in names:
+            lines += textwrap.wrap(known[name], 80, initial_indent=f"  {name:<10}", subsequent_indent=" " * 12)
+    return "\n".join(lines)
 
 
 def _after_first_line(docstring: str | None) -> str:

@@ -70,13 +70,9 @@ not_negative, above_zero = at_least(0.0, finite), at_least(sys.float_info.min, f
 _METAVARS = {
     "url": "URL",
     "env": "VARIABLE",
-    "bytes": "BYTES",
-    "tokens": "TOKENS",
     "len": "TOKENS",
     "length": "TOKENS",
     "timeout": "SECONDS",
-    "minutes": "MINUTES",
-    "port": "PORT",
     "host": "ADDRESS",
     "listen": "ADDRESS",
     "path": "DIR",
@@ -87,19 +83,6 @@ _METAVARS = {
     "tasks_per_iteration": "TASKS",
     "max_tokens_per_micro_batch": "TOKENS",
     "target_modules": "NAME,NAME,...",
-    "patience": "SECONDS",
-    "staleness": "VERSIONS",
-    "success": "RATE",
-    "above": "REWARD",
-    "label_at": "REWARD",
-    "success_at": "REWARD",
-    "clip_low": "DISTANCE",
-    "clip_high": "DISTANCE",
-    "correction_low": "WEIGHT",
-    "correction_high": "WEIGHT",
-    "negatives": "RATIO",
-    "scale": "FACTOR",
-    "label": "REWARD",
 }
 """What a value is, by its field's name or the last word of that; a number is named by the last word itself."""
 _LONGEST_CHOICES = 24

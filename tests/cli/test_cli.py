@@ -31,7 +31,7 @@ def command_that(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namesp
 def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"\n    {name} " in printed for name in cli.commands())
+    assert all(f"\n  {name} " in printed for name in cli.commands())
     assert "examples:" in printed
 
 
