@@ -6,7 +6,6 @@ A kind is a class; ``open_server`` chooses it by name, or by ``owned_by`` in the
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -84,40 +83,6 @@ class Connection:
 ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 
 
-class AdapterServer(ABC):
-    """A server with adapters. Every method raises ``PublishError``."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._http = connection
-        self.url = connection.root
-
-    async def loaded(self) -> Mapping[str, str]:
-        """The loaded adapters: name -> the path that each was loaded from. Models with a parent are adapters."""
-        return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
-
-    @abstractmethod
-    async def load(self, adapter: Adapter) -> None:
-        """Serve ``adapter`` under its name."""
-
-    @abstractmethod
-    async def unload(self, name: str) -> None:
-        """Stop serving it once its requests in flight have ended. One that is not loaded is no error."""
-
-    @abstractmethod
-    async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
-        """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
-
-    async def served_model(self, name: str) -> str:
-        """The ``model`` of a completion request that is to be sampled with the adapter."""
-        return name
-
-    async def _base(self) -> ListedModel:
-        bases = (await _cards(self._http)).bases
-        if len(bases) != 1:
-            raise PublishError(f"{self.url} serves {len(bases)} base models, not one")
-        return bases[0]
-
-
 async def prompt_logprobs(http: Connection, model: str, token_ids: Sequence[int]) -> list[float | None]:
     """``prompt_logprobs`` of a completion of one token: those of ids 1 .. T-1; ``None`` where there is none.
 
@@ -134,16 +99,35 @@ async def prompt_logprobs(http: Connection, model: str, token_ids: Sequence[int]
     return await http.ask("v1/completions", body, pick, f"{model} cannot be probed at {http.root}")
 
 
-class VLLMServer(AdapterServer):
-    """vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``.
+class AdapterServer:
+    """A server with adapters: vLLM, started with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=True``.
 
-    It loads more adapters than fit into a batch: it evicts the least recently used ones and reads them again.
+    It loads more adapters than fit into a batch: it evicts the least recently used ones and reads them again. Every
+    method raises ``PublishError``.
     """
 
     _HINT: ClassVar[str] = "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 
+    def __init__(self, connection: Connection) -> None:
+        self._http = connection
+        self.url = connection.root
+
+    async def loaded(self) -> Mapping[str, str]:
+        """The loaded adapters: name -> the path that each was loaded from. Models with a parent are adapters."""
+        return {card.id: card.root or "" for card in (await _cards(self._http)).data if card.parent is not None}
+
+    async def served_model(self, name: str) -> str:
+        """The ``model`` of a completion request that is to be sampled with the adapter."""
+        return name
+
+    async def _base(self) -> ListedModel:
+        bases = (await _cards(self._http)).bases
+        if len(bases) != 1:
+            raise PublishError(f"{self.url} serves {len(bases)} base models, not one")
+        return bases[0]
+
     async def load(self, adapter: Adapter) -> None:
-        """``POST /v1/load_lora_adapter``."""
+        """Serve ``adapter`` under its name: ``POST /v1/load_lora_adapter``."""
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
         try:
             await self._http.send("v1/load_lora_adapter", body, f"the server at {self.url} refused {adapter.name}")
@@ -153,7 +137,7 @@ class VLLMServer(AdapterServer):
             raise
 
     async def unload(self, name: str) -> None:
-        """``POST /v1/unload_lora_adapter``."""
+        """Stop serving it once its requests in flight have ended. One that is not loaded is no error."""
         try:
             what = f"{name} was not unloaded from {self.url}"
             await self._http.send("v1/unload_lora_adapter", {"lora_name": name}, what)
@@ -162,14 +146,14 @@ class VLLMServer(AdapterServer):
                 raise
 
     async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
-        """``prompt_logprobs`` of a completion of one token."""
+        """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
         found = await prompt_logprobs(self._http, name, token_ids)
         if None in found or len(found) != len(token_ids) - 1:
             raise PublishError(f"{name} at {self.url}: its prompt_logprobs are not those of the prompt")
         return [each for each in found if each is not None]
 
 
-class EmbeddedServer(VLLMServer):
+class EmbeddedServer(AdapterServer):
     """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, which it does not report."""
 
     NAME: ClassVar[str] = "`openhands-rl serve`"
@@ -281,7 +265,7 @@ class SGLangServer(AdapterServer):
             raise PublishError(f"{what}: {problem}")
 
 
-_KINDS: Mapping[str, type[AdapterServer]] = {"embedded": EmbeddedServer, "vllm": VLLMServer, "sglang": SGLangServer}
+_KINDS: Mapping[str, type[AdapterServer]] = {"embedded": EmbeddedServer, "vllm": AdapterServer, "sglang": SGLangServer}
 # ``owned_by`` of the models that each kind lists.
 _OWNERS = {"openhands_rl_plugin": "embedded", "vllm": "vllm", "sglang": "sglang"}
 

@@ -9,17 +9,17 @@ import pytest
 
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Probe
-from openhands_rl_plugin.models.adapters.publisher import PreviousVersion, check_served_logprobs
+from openhands_rl_plugin.models.adapters.publisher import Older, check_served_logprobs
 
 pytestmark = pytest.mark.contract
 
 DRAWS = 300
 
 
-def refused(served: Sequence[float], trained: Sequence[float], previous: PreviousVersion) -> bool:
+def refused(served: Sequence[float], trained: Sequence[float], older: Older) -> bool:
     probe = Probe(token_ids=tuple(range(len(trained) + 1)), logprobs=tuple(trained), max_difference=10.0)
     try:
-        check_served_logprobs("new", served, probe, previous)
+        check_served_logprobs("new", served, probe, older)
     except PublishError:
         return True
     return False
@@ -38,7 +38,7 @@ def share_refused(*, update: float, rounding: float, tokens: int, stale: bool) -
         before, after = normal(rounding), [a + b for a, b in zip(change, normal(rounding), strict=True)]
         old = [a + b for a, b in zip(offset, normal(rounding), strict=True)]
         new = old if stale else [a + b + c for a, b, c in zip(offset, change, normal(rounding), strict=True)]
-        count += refused(new, after, PreviousVersion("old", before, old))
+        count += refused(new, after, ("old", before, old))
     return count / DRAWS
 
 
