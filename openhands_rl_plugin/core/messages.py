@@ -343,7 +343,7 @@ def _part_text(part: object) -> str | None:
     if not isinstance(part, Mapping):
         return None if part is None else str(part)
     kind, text = part.get("type"), part.get("text")
-    return text if isinstance(text, str) or kind == "text" else f"[{kind}]"
+    return f"[{kind}]" if kind != "text" and not isinstance(text, str) else None if text is None else str(text)
 
 
 def says(wire: WireMessage, message: Message) -> bool:

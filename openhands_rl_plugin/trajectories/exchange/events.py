@@ -560,7 +560,7 @@ def _condense(tree: EpisodeTree, event: Record, events_of: dict[int, list[str]])
     view: list[tuple[str, int | None]] = []
     view += ((each, at) for at in path for each in events_of.get(at, ()) if each not in forgotten)
     if summary is not None and (offset := event.read(int, "summary_offset")) is not None:
-        view.insert(offset, (f"{event.text('id')}-summary", None))
+        view.insert(min(offset, len(view)), (f"{event.text('id')}-summary", None))
     kept = [*dict.fromkeys(at for _, at in view)]
     follow(tree, [Message(role="user", content=summary) if at is None else nodes[at].message for at in kept])
     for at, now in zip(kept, tree.path(), strict=True):

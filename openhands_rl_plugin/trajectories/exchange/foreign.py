@@ -613,7 +613,7 @@ def times_of(stamps: Iterable[object]) -> Times:
     """The first and the last of some times, each ISO 8601 or Unix seconds; what is no time is left out."""
     seconds: list[float] = []
     for stamp in stamps:
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             date = datetime.fromisoformat(stamp) if isinstance(stamp, str) else None
             # Records write local times without a zone; those are taken for UTC.
             at = stamp if date is None else (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()

@@ -45,7 +45,7 @@ ATIF: dict[str, Any] = {
     "schema_version": "ATIF-v1.5", "session_id": "t1",
     "agent": {"name": "terminus-2", "version": "2.0", "model_name": "m", "tool_definitions": [BASH]},
     "steps": [
-        {"step_id": 1, "source": "system", "message": "Rules."},
+        {"step_id": 1, "source": "system", "message": "Rules.", "timestamp": 10**400},
         {"step_id": 2, "source": "user", "message": _ASKED, "timestamp": "2026-11-01T10:00:00Z"},
         _LOOKING,
         {"step_id": 4, "source": "agent", "message": "Done.", "metrics": _METRICS},
