@@ -244,11 +244,11 @@ def _attend_group(
     shared = heads // kv_heads
     slots, longest = slice(group[0].slot, group[0].slot + rows), max(row.stop for row in group)
     key, value = keys[slots, :, :longest], values[slots, :, :longest]
-    query = q.view(rows, width, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
+    query = q.view(rows, width, kv_heads, shared, dim).transpose(1, 2).flatten(2, 3)
     mask = None
     if width > 1 or len({row.stop for row in group}) > 1 or (window is not None and longest > window):
-        mask = plan.mask(group, window, keys.dtype).view(rows, 1, 1, width, longest)
-        mask = mask.expand(-1, -1, shared, -1, -1).reshape(rows, 1, -1, longest)
+        mask = plan.mask(group, window, keys.dtype).view(rows, 1, width, longest)
+        mask = mask if width == 1 else mask.repeat_interleave(shared, 2)
     if plan.store.float32_keys:
         scores = torch.matmul(query.float().mul_(dim**-0.5 if scale is None else scale), key.transpose(-1, -2))
         if mask is not None:
@@ -256,7 +256,7 @@ def _attend_group(
         out = torch.matmul(scores.softmax(-1).to(value.dtype), value)
     else:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    return out.view(rows, kv_heads, shared, width, dim).permute(0, 3, 1, 2, 4).reshape(tokens, heads, dim)
+    return out.view(rows, kv_heads, width, shared, dim).transpose(1, 2).reshape(tokens, heads, dim)
 
 
 def _attend_chunk(
