@@ -111,7 +111,7 @@ def test_added_lines_are_found_with_their_numbers(lines: list[str]) -> None:
     ],
 )
 def test_a_channel_is_expected_where_the_script_runs_pytest(command: str, expected: bool) -> None:
-    assert expects_channel(evaluation_script(ROW, command, marked=True)) is expected
+    assert expects_channel(evaluation_script(ROW, command)) is expected
 
 
 def test_reports_are_read_as_the_log_would_be() -> None:
