@@ -138,7 +138,7 @@ def observed(row: Instance, reports: list[tuple[str, str]], log: str) -> Observe
     record = {"status": 0, "began": 0.0, "events": events, "forged": 0, "cut": False}
     body = json.dumps(record).encode()
     left = {"1.run": hmac.new(b"word", body, "sha256").hexdigest().encode() + b"\n" + body}
-    script = evaluation_script(row, "python -m pytest -rA", marked=True)
+    script = evaluation_script(row, "python -m pytest -rA")
     return ObservedRun(row, FIX, log, parse_pytest(log), 0, left, "word", script, parse_pytest)
 
 
