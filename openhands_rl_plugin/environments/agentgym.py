@@ -11,12 +11,13 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Task
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
+    EndpointMissingError,
     HttpEnvironmentOptions,
     ServerAnswer,
     action_language,
     episode_index,
+    excerpt,
 )
-from openhands_rl_plugin.environments.http.transport import EndpointMissingError, excerpt
 
 # Tolerance for the rounding of summed step rewards, such as 10 x 0.1.
 _ROUNDING = 1e-9

@@ -23,20 +23,18 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
 from openhands_rl_plugin.environments.http.calls import ServerTools, arguments_of, replies
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
+    EndpointMissingError,
     Episode,
     HttpEnvironmentOptions,
     RefusedActionError,
     ServerAnswer,
-    episode_index,
-)
-from openhands_rl_plugin.environments.http.react import ParsedAction
-from openhands_rl_plugin.environments.http.transport import (
-    EndpointMissingError,
     UnavailableError,
     check_status,
     decode_json,
+    episode_index,
     excerpt,
 )
+from openhands_rl_plugin.environments.http.react import ParsedAction
 
 _LOG = redacting_logger(__name__)
 # Connections that a search opens in advance; further ones as it needs them.
@@ -63,21 +61,14 @@ class _Connect(connect):
 
 
 class OpenEnvSession:
-    """One connection to ``/ws``. Sends one request at a time, each once.
+    """One connection to ``/ws``. Sends one request at a time, each once."""
 
-    Args:
-        base_url: where the server listens, without a path.
-        timeout: seconds for the connection, and for one answer.
-        max_bytes: longest answer that is read.
-        key: sent as a bearer token; empty: none is.
-    """
-
-    def __init__(self, base_url: str, *, timeout: float, max_bytes: int, key: str = "") -> None:
-        self._base_url = base_url
-        self._where = base_url + "/ws"
-        self._timeout = timeout
-        self._max_bytes = max_bytes
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+    def __init__(self, options: HttpEnvironmentOptions) -> None:
+        self._base_url = options.base_url
+        self._where = options.base_url + "/ws"
+        self._timeout = options.timeout
+        self._max_bytes = options.max_response_bytes
+        self._headers = {"authorization": f"Bearer {key}"} if (key := options.key()) else {}
         self._connection: ClientConnection | None = None
         self._end: EpisodeError | None = None
 
@@ -275,7 +266,6 @@ def output_of(observation: JsonValue) -> str:
     return json.dumps(shown, ensure_ascii=False)
 
 
-_DEEPEST = 8
 _BASE_FIELD = "metadata"
 
 
@@ -287,13 +277,12 @@ class ActionForm:
     """
 
     def __init__(self, schema: JsonObject, field: str | None = None) -> None:
-        properties = schema.get("properties")
-        found = properties if isinstance(properties, dict) else {}
-        self._schema = schema
+        self._definitions = _object(schema.get("$defs"))
+        found = _object(schema.get("properties"))
         self._names = frozenset(found)
         # A field with a single possible value needs no description.
         self._fields = {
-            name: each
+            name: self._resolved(each)
             for name, each in found.items()
             if name != _BASE_FIELD and isinstance(each, dict) and "const" not in each
         }
@@ -312,7 +301,7 @@ class ActionForm:
             return value
         if self._field is None:
             raise RefusedActionError(f"Invalid action: {self.language() or 'it must be a JSON object.'}")
-        if value is None or self._is_text(self._fields.get(self._field, {"type": "string"}), _DEEPEST):
+        if value is None or self._is_text(self._fields.get(self._field, {"type": "string"})):
             return {self._field: text}
         return {self._field: value}
 
@@ -327,27 +316,23 @@ class ActionForm:
         return "\n".join(["a JSON object with these fields:", *lines]) if self._fields else ""
 
     def _worded(self, schema: JsonObject) -> str:
-        resolved = self._resolved(schema, _DEEPEST)
-        values = resolved.get("enum")
-        kind = resolved.get("type")
-        what = f"one of {', '.join(map(str, values))}" if isinstance(values, list) else str(kind or "")
-        description = schema.get("description") or resolved.get("description")
-        return f"{what}: {description}" if what and isinstance(description, str) else what or str(description or "")
+        values, description = schema.get("enum"), str(schema.get("description") or "")
+        what = f"one of {', '.join(map(str, values))}" if isinstance(values, list) else str(schema.get("type") or "")
+        return f"{what}: {description}" if what and description else what or description
 
-    def _is_text(self, schema: JsonObject, depth: int) -> bool:
-        resolved = self._resolved(schema, depth)
-        choices = resolved.get("anyOf")
-        if isinstance(choices, list) and depth:
-            return any(isinstance(each, dict) and self._is_text(each, depth - 1) for each in choices)
-        return resolved.get("type") == "string"
+    def _is_text(self, schema: JsonObject) -> bool:
+        choices = schema.get("anyOf")
+        found = [schema, *map(self._resolved, choices if isinstance(choices, list) else ())]
+        return any(each.get("type") == "string" for each in found)
 
-    def _resolved(self, schema: JsonObject, depth: int) -> JsonObject:
-        """The schema that a ``$ref`` refers to."""
-        reference, definitions = schema.get("$ref"), self._schema.get("$defs")
-        if not depth or not isinstance(reference, str) or not isinstance(definitions, dict):
-            return schema
-        target = definitions.get(reference.rpartition("/")[2])
-        return self._resolved(target, depth - 1) if isinstance(target, dict) else schema
+    def _resolved(self, schema: JsonValue) -> JsonObject:
+        """With what a ``$ref`` refers to."""
+        own = _object(schema)
+        return _object(self._definitions.get(str(own.get("$ref")).rpartition("/")[2])) | own
+
+
+def _object(value: JsonValue) -> JsonObject:
+    return value if isinstance(value, dict) else {}
 
 
 def _only(names: list[str]) -> str | None:
@@ -554,9 +539,7 @@ class OpenEnvClient(BaseEnvClient):
         self._idle = None
 
     async def _opened(self) -> OpenEnvSession:
-        options = self._settings
-        bound, key = options.max_response_bytes, options.key()
-        session = OpenEnvSession(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
+        session = OpenEnvSession(self._settings)
         await session.open()
         return session
 

@@ -16,16 +16,14 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Tas
 from openhands_rl_plugin.environments.http.calls import CalledAction, ServerTools, arguments_of, replies
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
+    CookieTransport,
     HttpEnvironmentOptions,
+    JsonTransport,
     ServerAnswer,
     episode_index,
-)
-from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
-from openhands_rl_plugin.environments.http.transport import (
-    CookieTransport,
-    JsonTransport,
     excerpt,
 )
+from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
 
 _SILENCE = "(no observation)"
 _NO_ROUTE = '{"detail":"NotFound"}'  # without spaces
@@ -158,9 +156,7 @@ class NeMoGymClient(BaseEnvClient):
 
     def make_transport(self) -> JsonTransport:
         """A transport with cookies; a copy of the episode gets its own."""
-        options = self.options
-        bound, key = options.max_response_bytes, options.key()
-        return CookieTransport(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
+        return CookieTransport(self.options)
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``, or ``POST /seed_session``."""

@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task, ToolCall
 from openhands_rl_plugin.environments.http.client import episode_index
-from openhands_rl_plugin.environments.tools.dialects import Dialect
+from openhands_rl_plugin.environments.tools.environment import Dialect
 
 VARIABLE = "OPENHANDS_RL_VERIFIERS_PYTHON"
 _HOW = (

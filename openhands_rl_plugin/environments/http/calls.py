@@ -15,8 +15,7 @@ from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.environments.http.client import RefusedActionError
-from openhands_rl_plugin.environments.http.transport import excerpt
+from openhands_rl_plugin.environments.http.client import RefusedActionError, excerpt
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CALLS, _SAID = "tool_calls", "content"

@@ -1,30 +1,233 @@
-"""A client of a server with ``/reset`` and ``/step``: its answers, the record of an episode, the opening messages."""
+"""A client of a server with ``/reset`` and ``/step``: JSON over HTTP, answers, the record of an episode, the opening.
+
+Every failure is a typed error. An unreachable, slow or failing server raises ``InfrastructureError``; an answer that
+violates the protocol raises ``BadEnvironmentError``. A request is sent once: only the caller knows whether it may be
+repeated.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import httpx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.messages import whole_json
 from openhands_rl_plugin.core.protocols import EnvInfo
-from openhands_rl_plugin.core.servers import named_key
+from openhands_rl_plugin.core.servers import is_loopback, named_key
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
-from openhands_rl_plugin.environments.http.transport import (
-    EndpointMissingError,
-    JsonTransport,
-    UnavailableError,
-    excerpt,
-)
+
+_EXCERPT_CHARACTERS = 200
+_OVERLOADED = frozenset({408, 425, 429})
+_NOT_OFFERED = frozenset({404, 405})
+# Of what stands between, or of a server that is too busy to say more.
+_NOT_ITS_OWN = frozenset({*range(300, 400), *_OVERLOADED, 502, 503, 504})
+
+
+class EndpointMissingError(BadEnvironmentError):
+    """The server has no such path (404 or 405)."""
+
+
+class UnavailableError(InfrastructureError):
+    """The request was certainly not executed: the server is unreachable, or reports that it is busy (503)."""
+
+
+class HttpEnvironmentOptions(Frozen):
+    """How an environment server is reached and how the model is told to act.
+
+    ``timeout`` and ``backoff`` are in seconds. Only the opening of an episode is retried: a step that was sent may
+    have been executed, so it is never sent twice. ``action_language`` of ``None`` means the known one of the task's
+    environment. ``api_key_env`` names the environment variable with the server's key, for one that asks for it.
+    """
+
+    base_url: str = "http://127.0.0.1:8000"
+    timeout: float = Field(default=60.0, gt=0)
+    retries: int = Field(default=3, ge=0, le=20)
+    backoff: float = Field(default=0.25, ge=0)
+    react_format: bool = True
+    system_prompt: str | None = None
+    action_language: str | None = None
+    max_response_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
+    api_key_env: str = ""
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain_http_url(cls, value: str) -> str:
+        try:
+            url = httpx.URL(value)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"not a URL: {error}") from error
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError("must look like http://host:port")
+        if url.userinfo:
+            raise ValueError("must not contain a user name or password")
+        return value.rstrip("/")
+
+    def key(self) -> str:
+        """The server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""
+        return named_key(self.api_key_env, "api_key_env")
+
+
+class JsonTransport:
+    """POSTs JSON to one server and returns the JSON of the answer."""
+
+    def __init__(self, options: HttpEnvironmentOptions) -> None:
+        self._users = 1
+        self._options = options
+        self._base_url, key = options.base_url, options.key()
+        url = httpx.URL(self._base_url)
+        self._client = httpx.AsyncClient(
+            base_url=self._base_url,
+            timeout=options.timeout,
+            follow_redirects=False,
+            # Loopback requests must not use a proxy from the environment variables. A TLS context is created for https
+            # only: that takes longer than an episode's first request.
+            trust_env=not is_loopback(url.host),
+            verify=url.scheme == "https",
+            headers={"accept": "application/json", "accept-encoding": "identity"}
+            | ({"authorization": f"Bearer {key}"} if key else {}),
+        )
+
+    async def post(self, path: str, body: JsonObject) -> JsonValue:
+        """Send ``body`` to ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        return await self._exchange("POST", path, body)
+
+    async def get(self, path: str) -> JsonValue:
+        """Read ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        return await self._exchange("GET", path, None)
+
+    async def ask(self, path: str, body: JsonObject) -> tuple[int, str]:
+        """Send ``body`` to ``path`` once; the status and the text of the server's own answer, refusals among them.
+
+        Raises as ``post`` for what is not the server's own: overload, redirects, a broken connection.
+        """
+        response, content = await self._send("POST", path, body)
+        if response.status_code in _NOT_ITS_OWN:
+            check_status(f"{self._base_url}{path}", response.status_code, content, response.headers.get("location"))
+        return response.status_code, content.decode("utf-8", errors="replace")
+
+    async def _exchange(self, method: str, path: str, body: JsonObject | None) -> JsonValue:
+        response, content = await self._send(method, path, body)
+        where = f"{self._base_url}{path}"
+        check_status(where, response.status_code, content, response.headers.get("location"))
+        return decode_json(where, content)
+
+    async def _send(self, method: str, path: str, body: JsonObject | None) -> tuple[httpx.Response, bytes]:
+        try:
+            async with asyncio.timeout(self._options.timeout), self._client.stream(method, path, json=body) as response:
+                return response, await self._read(response, path)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise UnavailableError(
+                f"nothing answers at {self._base_url}: start the server (the embedded shop: `openhands-rl env webshop`)"
+                " or set env_server_base and env_port"
+            ) from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise InfrastructureError(
+                f"{self._base_url}{path} did not answer within {self._options.timeout:g} s: check the server's load or"
+                " raise the timeout"
+            ) from error
+        except httpx.TransportError as error:
+            raise InfrastructureError(
+                f"the connection to {self._base_url} broke during {path} ({type(error).__name__}):"
+                " check whether the server is still running"
+            ) from error
+
+    def share(self) -> Self:
+        """This transport, with one more user; each user calls ``close``."""
+        self._users += 1
+        return self
+
+    async def close(self) -> None:
+        """Close the connections when the last user is done."""
+        self._users -= 1
+        if self._users == 0:
+            await self._client.aclose()
+
+    async def _read(self, response: httpx.Response, path: str) -> bytes:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise BadEnvironmentError(
+                f"{self._base_url}{path} sent a compressed answer, which was not requested: disable compression there"
+            )
+        content = bytearray()
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > self._options.max_response_bytes:
+                raise BadEnvironmentError(
+                    f"{self._base_url}{path} answered more than {self._options.max_response_bytes} bytes:"
+                    " make its observations shorter or raise max_response_bytes"
+                )
+        return bytes(content)
+
+
+class CookieTransport(JsonTransport):
+    """For servers that identify an episode by a cookie: ``share`` returns a transport with its own session.
+
+    The cookies of the answers are sent back with every request.
+    """
+
+    @property
+    def has_session(self) -> bool:
+        """Whether the server has set a cookie."""
+        return len(self._client.cookies) > 0
+
+    def share(self) -> Self:
+        """A new transport to the same server, without this one's cookies."""
+        return type(self)(self._options)
+
+
+def check_status(where: str, status: int, content: bytes, location: str | None = None) -> None:
+    """Raise the typed error for an HTTP status of 300 or more. ``location``: the target of a redirect."""
+    if status < 300:
+        return
+    said = f"{where} answered {status}: {excerpt(content)}"
+    if status == 503:
+        raise UnavailableError(said)
+    if status in _NOT_OFFERED:
+        raise EndpointMissingError(f"{said} (is this the address of an environment server?)")
+    if status in _OVERLOADED or status >= 500:
+        raise InfrastructureError(said)
+    if status < 400:
+        target = (location or "elsewhere")[:_EXCERPT_CHARACTERS]
+        raise BadEnvironmentError(f"{where} redirects to {target}, which is not followed: set the server's own address")
+    raise BadEnvironmentError(said)
+
+
+def decode_json(where: str, content: bytes) -> JsonValue:
+    """The JSON in ``content``. Raises ``BadEnvironmentError`` for invalid JSON, NaN and Infinity."""
+    try:
+        answer = json.loads(content, parse_constant=_refuse_constant)
+        return whole_json(answer) if b"\\u" in content else answer
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, _ConstantError) else "something that is not valid JSON"
+        raise BadEnvironmentError(
+            f"{where} answered {reason}: {excerpt(content)} (is this an environment server?)"
+        ) from error
+
+
+class _ConstantError(ValueError):
+    pass
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _ConstantError(f"{name}, which is neither JSON nor a reward")
+
+
+def excerpt(content: bytes | str) -> str:
+    """The first 200 characters on one line."""
+    text = content[: 4 * _EXCERPT_CHARACTERS]
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", errors="replace")
+    return " ".join(text.split())[:_EXCERPT_CHARACTERS] or "(empty)"
 
 
 class ServerAnswer(BaseModel):
@@ -165,42 +368,6 @@ _WITH_SESSIONS: set[str] = set()
 _HOLDERS: weakref.WeakValueDictionary[tuple[str, int], WebEnvClient] = weakref.WeakValueDictionary()
 _CLAIMS = threading.Lock()
 WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
-
-
-class HttpEnvironmentOptions(Frozen):
-    """How an environment server is reached and how the model is told to act.
-
-    ``timeout`` and ``backoff`` are in seconds. Only the opening of an episode is retried: a step that was sent may
-    have been executed, so it is never sent twice. ``action_language`` of ``None`` means the known one of the task's
-    environment. ``api_key_env`` names the environment variable with the server's key, for one that asks for it.
-    """
-
-    base_url: str = "http://127.0.0.1:8000"
-    timeout: float = Field(default=60.0, gt=0)
-    retries: int = Field(default=3, ge=0, le=20)
-    backoff: float = Field(default=0.25, ge=0)
-    react_format: bool = True
-    system_prompt: str | None = None
-    action_language: str | None = None
-    max_response_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
-    api_key_env: str = ""
-
-    @field_validator("base_url")
-    @classmethod
-    def _plain_http_url(cls, value: str) -> str:
-        try:
-            url = httpx.URL(value)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"not a URL: {error}") from error
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError("must look like http://host:port")
-        if url.userinfo:
-            raise ValueError("must not contain a user name or password")
-        return value.rstrip("/")
-
-    def key(self) -> str:
-        """The server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""
-        return named_key(self.api_key_env, "api_key_env")
 
 
 class RefusedActionError(BadEnvironmentError):
@@ -401,9 +568,7 @@ class BaseEnvClient(Episode):
 
     def make_transport(self) -> JsonTransport:
         """This episode's connection to the server."""
-        options = self.options
-        bound, key = options.max_response_bytes, options.key()
-        return JsonTransport(options.base_url, timeout=options.timeout, max_bytes=bound, key=key)
+        return JsonTransport(self.options)
 
     async def post(self, path: str, body: JsonObject) -> JsonValue:
         """POST JSON once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
