@@ -335,7 +335,7 @@ async def _check_filters(check: Check) -> None:
     asked = [*_ASKED]
     for name in _EQUAL:
         of = [facts_of(summary_of(one, ()))[name] for one in odd]
-        asked += [{name: value} for value in set(of) if value is not None]
+        asked += [{name: value} for value in dict.fromkeys(of) if value is not None]
     orders = [{"sort": sort, "descending": down} for sort in TrajectoryOrder for down in (False, True)]
     for fields in (*asked, *(order | page for order in orders for page in _PAGES)):
         await check.compare(TrajectoryFilter.model_validate({"run_id": "odd"} | fields))

@@ -155,7 +155,7 @@ class ScoresTwice(FileTrajectoryStorage):
         (ShowsUnfinished, "returned .* not"),
         (DropsEverything, r"drop\(\) returned 3, not 1"),
         (DropsNothing, r"drop\(\): find.* returned"),
-        (IgnoresAdapters, "'adapter': 'other'"),
+        (IgnoresAdapters, "'adapter': 'shop'"),
         (SortsUnknownFirst, "unknown rewards last"),
         (CountsThePage, "leave offset and limit aside"),
         (SummariesLie, "does not say what the trajectory says: turns, usage"),
