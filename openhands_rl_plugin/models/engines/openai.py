@@ -35,7 +35,7 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     ChatAnswer,
     Unrecordable,
     chat_answer,
-    completions_in,
+    completion_in,
     parse_object,
     reading,
     request_body,
@@ -88,7 +88,6 @@ class OpenAIEngine:
         key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
         self._connections: Connections = {}
         self._server = HttpUpstream(base_url, key, timeout, connections=self._connections)
-        self._single = False
 
     async def complete(
         self,
@@ -100,19 +99,17 @@ class OpenAIEngine:
     ) -> list[Completion]:
         """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
         wanted = merge_sampling(sampling, self._sampling)
-        completions: list[Completion] = []
-        while len(completions) < n:
-            # Some servers ignore n and return one choice, or refuse it; the others are requested with other seeds.
-            known, many = len(completions), 1 if self._single else n - len(completions)
-            seeded = wanted if wanted.seed is None else wanted.model_copy(update={"seed": wanted.seed + known})
-            body = request_body(self.model, messages, tools=tools, n=many, sampling=seeded)
-            try:
-                completions += await self._completions(body, seeded)
-            except ModelError:
-                if many == 1:
-                    raise
-                self._single = True
-        return completions[:n]
+
+        async def one(at: int) -> Completion:
+            own = wanted if wanted.seed is None else wanted.model_copy(update={"seed": wanted.seed + at})
+            return await self._completion(request_body(self.model, messages, tools=tools, sampling=own), own)
+
+        # One request for each, as some servers ignore ``n`` or refuse it.
+        answers = await asyncio.gather(*map(one, range(n)), return_exceptions=True)
+        for error in answers:
+            if isinstance(error, BaseException):
+                raise error
+        return [each for each in answers if isinstance(each, Completion)]
 
     async def stream(
         self, messages: Sequence[Message], *, tools: Sequence[JsonObject] = (), sampling: SamplingParams | None = None
@@ -122,16 +119,16 @@ class OpenAIEngine:
         A request is retried only before the first text.
         """
         wanted = merge_sampling(sampling, self._sampling)
-        body = request_body(self.model, messages, tools=tools, n=1, sampling=wanted)
+        body = request_body(self.model, messages, tools=tools, sampling=wanted)
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         # In a task of its own, so that the caller's time is not the server's.
         texts: asyncio.Queue[str] = asyncio.Queue()
-        request = asyncio.create_task(self._completions(streamed, wanted, texts.put_nowait))
+        request = asyncio.create_task(self._completion(streamed, wanted, texts.put_nowait))
         request.add_done_callback(lambda _: texts.put_nowait(""))
         try:
             while text := await texts.get():
                 yield text
-            yield (await request)[0]
+            yield await request
         finally:
             request.cancel()
             await asyncio.wait([request])
@@ -140,11 +137,11 @@ class OpenAIEngine:
         """Close the connections."""
         await close_connections(self._connections)
 
-    async def _completions(
+    async def _completion(
         self, body: JsonObject, sampling: SamplingParams, show: Callable[[str], None] | None = None
-    ) -> list[Completion]:
-        """The completions; the texts of a streamed answer are shown as they come. What training needs and is missing is
-        named in their metadata."""
+    ) -> Completion:
+        """The completion; the texts of a streamed answer are shown as they come. What training needs and is missing is
+        named in its metadata."""
         asking = self._server.extensions.attempt(self.model, (*self._tokens, SAMPLING))
         shown: list[str] = []
         while True:
@@ -165,12 +162,10 @@ class OpenAIEngine:
                 break
         asking.succeeded()
         sent = sampling_as_sent(sampling, asking)
-        return [
-            each.model_copy(update={"metadata": {**each.metadata, MISSING: missing}})
-            if self._tokens and (missing := missing_parts(asking.why_missing, each.tokens))
-            else each
-            for each in completions_in(answer, self.base_model, self.model, sent, asking.failures + 1)
-        ]
+        made = completion_in(answer, self.base_model, self.model, sent, asking.failures + 1)
+        if self._tokens and (missing := missing_parts(asking.why_missing, made.tokens)):
+            made.metadata[MISSING] = missing
+        return made
 
     async def _streamed(self, response: Response, shown: list[str], show: Callable[[str], None] | None) -> ChatAnswer:
         """The answer of a stream with one choice. Raises ``Unrecordable``, ``ServerError``, ``EpisodeError``."""

@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.messages import (
     usage_in,
     whole_json,
 )
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens, Usage
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens
 from openhands_rl_plugin.models.engines.chunks import Json, array_in, places_of_ids
 from openhands_rl_plugin.models.engines.extensions import LOGPROBS
 
@@ -91,13 +91,11 @@ class PromptIds:
 
 
 def request_body(
-    model: str, messages: Sequence[Message], *, tools: Sequence[JsonObject], n: int, sampling: SamplingParams
+    model: str, messages: Sequence[Message], *, tools: Sequence[JsonObject], sampling: SamplingParams
 ) -> JsonObject:
     """The body of ``POST /chat/completions``; parameters that ``sampling`` does not set are omitted, and so are neutral
     values beyond OpenAI's own parameters (``extensions.SAMPLING``)."""
     body: JsonObject = {"model": model, "messages": [to_wire(message) for message in messages]}
-    if n != 1:
-        body["n"] = n
     if tools:
         body["tools"] = list(tools)
     for name in ("temperature", "top_p", "max_tokens", "seed"):
@@ -280,37 +278,31 @@ def _chat_answer(body: bytes) -> ChatAnswer:
     return ChatAnswer(document if is_read else {}, body)
 
 
-def completions_in(
+def completion_in(
     answer: ChatAnswer, base_model: str, model: str, sampling: SamplingParams, attempts: int
-) -> list[Completion]:
-    """One completion per choice; ``model`` is the name that was asked for. Raises ``ModelError`` for wrong token ids.
+) -> Completion:
+    """That of the first choice; ``model`` is the name that was asked for. Raises ``ModelError`` for wrong token ids.
 
     ``tokens`` is ``None`` without token ids; its logprobs are empty when they are missing, not finite, or not one per
-    sampled id. The first completion has the usage of the whole request.
+    sampled id.
     """
     policy = PolicyRef.from_served_name(base_model, answer.model or model)
     if policy.adapter is None:
         policy = PolicyRef.from_served_name(base_model, model)
-    about: JsonObject = {"response_id": str(answer.document.get("id") or ""), "attempts": attempts}
-    return [
-        Completion(
-            message=_stripped(choice.message),
-            tokens=tokens_in(choice, ids_in),
-            finish_reason=choice.finish_reason,
-            usage=answer.usage if at == 0 else Usage(),
-            policy=policy,
-            sampling=sampling,
-            metadata={**about, **({"reasoning_content": text} if (text := reasoning_in(choice.extra)) else {})},
-        )
-        for at, choice in enumerate(answer.choices)
-    ]
-
-
-def _stripped(message: Message) -> Message:
-    if not message.tool_calls or message.content is None:
-        return message
-    # Templates insert white space between text and calls; it cannot be distinguished from that of the model.
-    return message.model_copy(update={"content": message.content.strip() or None})
+    choice, about = answer.choices[0], {"response_id": str(answer.document.get("id") or ""), "attempts": attempts}
+    thought, message = reasoning_in(choice.extra), choice.message
+    if message.tool_calls and message.content is not None:
+        # Templates insert white space between text and calls; it cannot be distinguished from that of the model.
+        message = message.model_copy(update={"content": message.content.strip() or None})
+    return Completion(
+        message=message,
+        tokens=tokens_in(choice, ids_in),
+        finish_reason=choice.finish_reason,
+        usage=answer.usage,
+        policy=policy,
+        sampling=sampling,
+        metadata={**about, **({"reasoning_content": thought} if thought else {})},
+    )
 
 
 def tokens_in(choice: ChatChoice, read_prompt: Callable[[str | list[int]], Ids]) -> Tokens | None:

@@ -149,17 +149,7 @@ async def test_a_served_pointer_is_recorded_as_the_version_behind_it():
     assert (await ask(answer(model=None))).policy == PolicyRef(base_model="base", adapter="policy", version=3)
 
 
-async def test_n_in_one_request():
-    async with raw_server(lambda path, body: respond(answer(choice("a"), choice("b"), choice("c")))) as server:
-        player = engine(server.url)
-        completions = await player.complete(ASK, n=3)
-        await player.aclose()
-    assert [completion.message.content for completion in completions] == ["a", "b", "c"]
-    assert [completion.usage.calls for completion in completions] == [1, 0, 0], "the request is counted once"
-    assert [body["n"] for _, body in server.requests] == [3]
-
-
-async def test_n_from_a_server_that_ignores_it():
+async def test_n_requests_have_seeds_of_their_own():
     async with raw_server(lambda path, body: respond(answer(choice(str(body["seed"]))))) as server:
         player = engine(server.url)
         completions = await player.complete(ASK, n=3, sampling=SamplingParams(seed=10))
