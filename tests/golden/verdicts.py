@@ -1,8 +1,7 @@
 """Verdicts of ``openhands-rl grade`` with the local back end on the laptop suite: golds, and patches that are none.
 
 The rows are kept (``swe_local_rows``), so that their file may move. Environments come from the package index once and
-are kept in ``OPENHANDS_RL_SWE_CACHE``. One row at a time: to set one up makes links to files of the other's pytest,
-whose hooks the guard then takes for new ones.
+are kept in ``OPENHANDS_RL_SWE_CACHE``.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def make_backend(
     if len(suites := {own_suite_of(each) for each in instances}) == 1 and (own := suites.pop()) is not None:
         return own.backend()
     place = cache or default_cache()
-    guard = RewardHackGuard()
+    guard = RewardHackGuard(place / "calibrations")
     if name == "docker":
         return DockerBackend(mirror=mirror, guard=guard, network=network)
     if name == "image":

@@ -7,28 +7,29 @@ could see, and it is removed from the stored log. A marker without it was printe
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol
 
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, describe
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.environments.workspace.processes import Ended
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, apply_patch, refusal
+from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, Applied, apply_patch, refusal
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
-from openhands_rl_plugin.evals.swe.recipes.swe_bench import Parser, Statuses, parser_of
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import Statuses, parser_of
 from openhands_rl_plugin.evals.swe.resolution import TestFailure, resolution_of, why_unresolved
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, VerdictKind
 
-SCRIPT_INSIDE = "/eval.sh"
-
+# The script is in no file: tests could read there what they are expected to do.
+_START = 'IFS= read -r PS4; script=$(cat); exec </dev/null; eval "$script"'
 _APPLY_TIME = 120.0
 _FULL = "No space left on device"
+_FAILURE = re.compile(r"^(FAILED|ERROR) +(\S[^\n]*?) - ([^\n]+)$", re.M)
 _SPOILED = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Errored", ">>>>> Tests Timed Out")
 
 
@@ -36,7 +37,7 @@ class Box(Protocol):
     """A running container or sandbox with the instance's repository at ``/testbed``, after set-up."""
 
     async def put(self, inside: str, text: str) -> None:
-        """Write ``PATCH_INSIDE`` or ``SCRIPT_INSIDE``."""
+        """Write ``PATCH_INSIDE``."""
         ...
 
     async def run(
@@ -47,101 +48,66 @@ class Box(Protocol):
         given: bytes | None = None,
         tests: bool = False,
     ) -> Ended:
-        """Run a command in ``/testbed``. ``tests``: with the guard's equipment."""
-        ...
-
-    async def left(self) -> Mapping[str, bytes]:
-        """The files in the guard's folder, by name."""
+        """Run a command in ``/testbed``. ``tests``: with what tests need of a network."""
         ...
 
 
-class GuardEquipment(NamedTuple):
-    """What a guard adds to a test run: variables, and files that are mounted read-only in ``/guard``. Tests may write
-    into ``/guard-out``; a guard that reads it has to authenticate its own files.
-    """
-
-    variables: Mapping[str, str] = {}
-    files: Mapping[str, str] = {}
+OpenBox = Callable[[], AbstractAsyncContextManager[Box]]
+"""Makes a fresh box, which is gone after the block."""
 
 
-class ObservedRun(NamedTuple):
-    """What a guard sees of a run. ``log``: what the tests printed; ``left``: the files in ``/guard-out``; ``script``:
-    what ran the tests; ``parse``: how its log is read.
+class Grading(NamedTuple):
+    """A patch and where it is graded, every run in a box of its own; ``timeout``: seconds of one run of the tests."""
 
-    ``put_back``: files of the patch that the tests did not see.
-
-    ``word``: the random word, which a guard's own programs get from the shell, so that they can prove who they are.
-    """
-
+    open_box: OpenBox
     instance: Instance
+    recipe: Recipe
     patch: str
-    log: str
+    timeout: float
+
+
+class TestRun(NamedTuple):
+    """A run of the tests; without ``ended`` where the patch was not applied. ``cut``: why there is no
+    outcome, if there is none.
+    """
+
+    __test__ = False  # no test class for pytest
+
+    applied: Applied
+    log: RunLog
     statuses: Statuses
-    code: int
-    left: Mapping[str, bytes]
-    word: str
-    script: str
-    parse: Parser
-    put_back: tuple[str, ...] = ()
+    ended: Ended | None = None
+    cut: str = ""
+
+    @property
+    def tests(self) -> str:
+        """What the tests printed."""
+        return self.log.tests or ""
 
 
 class Guard(Protocol):
     """Detects reward hacking. A run with a deciding flag is not resolved."""
 
-    def equipment(self, instance: Instance) -> GuardEquipment:
-        """What the test run needs."""
+    def script(self, grading: Grading) -> str:
+        """What runs the tests, in the place of the recipe's script."""
         ...
 
-    def check_patch(self, instance: Instance, patch: str) -> tuple[Flag, ...]:
-        """Flags of a patch before it is applied."""
+    async def flags(self, grading: Grading, run: TestRun, *, passed: bool) -> tuple[Flag, ...]:
+        """Flags of a finished run, which may need other runs; ``passed``: it resolves the instance without them."""
         ...
-
-    def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
-        """Flags of a finished run."""
-        ...
-
-    def weigh(self, observed: ObservedRun, flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
-        """The flags of patch and run as they count together."""
-        ...
-
-    def explain(self, observed: ObservedRun) -> Mapping[str, TestFailure]:
-        """Why tests did not pass, by the names that the log's parser gives them; as far as it is known."""
-        ...
-
-
-class NoGuard:
-    """A guard without rules."""
-
-    def equipment(self, instance: Instance) -> GuardEquipment:
-        """Nothing."""
-        return GuardEquipment()
-
-    def check_patch(self, instance: Instance, patch: str) -> tuple[Flag, ...]:
-        """None."""
-        return ()
-
-    def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
-        """None."""
-        return ()
-
-    def weigh(self, observed: ObservedRun, flags: tuple[Flag, ...]) -> tuple[Flag, ...]:
-        """All of them."""
-        return flags
-
-    def explain(self, observed: ObservedRun) -> Mapping[str, TestFailure]:
-        """Nothing is known beside the log."""
-        return {}
 
 
 class RunLog(NamedTuple):
     """A run's log without the random word; ``tests`` is the part between the markers, ``None`` where they were not
-    reached. ``whole``: the end was reached too. ``forged``: lines that look like markers and are not.
+    reached. ``whole``: the end was reached too. ``forged``: lines that look like markers and are not. ``traced``: the
+    script's own commands.
     """
 
-    text: str
-    tests: str | None
-    whole: bool
-    forged: tuple[str, ...]
+    text: str = ""
+    tests: str | None = None
+    whole: bool = False
+    forged: tuple[str, ...] = ()
+    traced: tuple[str, ...] = ()
 
 
 def before_box(instance: Instance, patch: str) -> PatchVerdict | None:
@@ -153,62 +119,58 @@ def before_box(instance: Instance, patch: str) -> PatchVerdict | None:
     return None
 
 
-async def evaluate(
-    box: Box, instance: Instance, recipe: Recipe, patch: str, logs: InstanceLogs, *, timeout: float, guard: Guard
-) -> PatchVerdict:
-    """Apply ``patch`` in a fresh box and run the tests. Raises ``InfrastructureError``; ``ConfigError`` for a recipe
+async def evaluate(grading: Grading, logs: InstanceLogs, guard: Guard | None) -> PatchVerdict:
+    """Apply the patch in a fresh box and run the tests. Raises ``InfrastructureError``; ``ConfigError`` for a recipe
     with an unknown parser.
     """
+    instance = grading.instance
+    run = await run_tests(grading, grading.patch, guard.script(grading) if guard else grading.recipe.evaluation_script)
+    logs.write("run_instance.log", redact_text(f"apply:\n{run.applied.output}"))
+    found = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED, reason=run.applied.reason)
+    if run.ended is None:
+        return found.model_copy(update={"kind": run.applied.kind})
+    short = "\n\nThe output was cut here." if run.ended.truncated else ""
+    late = f"\n\nTimeout error: {grading.timeout:g} seconds exceeded." if run.ended.timed_out else ""
+    logs.write("test_output.txt", run.log.text + short + late)
+    forged = (Flag(rule="log_marker", where="test output", detail=line[:200]) for line in run.log.forged)
+    found = found.model_copy(update={"flags": tuple(forged), "test_seconds": run.ended.seconds})
+    if late:
+        return found.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": run.cut})
+    verdict = _resolved(found, grading, run)
+    if guard is None:
+        return verdict
+    return _resolved(found, grading, run, await guard.flags(grading, run, passed=verdict.resolved))
+
+
+async def run_tests(grading: Grading, patch: str, script: str) -> TestRun:
+    """Apply a patch in a fresh box and run the tests by ``script``. Raises ``InfrastructureError``; ``ConfigError`` for
+    a recipe with an unknown parser.
+    """
+    instance, recipe = grading.instance, grading.recipe
     parse = parser_of(recipe.parser)
-    flags = await asyncio.to_thread(guard.check_patch, instance, patch)
-    await box.put(PATCH_INSIDE, patch)
-    applied = await apply_patch(lambda command, seconds: box.run(command, timeout=seconds), instance, patch)
-    logs.write("run_instance.log", redact_text(f"apply:\n{applied.output}"))
-    if applied.kind is not None:
-        await _check_space(box, applied.output)
-        identity = instance.instance_id
-        return PatchVerdict(instance_id=identity, kind=applied.kind, reason=applied.reason, flags=flags)
-    word = secrets.token_hex(16)
-    await box.put(SCRIPT_INSIDE, recipe.evaluation_script)
-    start = f"IFS= read -r PS4; exec </dev/null; . {SCRIPT_INSIDE}"
-    ended = await box.run(
-        ["/bin/bash", "-c", start, SCRIPT_INSIDE],
-        timeout=timeout,
-        given=f"+{word} \n".encode(),
-        tests=True,
-    )
+    async with grading.open_box() as box:
+        await box.put(PATCH_INSIDE, patch)
+        applied = await apply_patch(lambda command, seconds: box.run(command, timeout=seconds), instance, patch)
+        if applied.kind is not None:
+            await _check_space(box, applied.output)
+            return TestRun(applied, RunLog(), {})
+        word = secrets.token_hex(16)
+        ended = await box.run(
+            ["/bin/bash", "-c", _START, "eval.sh"],
+            timeout=grading.timeout,
+            given=f"+{word} \n{script}".encode(),
+            tests=True,
+        )
+        await _check_space(box, ended.text)
     log = read_log(ended.text, word, instance.base_commit)
-    short = "\n\nThe output was cut here." if ended.truncated else ""
-    late = f"\n\nTimeout error: {timeout:g} seconds exceeded." if ended.timed_out else ""
-    logs.write("test_output.txt", log.text + short + late)
-    found = PatchVerdict(
-        instance_id=instance.instance_id,
-        kind=VerdictKind.UNRESOLVED,
-        flags=(*flags, *(Flag(rule="log_marker", where="test output", detail=line[:200]) for line in log.forged)),
-        test_seconds=ended.seconds,
-    )
     if ended.timed_out:
-        late = f"the tests were not done after {timeout:g} s"
-        return found.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": late})
+        return TestRun(applied, log, {}, ended, f"the tests were not done after {grading.timeout:g} s")
     if log.tests is None and word not in ended.text:
         raise InfrastructureError(f"the tests were not reached: {ended.last_line}")
     # Where the script began, code of the patch may have ended it, as the installation runs that, too.
-    tests = log.tests or ""
-    whole = log.whole and not any(mark in tests for mark in _SPOILED)
-    statuses = parse(tests) if whole else {}
-    left = await box.left()
-    script, back = recipe.evaluation_script, applied.put_back
-    observed = ObservedRun(instance, patch, tests, statuses, ended.code, left, word, script, parse, back)
-
-    def judged() -> tuple[tuple[Flag, ...], Mapping[str, TestFailure]]:
-        return guard.weigh(observed, (*found.flags, *guard.check_run(observed))), guard.explain(observed)
-
-    seen, causes = await asyncio.to_thread(judged)
-    why = "" if whole else "the run ended before its tests did"
-    verdict = _resolved(found, instance, recipe, statuses, seen, causes, why)
-    if not verdict.resolved:
-        await _check_space(box, log.text)
-    return verdict
+    if not log.whole or any(mark in (log.tests or "") for mark in _SPOILED):
+        return TestRun(applied, log, {}, ended, "the run ended before its tests did")
+    return TestRun(applied, log, parse(log.tests or ""), ended)
 
 
 async def _check_space(box: Box, said: str) -> None:
@@ -219,18 +181,12 @@ async def _check_space(box: Box, said: str) -> None:
             raise InfrastructureError("no space is left where the tests run")
 
 
-def _resolved(
-    found: PatchVerdict,
-    instance: Instance,
-    recipe: Recipe,
-    statuses: Statuses,
-    flags: tuple[Flag, ...],
-    causes: Mapping[str, TestFailure],
-    cut: str,
-) -> PatchVerdict:
-    resolution = resolution_of(instance, recipe, statuses)
-    resolved = resolution.resolved and not cut
-    reason = cut or ("" if resolved else why_unresolved(instance, resolution, statuses, causes))
+def _resolved(found: PatchVerdict, grading: Grading, run: TestRun, flags: tuple[Flag, ...] = ()) -> PatchVerdict:
+    instance, flags = grading.instance, (*found.flags, *flags)
+    resolution = resolution_of(instance, grading.recipe, run.statuses)
+    resolved = resolution.resolved and not run.cut
+    causes = {} if resolved else _causes(grading, run)
+    reason = run.cut or ("" if resolved else why_unresolved(instance, resolution, run.statuses, causes))
     if resolved and (deciding := sorted({flag.rule for flag in flags if flag.severity is Severity.DECIDES})):
         resolved, reason = False, f"flagged: {', '.join(deciding)}"
     return found.model_copy(
@@ -242,6 +198,17 @@ def _resolved(
             "pass_to_pass": resolution.pass_to_pass,
         }
     )
+
+
+def _causes(grading: Grading, run: TestRun) -> dict[str, TestFailure]:
+    """Why tests did not pass, by the summary of pytest."""
+    parse, row = parser_of(grading.recipe.parser), grading.instance
+    causes: dict[str, TestFailure] = {}
+    for status, name, why in _FAILURE.findall(run.tests):
+        alike = [each for each in (*row.fail_to_pass, *row.pass_to_pass) if each.startswith(f"{name}::")]
+        when = "call" if status == "FAILED" else "collect" if alike else "setup"
+        causes |= {each: TestFailure(when, why) for each in alike or parse(f"{status} {name}\n")}
+    return causes
 
 
 def read_log(text: str, word: str, base_commit: str) -> RunLog:
@@ -265,7 +232,7 @@ def read_log(text: str, word: str, base_commit: str) -> RunLog:
     # The script is read by another shell, which makes every trace one character longer than the official one.
     lines = [re.sub(rf"\+(\+*){word}", r"\1", line) if word in line else line for line in lines]
     tests = None if begin is None else "\n".join(lines[begin + 1 : end])
-    return RunLog("\n".join(lines), tests, end is not None, tuple(forged))
+    return RunLog("\n".join(lines), tests, end is not None, tuple(forged), tuple(commands.values()))
 
 
 def _bounds(commands: Mapping[int, str], base_commit: str) -> tuple[int | None, int | None]:

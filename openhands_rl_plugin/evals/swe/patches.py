@@ -1,8 +1,8 @@
 """Reads a patch (its files, its added lines, reasons to refuse it), and applies one in a box.
 
 What changed is compared with what the patch names. What graded tests are made of is the row's: files in their folders,
-every ``conftest.py`` and compiled files are as the row and its set-up have them, whatever a patch does to them, unless
-the row's own fix changes them too.
+every ``conftest.py``, settings of pytest, modules in the place of Python's and compiled files are as the row and its
+set-up have them, whatever a patch does to them, unless the row's own fix changes them too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -35,8 +36,8 @@ class FilePatch:
     """The part of a patch about one file.
 
     ``header``: its names in the ``diff --git`` line. ``old`` and ``new``: those above its hunks, ``None`` for the
-    missing side of an added or deleted file. ``added``: new lines with their numbers; ``kept``: removed lines and
-    context. ``applies``: whether anything in it can be applied.
+    missing side of an added or deleted file. ``added``: new lines with their numbers.
+    ``applies``: whether anything in it can be applied.
     """
 
     header: tuple[str, ...] = ()
@@ -45,7 +46,6 @@ class FilePatch:
     has_hunks: bool = False
     applies: bool = False
     added: list[tuple[int, str]] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
 
 
 def read_patch(patch: str) -> list[FilePatch]:
@@ -57,8 +57,6 @@ def read_patch(patch: str) -> list[FilePatch]:
             if line.startswith(("-", "+", " ", "\\")) or not line.strip():
                 if line.startswith("+"):
                     files[-1].added.append((number, line[1:].rstrip("\r")))
-                elif line.startswith(("-", " ")):
-                    files[-1].kept.append(line[1:])
                 before -= not line.startswith(("+", "\\"))
                 after -= not line.startswith(("-", "\\"))
                 number += not line.startswith(("-", "\\"))
@@ -103,20 +101,10 @@ def touched_files(patch: str) -> frozenset[str]:
 
 def added_lines(patch: str) -> dict[str, list[tuple[int, str]]]:
     """The lines that the patch adds, with their numbers, by file."""
-    return _lines(patch, lambda each: each.added)
-
-
-def kept_lines(patch: str) -> dict[str, list[str]]:
-    """The lines that the patch removes or shows around its changes, by the file's new name."""
-    return _lines(patch, lambda each: each.kept)
-
-
-def _lines[T](patch: str, lines_of: Callable[[FilePatch], list[T]]) -> dict[str, list[T]]:
-    """A file may have several parts."""
-    found: dict[str, list[T]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     for each in read_patch(patch):
         if each.new:
-            found.setdefault(each.new, []).extend(lines_of(each))
+            found.setdefault(each.new, []).extend(each.added)
     return found
 
 
@@ -161,6 +149,11 @@ _APPLY = " || ".join(
 """The official commands, tried in this order; ``patch`` reads no form but unified diffs, as others run commands."""
 _APPLY_TIME = 120.0
 _LEFT = (".orig", ".rej")
+_RUNNERS = {"conftest.py", "pytest.ini", ".pytest.ini", "sitecustomize.py", "usercustomize.py"}
+_SETTINGS = {"tox.ini", "setup.cfg", "pyproject.toml"}
+_OPTIONS = re.compile(r"pytest|addopts|testpaths|python_(?:files|classes|functions)|pythonpath|confcutdir|\s-p[ =]")
+_IMPORTED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "py", "packaging", "pygments"}
+"""Modules that are imported before those of a repository, or by its tests' runner."""
 _MOST = 3
 
 RunCommand = Callable[[Sequence[str], float], Awaitable[Ended]]
@@ -202,7 +195,7 @@ async def apply_patch(run: RunCommand, instance: Instance, patch: str) -> Applie
     found = [name for name in listed.split("\0") if name]
     if why := _unnamed(found, touched_files(patch)):
         return Applied(VerdictKind.REFUSED, why, output=said)
-    back = _put_back(instance, {*found, *touched_files(patch)})
+    back = _put_back(instance, patch, {*found, *touched_files(patch)})
     own = {*added_files(instance.test_patch)} & {*found, *changed_files(patch)}
     new = sorted(own | (back & {*added_files(patch), *(name for name in found if _is_compiled(name))}))
     old = sorted(back - own)
@@ -224,7 +217,21 @@ def _unnamed(found: Iterable[str], named: frozenset[str]) -> str:
     return f"applying it changes what it does not name: {', '.join(wrong[:_MOST])}{more}" if wrong else ""
 
 
-def _put_back(instance: Instance, changed: Iterable[str]) -> frozenset[str]:
+def runs_tests(instance: Instance, patch: str, file: str) -> bool:
+    """Whether a file decides how tests are run: ``conftest.py``, settings, what Python runs or imports before them."""
+    path = PurePosixPath(file)
+    top = path.parts[0].removesuffix(".py")
+    shadows = top in _IMPORTED and top != instance.repo.rpartition("/")[2]
+    return (
+        path.name in _RUNNERS
+        or path.suffix == ".pth"
+        or (shadows and (path.name == file or path.parts[1:] == ("__init__.py",)) and path.suffix == ".py")
+        or (path.name in _SETTINGS and any(_OPTIONS.search(text) for _, text in added_lines(patch).get(file, ())))
+        or file in str(instance.extra.get("test_command", "")).split()
+    )
+
+
+def _put_back(instance: Instance, patch: str, changed: Iterable[str]) -> frozenset[str]:
     graded = touched_files(instance.test_patch) | instance.test_files
     needed, folders = touched_files(instance.patch), {folder for file in graded if (folder := _tests_folder(file))}
     return frozenset(
@@ -234,7 +241,7 @@ def _put_back(instance: Instance, changed: Iterable[str]) -> frozenset[str]:
         or _is_compiled(file)
         or (
             file not in needed | graded
-            and (PurePosixPath(file).name == "conftest.py" or any(_below(file, folder) for folder in folders))
+            and (runs_tests(instance, patch, file) or any(_below(file, folder) for folder in folders))
         )
     )
 

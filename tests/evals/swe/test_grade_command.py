@@ -122,7 +122,7 @@ def test_each_model_of_a_file_is_graded(place: Place, tmp_path: Path, capsys) ->
     reports = {name: json.loads((tmp_path / "out" / f"{name}.r.json").read_text()) for name in ("one", "org__two")}
     assert [each["resolved_ids"] for each in reports.values()] == [["someone__calc-1"], []]
     verdict = tmp_path / "out" / "logs" / "run_evaluation" / "r" / "org__two" / "someone__calc-1" / "verdict.json"
-    assert json.loads(verdict.read_text())["reason"] == "1 of 1 F2P failed"
+    assert json.loads(verdict.read_text())["reason"] == "1 of 1 F2P failed: it did"
 
 
 def test_help_names_the_report(capsys) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from repository_samples import FIX, NOTHING, Sample, git, make_sample, needs_san
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.grading import GuardEquipment, NoGuard, ObservedRun
+from openhands_rl_plugin.evals.swe.grading import Grading, TestRun
 from openhands_rl_plugin.evals.swe.recipes import custom
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, VerdictKind
 
@@ -135,8 +134,7 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
             seen.append((process / name).read_bytes())
         except OSError:
             pass
-for file in ("/eval.sh", "/proc/self/fd/0"):
-    seen.append(pathlib.Path(file).read_bytes())
+seen.append(pathlib.Path("/proc/self/fd/0").read_bytes())
 print("SEEN", b"".join(seen).hex(), flush=True)
 """
 
@@ -154,7 +152,7 @@ async def test_the_word_before_the_markers_is_not_found_by_tests(place: Place, t
 
 HOSTILE = """
 import os, pathlib, socket
-for place in ("/conda/envs/testbed/lib", "/root", "/testbed", "/usr", "/eval.sh", "/opt/miniconda3/shims", "/etc"):
+for place in ("/conda/envs/testbed/lib", "/root", "/testbed", "/usr", "/opt/miniconda3/shims", "/etc"):
     try:
         target = pathlib.Path(place)
         (target / "planted").write_text("x") if target.is_dir() else target.write_text("x")
@@ -284,27 +282,21 @@ async def test_without_bubblewrap_one_clear_line(tmp_path: Path) -> None:
         await LocalBackend(cache=tmp_path / "cache").check()
 
 
-class Watching(NoGuard):
-    """Looks at a file that the tests had to read and at what they wrote."""
+class Watching:
+    """A guard that flags what the tests printed."""
 
-    seen: Mapping[str, bytes] = {}
+    def script(self, grading: Grading) -> str:
+        return grading.recipe.evaluation_script.replace("python run_tests.py", "echo watched; python run_tests.py")
 
-    def equipment(self, instance: Instance) -> GuardEquipment:
-        return GuardEquipment({"WATCHED": "/guard/list.txt"}, {"list.txt": "watched\n"})
-
-    def check_run(self, observed: ObservedRun) -> tuple[Flag, ...]:
-        Watching.seen = observed.left
-        return (Flag(rule="watched", where="run", detail=str(observed.code)),)
+    async def flags(self, grading: Grading, run: TestRun, *, passed: bool) -> tuple[Flag, ...]:
+        return (Flag(rule="watched", where=str(passed)),) if "\nwatched\n" in run.tests else ()
 
 
-async def test_a_guard_equips_the_run_and_its_flags_count(place: Place, tmp_path: Path) -> None:
+async def test_a_guards_flags_count(place: Place, tmp_path: Path) -> None:
     backend = LocalBackend(cache=place.cache, sources=[MirrorSource(place.sample.mirror)], guard=Watching())
-    row = with_extra(
-        place.sample.instance, test_command='cp "$WATCHED" /guard-out/copy.txt; python run_tests.py; rm -f "$WATCHED"'
-    )
-    verdict = await backend.grade(row, FIX, logs=tmp_path, timeout=60.0)
+    verdict = await backend.grade(place.sample.instance, FIX, logs=tmp_path, timeout=60.0)
     assert (verdict.kind, verdict.reason) == (VerdictKind.UNRESOLVED, "flagged: watched")
-    assert Watching.seen == {"copy.txt": b"watched\n"}
+    assert [flag.where for flag in verdict.flags] == ["True"]
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:

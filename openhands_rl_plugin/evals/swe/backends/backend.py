@@ -10,7 +10,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.evals.swe.backends.repositories import RepositorySource, file_at, find_repository
-from openhands_rl_plugin.evals.swe.grading import Box, Guard, GuardEquipment, NoGuard, evaluate, grade_and_log
+from openhands_rl_plugin.evals.swe.grading import Box, Grading, Guard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
@@ -26,10 +26,10 @@ class BoxBackend:
 
     def __init__(self, sources: Sequence[RepositorySource], guard: Guard | None, *, network: bool) -> None:
         self._sources = tuple(sources)
-        self._guard = guard or NoGuard()
+        self._guard = guard
         self._network = network
 
-    def box(self, instance: Instance, recipe: Recipe, equipment: GuardEquipment) -> AbstractAsyncContextManager[Box]:
+    def box(self, instance: Instance, recipe: Recipe) -> AbstractAsyncContextManager[Box]:
         """A box with the instance's repository after its set-up; it is removed at the block's end."""
         raise NotImplementedError
 
@@ -40,8 +40,8 @@ class BoxBackend:
         async def grade() -> PatchVerdict:
             recipe = await self.recipe(instance)
             written.write("eval.sh", recipe.evaluation_script)
-            async with self.box(instance, recipe, self._guard.equipment(instance)) as box:
-                return await evaluate(box, instance, recipe, patch, written, timeout=timeout, guard=self._guard)
+            open_box = functools.partial(self.box, instance, recipe)
+            return await evaluate(Grading(open_box, instance, recipe, patch, timeout), written, self._guard)
 
         return await grade_and_log(instance, patch, written, grade)
 

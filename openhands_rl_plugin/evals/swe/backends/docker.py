@@ -9,18 +9,16 @@ import asyncio
 import platform
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.backends.sandbox import GUARD, GUARD_OUT
-from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment
+from openhands_rl_plugin.evals.swe.grading import Guard
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
@@ -67,17 +65,17 @@ class DockerBackend(BoxBackend):
         """Copy repository and environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
         image = await self._image(image_of(instance, await self.recipe(instance)))
         checkout = checkout_of(directory)
-        async with self._container(image, GuardEquipment()) as container:
+        async with self._container(image) as container:
             for mount in checkout.mounts:
                 copy = [self._program, "cp", "--archive", f"{container}:{mount.inside}", str(mount.host)]
                 await checked(copy, f"copy {mount.inside} out of {image}", timeout=_COPY_TIME)
         return checkout
 
     @asynccontextmanager
-    async def box(self, instance: Instance, recipe: Recipe, equipment: GuardEquipment) -> AsyncIterator[DockerBox]:
+    async def box(self, instance: Instance, recipe: Recipe) -> AsyncIterator[DockerBox]:
         """A container of the instance's image, which is pulled if missing."""
-        async with self._container(await self._image(image_of(instance, recipe)), equipment) as container:
-            yield DockerBox(self._program, container, equipment)
+        async with self._container(await self._image(image_of(instance, recipe))) as container:
+            yield DockerBox(self._program, container)
 
     async def _image(self, image: str) -> str:
         """The image's name, after it was pulled if missing."""
@@ -87,14 +85,11 @@ class DockerBackend(BoxBackend):
         return image
 
     @asynccontextmanager
-    async def _container(self, image: str, equipment: GuardEquipment) -> AsyncIterator[str]:
+    async def _container(self, image: str) -> AsyncIterator[str]:
         name = f"{_LABEL}-{uuid.uuid4().hex}"
         command = start_command(self._program, name, image, network=self._network, memory=self._memory)
         try:
             await checked(command, f"start a container of {image}", timeout=_START_TIME)
-            await checked([self._program, "exec", name, "mkdir", GUARD, GUARD_OUT], f"use {image}", timeout=60)
-            for file, text in equipment.files.items():
-                await copy_in(self._program, name, f"{GUARD}/{file}", text)
             yield name
         finally:
             await asyncio.shield(run([self._program, "rm", "--force", "--volumes", name], timeout=_START_TIME))
@@ -103,10 +98,9 @@ class DockerBackend(BoxBackend):
 class DockerBox:
     """A started container."""
 
-    def __init__(self, program: str, container: str, equipment: GuardEquipment) -> None:
+    def __init__(self, program: str, container: str) -> None:
         self._program = program
         self._container = container
-        self._variables = equipment.variables
 
     async def put(self, inside: str, text: str) -> None:
         """Copy a file into the container."""
@@ -125,10 +119,9 @@ class DockerBox:
         Raises ``InfrastructureError`` when the engine or the container is gone. A container that has ended was ended by
         what ran in it.
         """
-        variables = self._variables if tests else {}
         # The engine keeps two streams apart, and what is read then is not in the order in which it was written.
         together = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command]
-        command = exec_command(self._program, self._container, together, variables)
+        command = exec_command(self._program, self._container, together)
         ended = await run(command, timeout=timeout, given=given)
         if ended.timed_out:
             await run([self._program, "kill", self._container], timeout=_START_TIME)
@@ -141,15 +134,6 @@ class DockerBox:
                 await checked(look, "the container engine was lost during the run", timeout=_START_TIME)
         return ended
 
-    async def left(self) -> Mapping[str, bytes]:
-        """The files in the guard's folder."""
-        with scratch_folder("left") as folder:
-            copy = [self._program, "cp", f"{self._container}:{GUARD_OUT}/.", str(folder)]
-            if (await run(copy, timeout=_COPY_TIME)).code:
-                return {}
-            files = [path for path in Path(folder).iterdir() if path.is_file() and not path.is_symlink()]
-            return {path.name: path.read_bytes() for path in files}
-
 
 def start_command(program: str, name: str, image: str, *, network: bool, memory: str) -> list[str]:
     """The command that starts an idle container, which ends by itself after a day."""
@@ -160,11 +144,9 @@ def start_command(program: str, name: str, image: str, *, network: bool, memory:
     return [program, "run", "--detach", *named, *place, *net, *bounds, image, str(_LONGEST_LIFE)]
 
 
-def exec_command(program: str, container: str, command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+def exec_command(program: str, container: str, command: Sequence[str]) -> list[str]:
     """The command that runs another in a container as the official tools do, with stdin."""
-    settings = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-    place = ["--interactive", "--user", "root", "--workdir", "/testbed"]
-    return [program, "exec", *place, *settings, container, *command]
+    return [program, "exec", "--interactive", "--user", "root", "--workdir", "/testbed", container, *command]
 
 
 def platform_of(image: str) -> str:
@@ -177,7 +159,7 @@ def platform_of(image: str) -> str:
 
 async def copy_in(program: str, container: str, inside: str, text: str) -> None:
     """Write a file in a container. Raises ``InfrastructureError``."""
-    command = exec_command(program, container, ["/bin/sh", "-c", 'cat >"$0"', inside], {})
+    command = exec_command(program, container, ["/bin/sh", "-c", 'cat >"$0"', inside])
     await checked(command, f"copy {inside} in", timeout=_COPY_TIME, given=text.encode())
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,8 +23,6 @@ from openhands_rl_plugin.evals.swe.backends.caching import Cache, copy_tree, rem
 from openhands_rl_plugin.evals.swe.backends.docker import checkout_of, image_of, platform_of
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
-    GUARD,
-    GUARD_OUT,
     InstanceLimits,
     SandboxBox,
     Shown,
@@ -33,13 +31,13 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     check_bubblewrap,
     fresh_room,
 )
-from openhands_rl_plugin.evals.swe.grading import SCRIPT_INSIDE, Guard, GuardEquipment
+from openhands_rl_plugin.evals.swe.grading import Guard
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
 REGISTRIES = "docker://"
 _TESTBED, _HOSTS, _RESOLV = "/testbed", "/etc/hosts", "/etc/resolv.conf"
-_MOUNTED = ("/tmp", "/dev", "/proc", SCRIPT_INSIDE, GUARD, GUARD_OUT, _HOSTS)
+_MOUNTED = ("/tmp", "/dev", "/proc", _HOSTS)
 _PULL_TIME = 3600.0
 
 
@@ -88,30 +86,28 @@ class ImageBackend(BoxBackend):
         return checkout
 
     @asynccontextmanager
-    async def box(self, instance: Instance, recipe: Recipe, equipment: GuardEquipment) -> AsyncIterator[SandboxBox]:
+    async def box(self, instance: Instance, recipe: Recipe) -> AsyncIterator[SandboxBox]:
         """A layer above the files of the instance's image, in which commands run as root, as in a container."""
         bundle, limits = await self._unpacked(image_of(instance, recipe)), self._limits
         config = json.loads((bundle / "config.json").read_text())
         own = dict(each.split("=", 1) for each in config["process"].get("env", []))
         _folder(bundle / "rootfs", _TESTBED)
-        async with fresh_room(self._runs(), bundle / "rootfs", equipment) as room:
+        async with fresh_room(self._runs(), bundle / "rootfs") as room:
             hosts = room.tmp.parent / "hosts"
             hosts.write_text("127.0.0.1 localhost\n::1 localhost\n")
             changed, most = room.overlay.upper if room.overlay else room.layer, limits.model_dump(exclude={"file"})
             bound = Bound(**most, folder=str(changed), also=(str(room.tmp),), isolated=False)
 
-            def wrap(
-                command: Sequence[str], tests: bool, shown: Sequence[Shown], variables: Mapping[str, str]
-            ) -> list[str]:
+            def wrap(command: Sequence[str], tests: bool) -> list[str]:
                 network = tests and self._network
                 resolving = [Shown(Path(_RESOLV).resolve(), _RESOLV)] if network else []
-                mounts = [word for each in (Shown(hosts, _HOSTS), *shown, *resolving) for word in bind(each)]
-                root, settings = ["--bind", str(room.layer), "/"], {"HOME": "/root", **own, **variables}
+                mounts = [word for each in (Shown(hosts, _HOSTS), *resolving) for word in bind(each)]
+                root, settings = ["--bind", str(room.layer), "/"], {"HOME": "/root", **own}
                 wrapped = as_root(room, limits, root, mounts, settings, network=network)
                 # The image may have no Python, so that what counts stands outside.
                 return bounded(bound, sys.executable, [*wrapped, "--chdir", _TESTBED, "--", *command])
 
-            yield SandboxBox(room, equipment, wrap)
+            yield SandboxBox(room, wrap)
 
     def _runs(self) -> Path:
         return self._cache.path("image-runs", "any").parent

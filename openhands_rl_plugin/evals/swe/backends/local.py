@@ -51,7 +51,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     git_settings,
     shim_digest,
 )
-from openhands_rl_plugin.evals.swe.grading import Guard, GuardEquipment
+from openhands_rl_plugin.evals.swe.grading import Guard
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
@@ -136,18 +136,11 @@ class LocalBackend(BoxBackend):
         )
 
     @asynccontextmanager
-    async def box(self, instance: Instance, recipe: Recipe, equipment: GuardEquipment) -> AsyncIterator[SandboxBox]:
+    async def box(self, instance: Instance, recipe: Recipe) -> AsyncIterator[SandboxBox]:
         """A layer above the installed repository."""
         layer, _, sandbox = await self._layer(instance, recipe)
-        async with fresh_room(self._runs(), layer, equipment) as room:
-
-            def wrap(
-                command: Sequence[str], tests: bool, shown: Sequence[Shown], variables: Mapping[str, str]
-            ) -> list[str]:
-                network = tests and self._network
-                return sandbox.wrap(room, command, network=network, shown=shown, variables=variables)
-
-            yield SandboxBox(room, equipment, wrap)
+        async with fresh_room(self._runs(), layer) as room:
+            yield SandboxBox(room, lambda command, tests: sandbox.wrap(room, command, network=tests and self._network))
 
     async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, InstanceSandbox]:
         if not recipe.environment_script:

@@ -35,8 +35,6 @@ from openhands_rl_plugin.environments.workspace.visible import (
 from openhands_rl_plugin.evals.swe.backends import package_index, shim
 from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
-from openhands_rl_plugin.evals.swe.grading import SCRIPT_INSIDE, GuardEquipment
-from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE
 
 ENVIRONMENTS = "/conda/envs"
 CONDA = "/opt/miniconda3"
@@ -44,18 +42,12 @@ PARTS = {"conda": "/conda", "root": "/root", "testbed": "/testbed"}
 """The parts of a layer, and where the sandbox mounts them. Environments and uv's cache lie in one, as uv links files
 within one mount only.
 """
-GUARD, GUARD_OUT = "/guard", "/guard-out"
-"""What the guard gives to a test run, and where that may write."""
 
 _GIBIBYTE = 1024**3
 _ROOT_SIZE = 256 * 1024**2
-_MOST_LEFT = 64 * 1024**2
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE")
-"""What root in a container may do, without anything that reaches mounts, devices or other processes' memory.
-
-SETPCAP is what a guard takes from the tests, so that they may not look into the shell, which has it.
-"""
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
+"""What root in a container may do, without anything that reaches mounts, devices or other processes' memory."""
 _NETWORK_VARIABLES = re.compile(
     r"(?:(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE)", re.IGNORECASE
 )
@@ -235,18 +227,14 @@ def shim_digest() -> str:
 
 
 @asynccontextmanager
-async def fresh_room(runs: Path, layer: Path, equipment: GuardEquipment) -> AsyncIterator[Room]:
+async def fresh_room(runs: Path, layer: Path) -> AsyncIterator[Room]:
     """``layer`` with changes of its own on top, which are thrown away: an overlay where the kernel allows one, else a
-    copy. Beside ``tmp`` are ``eval.sh``, and the guard's folders ``guard`` and ``out``.
+    copy.
     """
     scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=runs))
     upper, work, merged = (scratch / name for name in ("upper", "work", "layer"))
     try:
-        for name in ("guard", "out", "tmp"):
-            (scratch / name).mkdir(mode=0o700)
-        for name, text in equipment.files.items():
-            (scratch / "guard" / name).write_text(text)
-        (scratch / "eval.sh").touch()
+        (scratch / "tmp").mkdir(mode=0o700)
         overlay = None
         if await asyncio.to_thread(can_overlay, runs, layer, scratch):
             for folder in (upper, work, merged):
@@ -260,43 +248,18 @@ async def fresh_room(runs: Path, layer: Path, equipment: GuardEquipment) -> Asyn
 
 
 class SandboxBox:
-    """A room's sandboxes as a ``Box``. ``wrap`` makes a command line of a command, whether it is the tests, and what
-    these are shown and told.
-    """
+    """A room's sandboxes as a ``Box``. ``wrap`` makes a command line of a command and whether it is the tests."""
 
-    def __init__(
-        self,
-        room: Room,
-        equipment: GuardEquipment,
-        wrap: Callable[[Sequence[str], bool, Sequence[Shown], Mapping[str, str]], list[str]],
-    ) -> None:
-        self._scratch = room.tmp.parent
-        self._variables = equipment.variables
+    def __init__(self, room: Room, wrap: Callable[[Sequence[str], bool], list[str]]) -> None:
+        self._tmp = room.tmp
         self._wrap = wrap
 
     async def put(self, inside: str, text: str) -> None:
-        """Write the patch or the script; the script is shown read-only."""
-        place = {PATCH_INSIDE: "tmp/patch.diff", SCRIPT_INSIDE: "eval.sh"}[inside]
-        await asyncio.to_thread((self._scratch / place).write_bytes, text.encode())
+        """Write a file in ``/tmp``."""
+        await asyncio.to_thread((self._tmp / Path(inside).name).write_bytes, text.encode())
 
     async def run(
-        self,
-        command: Sequence[str],
-        *,
-        timeout: float,
-        given: bytes | None = None,
-        tests: bool = False,
+        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:
         """Run in a sandbox that ends with the command and kills all of its processes."""
-        shown = [
-            Shown(self._scratch / "guard", GUARD),
-            Shown(self._scratch / "out", GUARD_OUT, writable=True),
-            Shown(self._scratch / "eval.sh", SCRIPT_INSIDE),
-        ]
-        wrapped = self._wrap(command, tests, shown if tests else [], self._variables if tests else {})
-        return await run(wrapped, timeout=timeout, given=given)
-
-    async def left(self) -> Mapping[str, bytes]:
-        """Regular files that the tests left in ``GUARD_OUT``, without too large ones."""
-        files = [path for path in (self._scratch / "out").iterdir() if path.is_file() and not path.is_symlink()]
-        return {path.name: path.read_bytes() for path in files if path.stat().st_size <= _MOST_LEFT}
+        return await run(self._wrap(command, tests), timeout=timeout, given=given)

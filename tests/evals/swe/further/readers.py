@@ -237,4 +237,4 @@ UNSEEN = calc(
     "        return len(self.seen) == 1\n\n\ndef add(a, b):\n    return First()\n",
     DOUBLE,
 )
-"""What is done once only: no test that is run again finds it."""
+"""What is done once only: a test that is run again beside it does not find it."""

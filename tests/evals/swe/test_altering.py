@@ -1,0 +1,185 @@
+"""Altered tests, run by pytest: those that expect something else fail, inverted ones pass, names and lines stay."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin.evals.swe.guard.altering import Mode, alter, alter_doctest, functions_of
+from openhands_rl_plugin.evals.swe.recipes.swe_bench import parse_pytest
+
+TESTS = '''\
+import unittest
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+
+class Base:
+    def test_inherited(self):
+        assert self.value == 3
+
+
+class TestMore(Base):
+    value = 3
+
+    def test_method(self):
+        assert self.value in (3, 4) and [self.value] == [
+            3,
+        ], "a message"
+
+
+class Case(unittest.TestCase):
+    def test_equal(self):
+        self.assertEqual(
+            {"a": [1, 2]}["a"],
+            [1, 2],
+        )
+
+    def test_several(self):
+        self.assertIn(1, [1, 2]); self.assertTrue(True)
+        self.assertAlmostEqual(first=0.1 + 0.2, second=0.3)
+
+
+@pytest.fixture
+def three():
+    return 3
+
+
+def test_literals(three):
+    assert three == 3
+    assert "ab" == "a" "b"
+    assert f"{three}" == f"{3}"
+    assert three is not None or not three
+    assert (1, -2) == (three - 2, -2) == (1, -2)
+
+
+def test_text():
+    expected = """two
+lines"""
+    text = "\\n".join(("two", "lines"))
+    assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "expected"),
+    [(1, 2), pytest.param(2, 4, id="two")],
+)
+def test_parametrized(a, expected):
+    assert 2 * a == expected
+
+
+@pytest.mark.parametrize("expected", [sum([1, 1])])
+def test_made(expected):
+    """A value that is no literal."""
+    assert 1 + 1 == expected
+
+
+def test_arrays():
+    assert_array_equal(np.arange(3), np.array([0, 1, 2]))
+    np.testing.assert_allclose(np.ones(2), 1.0)
+    assert_allclose(actual=np.ones(2), desired=[1, 1])
+    assert np.float64(2.5) == pytest.approx(2.5)
+    assert np.arange(2).sum() == np.int64(1)
+
+
+def check_double(value, wanted):
+    assert 2 * value == wanted
+
+
+def test_helper():
+    for value in (1, 2):
+        check_double(value, 2 * value)
+
+
+async def answer():
+    return 42
+
+
+def test_nested():
+    def inner():
+        assert 1 + 1 == 2
+
+    inner()
+
+
+def test_raises():
+    with pytest.raises(ZeroDivisionError, match="zero"):
+        1 / 0
+'''
+NAMES = [name for name in functions_of(TESTS) if "test_" in name]
+UNINVERTED = {"test_raises"}
+"""Tests without an assertion whose denial says anything."""
+
+
+def outcomes(folder: Path, text: str) -> dict[str, str]:
+    (folder / "test_it.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-q", "--tb=short", "test_it.py"]
+    found = parse_pytest(subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout)
+    return {name.partition("::")[2]: status for name, status in found.items()}
+
+
+def test_altered_tests_fail_and_inverted_ones_pass(tmp_path: Path) -> None:
+    plain = outcomes(tmp_path, TESTS)
+    assert len(plain) == 13 and {*plain.values()} == {"PASSED"}
+    found = {mode: alter(TESTS, dict.fromkeys(NAMES, mode), "tag") for mode in Mode}
+    assert found[Mode.FAIL].functions == {*NAMES}
+    assert found[Mode.INVERT].functions == {*NAMES} - UNINVERTED
+    assert {*outcomes(tmp_path, found[Mode.FAIL].text).values()} == {"FAILED"}
+    inverted = outcomes(tmp_path, found[Mode.INVERT].text)
+    assert [name for name, status in inverted.items() if status != "PASSED"] == []
+    lines = {name: node.lineno for name, node in functions_of(TESTS).items()}
+    for altered in found.values():
+        assert {name: functions_of(altered.text)[name].lineno for name in lines} == lines
+
+
+EQUAL = """\
+class Any:
+    def __eq__(self, other):
+        return True
+
+
+def get():
+    return Any()
+
+
+def test_it():
+    assert 1 + 1 == 2
+    assert get() == [3]
+    assert get() == "a" and 2 == 2
+"""
+
+
+def test_what_equals_everything_fails_where_it_is_inverted(tmp_path: Path) -> None:
+    """Beside an honest assertion, which is what fails where another value is expected."""
+    ends = {mode: outcomes(tmp_path, alter(EQUAL, {"test_it": mode}, "tag").text)["test_it"] for mode in Mode}
+    assert ends == {Mode.FAIL: "FAILED", Mode.INVERT: "FAILED"}
+
+
+def test_the_right_value_is_no_longer_there() -> None:
+    text = alter(TESTS, dict.fromkeys(NAMES, Mode.FAIL), "tag").text
+    assert '"two\nlines' not in text and '("a", "expected"),\n    [(1, 4), pytest.param(2, 7, id="two")]' in text
+    assert "second=1.8" in text and "assert three == 5" in text
+
+
+def test_only_the_named_functions_are_altered() -> None:
+    altered = alter(TESTS, {"TestMore::test_method": Mode.FAIL, "no_such": Mode.FAIL}, "tag")
+    before, after = TESTS.split("\n"), altered.text.split("\n")
+    assert [at for at, line in enumerate(before) if after[at] != line] == [15, 16]
+    assert alter("print 'Python 2'", {"test_x": Mode.FAIL}, "tag") == ("print 'Python 2'", frozenset())
+
+
+@pytest.mark.parametrize("name", sorted(Path(__file__).parent.glob("test_*.py")), ids=lambda file: file.name)
+def test_files_of_tests_stay_python(name: Path) -> None:
+    text = name.read_text()
+    for mode in Mode:
+        altered = alter(text, dict.fromkeys(functions_of(text), mode), "tag")
+        assert functions_of(altered.text).keys() >= functions_of(text).keys()
+
+
+def test_examples_in_texts_expect_something_else() -> None:
+    text = "Adds.\n\n    >>> 1 + 1\n    2\n    >>> x = 1\n    >>> [\n    ...  2]\n    [2]\n\nEnd 2.\n"
+    assert alter_doctest(text, "tag") == text.replace("    2\n", "    2tag\n").replace("    [2]\n", "    [2]tag\n")
