@@ -127,15 +127,6 @@ _MAX_BATCH = 256
 _MIN_QUEUE = 512
 
 
-@runtime_checkable
-class ClosableEngine(LLMEngine, Protocol):
-    """An engine with connections to close. A capability of an engine, not a duty."""
-
-    async def aclose(self) -> None:
-        """Release what the engine holds."""
-        ...
-
-
 class Policy:
     """A base model and the version of its adapter that is in use, behind a server or a plugin's engine.
 
@@ -214,7 +205,7 @@ class Policy:
         self.adapter = adapter
 
     def engine(self) -> LLMEngine:
-        """Completions from the version in use; the caller closes it, if it is a ``ClosableEngine``."""
+        """Completions from the version in use; the caller closes it, if it has ``aclose``."""
         settings, serving = self.settings, self.settings.serving
         if settings.engine == AUTO:
             key, timeout = serving.api_key(), serving.request_timeout
@@ -564,8 +555,8 @@ class RLAgent:
             with progress_bar("episodes", total, shown=self._progress) as bar:
                 played = await roll_out(plan, runner, storage, on_finished=lambda _: bar.advance())
         finally:
-            if isinstance(engine, ClosableEngine):
-                await engine.aclose()
+            if (close := getattr(engine, "aclose", None)) is not None:
+                await close()
         outcomes = await judge_all(self._reward, played)
         await storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
         return [result_of(trajectory, outcome) for trajectory, outcome in zip(played, outcomes, strict=True)]

@@ -30,10 +30,15 @@ from openhands_rl_plugin.cli.options import (
     open_store,
     positive,
 )
+from openhands_rl_plugin.config.success import success_rule
+from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryOrder
+from openhands_rl_plugin.trajectories.drift import BEGINNING
+from openhands_rl_plugin.trajectories.view import figures
+from openhands_rl_plugin.trajectories.view.terminal import console, print_json
 
 DEFAULT_LIMIT = 50
 
@@ -61,9 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Print the list. Raises ``RLError`` when the store or a filter is wrong."""
-    from openhands_rl_plugin.trajectories.view.figures import list_table, rewarded_by
-    from openhands_rl_plugin.trajectories.view.terminal import console
-
     order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc}
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         if args.by is not None:
@@ -74,7 +76,7 @@ async def run(args: argparse.Namespace) -> int:
             found = [summary async for summary in storage.summaries(chosen.model_copy(update=page))]
             matching = await storage.count(chosen)
         else:
-            ranked = [summary async for summary in rewarded_by(storage, chosen, args.reward)]
+            ranked = [summary async for summary in figures.rewarded_by(storage, chosen, args.reward)]
             found, matching = ranked[args.offset : args.offset + args.limit], len(ranked)
         said = await opinions_of(storage, [each.id for each in found])
     if args.json:
@@ -83,40 +85,26 @@ async def run(args: argparse.Namespace) -> int:
             print(json.dumps(summary.model_dump(mode="json") | told))
         return 0
     if found:
-        console().print(list_table(found, said))
+        console().print(figures.list_table(found, said))
     range_ = f"{args.offset + 1} to {args.offset + len(found)} of {matching}" if found else f"none of {matching}"
     print(f"{range_} episodes" + ("; --offset shows more" if args.offset + len(found) < matching else ""))
     return 0
 
 
 async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    from openhands_rl_plugin.config.success import success_rule
-    from openhands_rl_plugin.config.toml import load_settings
-    from openhands_rl_plugin.trajectories.drift import BEGINNING
-    from openhands_rl_plugin.trajectories.view.figures import (
-        GROUPINGS,
-        REMEDY,
-        figures_of,
-        notes_of,
-        rewarded_by,
-        stats_table,
-        without_rewards,
-    )
-    from openhands_rl_plugin.trajectories.view.terminal import console, print_json
-
     reward = load_settings(args.config).reward if args.config is not None else None
     by = tuple(dict.fromkeys(name.strip() for name in args.by.split(",")))
     for name in by:
-        if name not in GROUPINGS:
-            raise ConfigError(f"--by: {unknown_name('grouping', name, GROUPINGS)}")
+        if name not in figures.GROUPINGS:
+            raise ConfigError(f"--by: {unknown_name('grouping', name, figures.GROUPINGS)}")
     chosen = filter_of(args)
     if args.reward is None:
         summaries = storage.summaries(chosen)
     else:
-        summaries = rewarded_by(storage, chosen, args.reward)
-        chosen = without_rewards(chosen)
-    notes = {each.id: notes_of(each, scores) async for each, scores in storage.find(chosen)}
-    groups = await figures_of(
+        summaries = figures.rewarded_by(storage, chosen, args.reward)
+        chosen = figures.without_rewards(chosen)
+    notes = {each.id: figures.notes_of(each, scores) async for each, scores in storage.find(chosen)}
+    groups = await figures.figures_of(
         summaries,
         by,
         lambda of, value: success_rule(of.environment, reward, at=args.success_at).holds(value, of.stop),
@@ -125,24 +113,19 @@ async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> i
     if args.json:
         print_json(groups)
     elif groups:
-        console().print(stats_table(groups, by))
-        _print_segments(sum((Counter(group["segments"]) for group in groups), Counter()), BEGINNING)
-        _print_gaps(sum((Counter(group["gaps"]) for group in groups), Counter()), REMEDY)
+        console().print(figures.stats_table(groups, by))
+        _print_segments(sum((Counter(group["segments"]) for group in groups), Counter()))
+        gaps = sum((Counter(group["gaps"]) for group in groups), Counter())
+        print("".join(f"{count:,} x {cause}\n" for cause, count in gaps.most_common()), end="")
+        print(f"{figures.REMEDY}\n" if gaps else "", end="")
     else:
         print("no episodes match")
     return 0
 
 
-def _print_segments(counts: Counter[str], beginning: str) -> None:
+def _print_segments(counts: Counter[str]) -> None:
     """Only where an episode has more than one."""
-    first = counts.pop(beginning, 0)
+    first = counts.pop(BEGINNING, 0)
     if counts:
         causes = ", ".join(f"{count:,} by {cause}" for cause, count in counts.most_common())
         print(f"{first + counts.total():,} segments in {first:,} episodes: {causes} (see doctor drift)")
-
-
-def _print_gaps(counts: Counter[str], remedy: str) -> None:
-    for cause, count in counts.most_common():
-        print(f"{count:,} x {cause}")
-    if counts:
-        print(remedy)

@@ -52,8 +52,7 @@ def read(store: Path) -> tuple[dict[str, tuple[Score, ...]], tuple[Label, ...]]:
 def rewards(store: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float | None]:
     capsys.readouterr()
     assert cli.main(["list", str(store), "--json", *words]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    return {row["id"]: row["reward"] for row in rows}
+    return {row["id"]: row["reward"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
 
 
 def test_what_nobody_judged_is_a_dash_and_no_part_of_a_rate(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +211,6 @@ def test_a_preference_is_said_by_ids(store: Path, capsys: pytest.CaptureFixture[
     assert cli.main([*words, "run-0", "--better-than", "run-1", "--note", "smaller"]) == 0
     assert cli.main([*words, "run-1", "--better-than", "run-0"]) == 0
     assert preferences(read(store)[1]) == {frozenset(("run-0", "run-1")): "run-1"}
-    capsys.readouterr()
     assert cli.main(["show", str(store), "run-0"]) == 0
     assert "preference 1 over run-1" in capsys.readouterr().out
 
@@ -258,9 +256,8 @@ def test_what_was_said_moves_with_the_episodes(store: Path, tmp_path: Path) -> N
 
 def test_preferences_are_exported_from_where_two_attempts_part(store: Path, tmp_path: Path) -> None:
     assert cli.main(["score", str(store), "--id", "run-2", "--better-than", "run-0"]) == 0
-    out = tmp_path / "pairs.jsonl"
-    assert cli.main(["export", str(store), "--format", "preferences", "--out", str(out)]) == 0
-    (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    assert cli.main(["export", str(store), "--format", "preferences", "--out", str(tmp_path / "pairs.jsonl")]) == 0
+    (row,) = map(json.loads, (tmp_path / "pairs.jsonl").read_text(encoding="utf-8").splitlines())
     assert (row["trajectory_id"], row["rejected_id"], row["margin"]) == ("run-2", "run-0", None)
     assert [message["content"] for message in row["chosen"]] == ["!", "! 2"]
     assert [message["content"] for message in row["rejected"]] == ["!", "! 0"]

@@ -7,8 +7,7 @@
 - ``scores``: the judgements, as packed JSON, in the order in which they came; ``labels``: the same of labels;
 - ``names``: the labels by which an episode is found.
 
-A store of an earlier release gets the tables and indices that it lacks when it is opened, and is counted again; that
-needs a disk that can be written.
+A store of an earlier release gets the tables and indices that it lacks when it is opened, and is counted again.
 """
 
 from __future__ import annotations
@@ -295,6 +294,23 @@ def _driven[Answer](work: Work[Answer], connection: sqlite3.Connection) -> Answe
     raise AssertionError("a log in SQLite does not wait")
 
 
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Make what is lacking, and count, judge and name the episodes again, but on a read-only disk."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        make_tables(connection)
+        _driven(upgrade, connection)
+        connection.execute("COMMIT")
+    except sqlite3.OperationalError as error:
+        if not error.sqlite_errorname.startswith("SQLITE_READONLY"):
+            raise
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        connection.execute("CREATE TEMP TABLE names (name TEXT, episode INTEGER)")
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'labels'").fetchone():
+            connection.execute("CREATE TEMP TABLE labels (row INTEGER, trajectory_id TEXT, label BLOB)")
+
+
 def _wake_callers(settled: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     for future, outcome in settled:
         if not future.done():  # a cancelled caller waits no more, but it is stored
@@ -466,11 +482,7 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
                 newer = f"{file} has schema version {version}, newer than {SCHEMA_VERSION}"
                 raise StorageError(f"{newer}; upgrade openhands_rl_plugin{_OR}")
             if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone():
-                # Counted, judged and named again: earlier releases did that in another way, or not at all.
-                connection.execute("BEGIN IMMEDIATE")
-                make_tables(connection)
-                _driven(upgrade, connection)
-                connection.execute("COMMIT")
+                _upgrade(connection)
         except BaseException:
             connection.close()
             raise
