@@ -16,14 +16,12 @@ from openhands_rl_plugin.config.toml import has_settings, load_settings, startin
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.trajectories.view.terminal import print_json
 
-CHECK, INIT = "check", "init"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``init [FILE]`` and ``check [FILE]``."""
     parser.add_argument(
         "action",
-        choices=[CHECK, INIT],
+        choices=["check", "init"],
         help="init: write a config.toml to start from; check: print the effective settings of a file as JSON",
     )
     parser.add_argument(
@@ -44,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write a file, or print the effective settings as JSON. Raises ``ConfigError``."""
-    if args.action == INIT:
+    if args.action == "init":
         return _init(args)
     settings = load_settings(args.file)
     try:

@@ -73,6 +73,7 @@ _METAVARS = {
     "len": "TOKENS",
     "length": "TOKENS",
     "timeout": "SECONDS",
+    "patience": "SECONDS",
     "host": "ADDRESS",
     "listen": "ADDRESS",
     "path": "DIR",

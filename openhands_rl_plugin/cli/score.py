@@ -47,6 +47,7 @@ from openhands_rl_plugin.cli.options import (
     finite,
     json_object,
     open_store,
+    option_of,
     positive,
 )
 from openhands_rl_plugin.cli.terminal import sayable
@@ -79,8 +80,7 @@ from openhands_rl_plugin.trajectories.view.episode import find_episode, message_
 from openhands_rl_plugin.trajectories.view.terminal import console, progress_bar
 
 RESUME = "finished scores and answers are kept; the same command goes on with the rest"
-_SHOWN = 5
-_WITHDRAW = "none"
+_SHOWN, _WITHDRAW = 5, "none"
 _MOST, _WIDTH = (60, 6000), 160
 
 
@@ -168,10 +168,8 @@ def _reward(args: argparse.Namespace) -> Reward:
     if args.verifier:
         return build("rewards", "verifier", {"adapter": args.verifier, **given, **args.options})
     if given:
-        option = min(given).replace("_", "-")
-        raise ConfigError(
-            f"--{option} is for a verifier: give --verifier DIR, or put a reward's options into --options"
-        )
+        option = option_of(min(given))
+        raise ConfigError(f"{option} is for a verifier: give --verifier DIR, or put a reward's options into --options")
     return build("rewards", args.reward, args.options)
 
 

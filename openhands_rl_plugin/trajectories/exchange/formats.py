@@ -362,6 +362,8 @@ def table() -> str:
 def _known(name: str) -> Format:
     if (found := formats().get(name)) is not None:
         return found
+    for point in entry_points(group=GROUP, name=name):
+        raise ConfigError(f"format {name!r} cannot be loaded from {point.value}; install the package that has it")
     raise ConfigError(unknown_name("format", name, formats()))
 
 

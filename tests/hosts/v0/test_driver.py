@@ -193,7 +193,7 @@ async def test_giving_up_an_episode_leaves_nothing_running(model: str):
 async def test_a_sandbox_that_cannot_start_is_a_failure(model: str, monkeypatch: pytest.MonkeyPatch):
     from openhands_rl_plugin.environments.workspace import shell
 
-    monkeypatch.setattr(shell, "supervisor_program", lambda *_: "raise SystemExit('no start')")
+    monkeypatch.setattr(shell, "supervisor_program", lambda: ("raise SystemExit('no start')", b""))
     async with controller(settings_for(model), IN_A_WORKSPACE) as runner:
         trajectory = await runner.run(working(1, ["echo"]))
     assert trajectory.failure is not None and "no start" in trajectory.failure.message
