@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from needs import CONTRIB
+from needs import CONTRIB, find_spec
 
 import openhands_rl_plugin
 
@@ -67,9 +67,10 @@ def test_torch_and_openhands_are_left_alone_by_what_does_not_need_them() -> None
 
 
 def test_every_public_name_can_be_had() -> None:
-    missing = [name for name in openhands_rl_plugin.__all__ if getattr(openhands_rl_plugin, name, None) is None]
-    assert not missing
-    assert set(openhands_rl_plugin.__all__) <= set(dir(openhands_rl_plugin))
+    """Those of MongoDB where its client is."""
+    names = set(openhands_rl_plugin.__all__)
+    assert names <= set(dir(openhands_rl_plugin))
+    assert all(getattr(openhands_rl_plugin, each) for each in names if find_spec("pymongo") or "Mongo" not in each)
 
 
 def test_editors_are_told_the_same_names() -> None:
