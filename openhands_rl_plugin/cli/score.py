@@ -80,8 +80,7 @@ from openhands_rl_plugin.trajectories.view.episode import find_episode, message_
 from openhands_rl_plugin.trajectories.view.terminal import console, progress_bar
 
 RESUME = "finished scores and answers are kept; the same command goes on with the rest"
-_SHOWN, _WITHDRAW = 5, "none"
-_MOST, _WIDTH = (60, 6000), 160
+_SHOWN, _WITHDRAW, _MOST, _WIDTH = 5, "none", (60, 6000), 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
+from openhands_rl_plugin.evals.tasks.bugs import parse
+
 HELPERS = """
 def {other}(v):
     kind = type(v)
@@ -81,7 +83,7 @@ class Altered(NamedTuple):
 def functions_of(source: str) -> dict[str, _Function]:
     """Functions and methods of a module by their names, ``Class::method``. Empty for what is not Python 3."""
     try:
-        return dict(_functions(ast.parse(source).body, ""))
+        return dict(_functions(parse(source).body, ""))
     except (SyntaxError, ValueError, RecursionError):
         return {}
 
