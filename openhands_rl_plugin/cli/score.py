@@ -66,15 +66,7 @@ from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason, Trajectory
-from openhands_rl_plugin.rollout.scoring import (
-    SKIPPED,
-    ScoreReport,
-    add_label,
-    give_score,
-    labelled,
-    rescore,
-    undo,
-)
+from openhands_rl_plugin.rollout.scoring import SKIPPED, ScoreReport, add_label, give_score, labelled, rescore, undo
 from openhands_rl_plugin.trajectories.exchange.rows import patch_of
 from openhands_rl_plugin.trajectories.view.episode import find_episode, message_text, shortened
 from openhands_rl_plugin.trajectories.view.terminal import console, progress_bar

@@ -166,7 +166,6 @@ def test_the_last_label_is_taken_back_and_the_one_before_holds_again(
     assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (None, 1.0), "what was said before"
     for _ in range(4):  # of run-2 the verdict and the comment, of run-1 and run-0 the verdicts
         assert cli.main(["score", str(store), "--undo"]) == 0
-    capsys.readouterr()
     assert cli.main(["score", str(store), "--reward", "human", "--dry-run"]) == 0
     assert "human-1: 0 to score, 0 already, 3 to withdraw" in capsys.readouterr().out
     assert set(human(store, capsys).values()) == {None}
@@ -181,7 +180,6 @@ def test_scores_of_labels_are_made_once(store: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["score", str(store), "--reward", "human"]) == 1
     assert "4 x grader: nobody gave a verdict on it: openhands-rl score STORE --ask" in capsys.readouterr().out
     assert cli.main(["score", str(store), "--id", "run-0", "--value", "1"]) == 0
-    capsys.readouterr()
     for said in ("human-1: 1 scored, 0 already", "human-1: 0 scored, 1 already"):
         assert cli.main(["score", str(store), "--reward", "human"]) == 0
         assert said in capsys.readouterr().out

@@ -7,6 +7,7 @@ import atexit
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import lru_cache
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -89,12 +90,21 @@ Connections = dict[tuple[asyncio.AbstractEventLoop, str], aiohttp.ClientSession]
 _SHARED: Connections = {}
 
 
+class _Connector(aiohttp.TCPConnector):
+    """Uses no idle connection on which something came in since its response: it would answer another request."""
+
+    async def connect(self, *asked: Any, **options: Any) -> aiohttp.connector.Connection:
+        while (found := await super().connect(*asked, **options)).protocol is not None and found.protocol.should_close:
+            found.close()
+        return found
+
+
 def _connected(connections: Connections, scheme: str, origin: str) -> aiohttp.ClientSession:
     """The session of this event loop for a server. It adds no header, follows no redirect and keeps no cookie."""
     at = (asyncio.get_running_loop(), origin)
     if (known := connections.get(at)) is None:
         known = connections[at] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+            connector=_Connector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept", "accept-encoding", "user-agent"),

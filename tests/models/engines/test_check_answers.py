@@ -23,14 +23,16 @@ def test_a_wrong_url_names_the_option(url: str) -> None:
         check_answers(url)
 
 
-async def test_what_comes_in_between_two_requests_is_no_answer() -> None:
-    """Some proxies send 408 on an idle connection, and close it."""
+@pytest.mark.parametrize("closes", [True, False])
+async def test_what_comes_in_between_two_requests_is_no_answer(closes: bool) -> None:
+    """Some proxies send 408 on an idle connection, and close it, or leave that to the client."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
         await asyncio.sleep(0.05)
-        writer.write(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")
+        await asyncio.sleep(0 if closes else 1)
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
