@@ -456,13 +456,11 @@ def add_bounds(group: argparse._ActionsContainer) -> None:
 
 def add_repositories(group: argparse._ActionsContainer) -> None:
     """Where repository tasks run."""
-    where = "local: bubblewrap sandboxes; docker: the tasks' images, by docker or podman; image: by skopeo and umoci"
-    group.add_argument("--backend", choices=["local", "docker", "image"], default="local", help=where)
-    images = "image: what skopeo reads before an image's name, as oci:DIR: or docker-archive:FILE:"
-    group.add_argument("--images", default="docker://", metavar="SOURCE", help=images)
+    where = "local: bubblewrap sandboxes; docker: the tasks' images, by docker or podman"
+    group.add_argument("--backend", choices=["local", "docker"], default="local", help=where)
     mirror = "folder of git repositories as owner/name.git (default: clone from the network)"
     group.add_argument("--mirror", type=Path, metavar="DIR", help=mirror)
-    group.add_argument("--cache", type=Path, metavar="DIR", help="folder for Python environments and unpacked images")
+    group.add_argument("--cache", type=Path, metavar="DIR", help="folder for Python environments")
 
 
 @asynccontextmanager
@@ -474,9 +472,7 @@ async def open_backend(
     """
     from openhands_rl_plugin.evals.runs.backends import make_backend
 
-    backend = make_backend(
-        args.backend, mirror=args.mirror, cache=args.cache, network=network, instances=instances, images=args.images
-    )
+    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network, instances=instances)
     try:
         yield backend
     finally:

@@ -41,7 +41,7 @@ NOT_RUN = {
     r"openhands-rl (train .* --task|score .*pairs|export .* preferences)": "attempts; tests/hosts/v1 makes them",
     r"openhands-rl run ": "a terminal or an editor; tests/hosts/v1 has what is behind them",
     r"OPENHANDS_RL_API_KEY=": "an address of the network",
-    r"openhands-rl grade preds.jsonl ": "images; tests/evals/swe/test_image_backend.py has what is behind it",
+    r"openhands-rl grade preds.jsonl ": "images; tests/evals/swe/test_containers.py has what is behind it",
     r"openhands-rl list ./trajectories$": "after a benchmark's run",
 }
 

@@ -10,14 +10,13 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.runs.suites import own_suite_of
 from openhands_rl_plugin.evals.swe.backends.caching import Cache, default_cache
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
-from openhands_rl_plugin.evals.swe.backends.image import REGISTRIES, ImageBackend
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import CloneSource, MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 from openhands_rl_plugin.evals.tasks.packages import TaskRepositories
 
-BackendName = Literal["local", "docker", "image"]
+BackendName = Literal["local", "docker"]
 
 
 def is_light(instance: Instance) -> bool:
@@ -32,13 +31,11 @@ def make_backend(
     cache: Path | None = None,
     network: bool = False,
     instances: Iterable[Instance] = (),
-    images: str = REGISTRIES,
 ) -> InstanceBackend:
     """The back end of that name, for ``instances``: tasks of another package's suite have a back end of their own.
 
     ``mirror``: a folder of git repositories to use instead of clones from GitHub. Repositories of ``swe-local`` tasks
-    are made from the packages in their rows. ``network``: tests may use it. ``images``: what ``skopeo`` reads before
-    an image's name.
+    are made from the packages in their rows. ``network``: tests may use it.
     The reward-hack guard is always on. Raises ``ConfigError``.
     """
     if mirror is not None and not mirror.is_dir():
@@ -48,8 +45,6 @@ def make_backend(
     place = cache or default_cache()
     guard = RewardHackGuard(place / "calibrations")
     if name == "docker":
-        return DockerBackend(mirror=mirror, guard=guard, network=network)
-    if name == "image":
-        return ImageBackend(place, source=images, mirror=mirror, guard=guard, network=network)
+        return DockerBackend(guard=guard, network=network)
     others = CloneSource(Cache(place)) if mirror is None else MirrorSource(mirror)
     return LocalBackend(cache=place, sources=[TaskRepositories(place), others], guard=guard, network=network)

@@ -1,4 +1,4 @@
-"""Instances in the official images of SWE-bench and SWE-Gym, through the ``docker`` program.
+"""Instances in the official images of SWE-bench and SWE-Gym, through the ``docker`` or the ``podman`` program.
 
 Scripts, markers and verdicts are those of the local back end; only the ``Box`` differs.
 """
@@ -6,7 +6,6 @@ Scripts, markers and verdicts are those of the local back end; only the ``Box`` 
 from __future__ import annotations
 
 import asyncio
-import platform
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -17,38 +16,32 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.grading import Guard
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
+from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 
-_LABEL, _LONGEST_LIFE = "openhands-rl", 86400
+_LABEL, _LONGEST_LIFE = "openhands-rl", "86400"
 _SHUTTING_DOWN = 2.0
 _PULL_TIME, _START_TIME, _COPY_TIME = 3600.0, 120.0, 600.0
+_LOST = "the container engine was lost during the run"
 
 
 class DockerBackend(BoxBackend):
     """Grades each patch in a new container, which is always removed.
 
-    ``mirror``: a folder of git directories with the requirement files of recipes. ``program``: one with docker's
-    arguments; left out, ``docker``, or ``podman`` where only that is installed.
+    ``program``: one with docker's arguments; left out, ``docker``, or ``podman`` where only that is installed.
     """
 
     name = "docker"
 
     def __init__(
-        self,
-        *,
-        program: str = "",
-        mirror: Path | None = None,
-        guard: Guard | None = None,
-        network: bool = False,
-        memory: str = "16g",
+        self, *, program: str = "", guard: Guard | None = None, network: bool = False, memory: str = "16g"
     ) -> None:
+        super().__init__(guard, network=network)
         self._program = program or ("podman" if shutil.which("podman") and not shutil.which("docker") else "docker")
-        super().__init__([MirrorSource(mirror)] if mirror else [], guard, network=network)
         self._memory = memory
 
     async def check(self) -> None:
@@ -61,36 +54,39 @@ class DockerBackend(BoxBackend):
             raise ConfigError(f"no Docker daemon ({reason}); start it, or use --backend local")
         await run([self._program, "container", "prune", "--force", "--filter", f"label={_LABEL}"], timeout=_START_TIME)
 
+    async def recipe(self, instance: Instance) -> Recipe:
+        """As in ``BoxBackend``. The image has what requirement files would say."""
+        return await asyncio.to_thread(recipe_of, instance, lambda repo, commit, path: "")
+
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         """Copy repository and environment out of the image. Raises ``InfrastructureError`` and ``ConfigError``."""
-        image = await self._image(image_of(instance, await self.recipe(instance)))
-        checkout = checkout_of(directory)
-        async with self._container(image) as container:
-            for mount in checkout.mounts:
-                copy = [self._program, "cp", "--archive", f"{container}:{mount.inside}", str(mount.host)]
-                await checked(copy, f"copy {mount.inside} out of {image}", timeout=_COPY_TIME)
-        return checkout
+        copies = {ENVIRONMENT: directory.with_name(f"{directory.name}.environment"), "/testbed": directory}
+        async with self.box(instance, await self.recipe(instance)) as box:
+            for inside, host in copies.items():
+                copy = [self._program, "cp", "--archive", f"{box.container}:{inside}", str(host)]
+                await checked(copy, f"copy {inside} out of the image", timeout=_COPY_TIME)
+        return Checkout(
+            directory=directory,
+            mounts=tuple(WorkspaceMount(host=host, inside=inside) for inside, host in copies.items()),
+            variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
+        )
 
     @asynccontextmanager
     async def box(self, instance: Instance, recipe: Recipe) -> AsyncIterator[DockerBox]:
-        """A container of the instance's image, which is pulled if missing."""
-        async with self._container(await self._image(image_of(instance, recipe))) as container:
-            yield DockerBox(self._program, container)
-
-    async def _image(self, image: str) -> str:
-        """The image's name, after it was pulled if missing."""
-        if (await run([self._program, "image", "inspect", image], timeout=_START_TIME)).code:
-            pull = [self._program, "pull", "--quiet", "--platform", platform_of(image), image]
-            await checked(pull, f"pull {image}", timeout=_PULL_TIME)
-        return image
-
-    @asynccontextmanager
-    async def _container(self, image: str) -> AsyncIterator[str]:
+        """A container of the instance's image, which is pulled if missing. It ends by itself after a day."""
+        if (image := recipe.image) is None:
+            raise ConfigError(f"{instance.instance_id}: its row names no image; use --backend local")
         name = f"{_LABEL}-{uuid.uuid4().hex}"
-        command = start_command(self._program, name, image, network=self._network, memory=self._memory)
+        platform = ["--platform", "linux/amd64"] if ".x86_64." in image else []
+        if (await run([self._program, "image", "inspect", image], timeout=_START_TIME)).code:
+            await checked([self._program, "pull", "--quiet", *platform, image], f"pull {image}", timeout=_PULL_TIME)
+        named = ["--detach", "--init", "--name", name, "--label", _LABEL, "--entrypoint", "sleep", *platform]
+        bounds = ["--memory", self._memory, "--pids-limit", "8192", "--security-opt", "no-new-privileges"]
+        net = [] if self._network else ["--network", "none"]
+        start = [self._program, "run", *named, *bounds, *net, image, _LONGEST_LIFE]
         try:
-            await checked(command, f"start a container of {image}", timeout=_START_TIME)
-            yield name
+            await checked(start, f"start a container of {image}", timeout=_START_TIME)
+            yield DockerBox(self._program, name)
         finally:
             await asyncio.shield(run([self._program, "rm", "--force", "--volumes", name], timeout=_START_TIME))
 
@@ -99,20 +95,16 @@ class DockerBox:
     """A started container."""
 
     def __init__(self, program: str, container: str) -> None:
+        self.container = container
         self._program = program
-        self._container = container
 
     async def put(self, inside: str, text: str) -> None:
-        """Copy a file into the container."""
-        await copy_in(self._program, self._container, inside, text)
+        """Write a file in the container. Raises ``InfrastructureError``."""
+        command = self._exec("/bin/sh", "-c", 'cat >"$0"', inside)
+        await checked(command, f"copy {inside} in", timeout=_COPY_TIME, given=text.encode())
 
     async def run(
-        self,
-        command: Sequence[str],
-        *,
-        timeout: float,
-        given: bytes | None = None,
-        tests: bool = False,
+        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:
         """``docker exec``. At the time limit the container is stopped: ending the client would not do that.
 
@@ -120,64 +112,20 @@ class DockerBox:
         what ran in it.
         """
         # The engine keeps two streams apart, and what is read then is not in the order in which it was written.
-        together = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command]
-        command = exec_command(self._program, self._container, together)
-        ended = await run(command, timeout=timeout, given=given)
+        together = self._exec("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command)
+        ended = await run(together, timeout=timeout, given=given)
         if ended.timed_out:
-            await run([self._program, "kill", self._container], timeout=_START_TIME)
+            await run([self._program, "kill", self.container], timeout=_START_TIME)
         elif tests or ended.code:
-            look = [self._program, "inspect", "--format", "{{.State.Running}}", self._container]
-            state = await checked(look, "the container engine was lost during the run", timeout=_START_TIME)
+            look = [self._program, "inspect", "--format", "{{.State.Running}}", self.container]
+            state = await checked(look, _LOST, timeout=_START_TIME)
             if "true" not in state.text:
                 # An engine that is shutting down ends its containers, and answers for a moment.
                 await asyncio.sleep(_SHUTTING_DOWN)
-                await checked(look, "the container engine was lost during the run", timeout=_START_TIME)
+                await checked(look, _LOST, timeout=_START_TIME)
         return ended
 
-
-def start_command(program: str, name: str, image: str, *, network: bool, memory: str) -> list[str]:
-    """The command that starts an idle container, which ends by itself after a day."""
-    bounds = ["--memory", memory, "--pids-limit", "8192", "--security-opt", "no-new-privileges"]
-    net = [] if network else ["--network", "none"]
-    place = ["--platform", platform_of(image), "--workdir", "/testbed", "--entrypoint", "sleep"]
-    named = ["--init", "--name", name, "--label", _LABEL]
-    return [program, "run", "--detach", *named, *place, *net, *bounds, image, str(_LONGEST_LIFE)]
-
-
-def exec_command(program: str, container: str, command: Sequence[str]) -> list[str]:
-    """The command that runs another in a container as the official tools do, with stdin."""
-    return [program, "exec", "--interactive", "--user", "root", "--workdir", "/testbed", container, *command]
-
-
-def platform_of(image: str) -> str:
-    """The platform in an official image's name; this machine's for another."""
-    machine = platform.machine()
-    if ".x86_64." in image or (".arm64." not in image and machine not in ("aarch64", "arm64")):
-        return "linux/amd64"
-    return "linux/arm64"
-
-
-async def copy_in(program: str, container: str, inside: str, text: str) -> None:
-    """Write a file in a container. Raises ``InfrastructureError``."""
-    command = exec_command(program, container, ["/bin/sh", "-c", 'cat >"$0"', inside])
-    await checked(command, f"copy {inside} in", timeout=_COPY_TIME, given=text.encode())
-
-
-def image_of(instance: Instance, recipe: Recipe) -> str:
-    """The name of the instance's image. Raises ``ConfigError``."""
-    if recipe.image is None:
-        raise ConfigError(f"{instance.instance_id}: its row names no image; use --backend local")
-    return recipe.image
-
-
-def checkout_of(directory: Path) -> Checkout:
-    """A checkout whose two mounts are to be copied out of the image."""
-    environment = directory.with_name(f"{directory.name}.environment")
-    return Checkout(
-        directory=directory,
-        mounts=(
-            WorkspaceMount(host=environment, inside=ENVIRONMENT),
-            WorkspaceMount(host=directory, inside="/testbed"),
-        ),
-        variables={"PATH": f"{ENVIRONMENT}/bin:/usr/local/bin:/usr/bin:/bin", "CONDA_DEFAULT_ENV": "testbed"},
-    )
+    def _exec(self, *command: str) -> list[str]:
+        """The command that runs another in the container as the official tools do, with stdin."""
+        words = ["--interactive", "--user", "root", "--workdir", "/testbed", self.container]
+        return [self._program, "exec", *words, *command]

@@ -35,6 +35,7 @@ from openhands_rl_plugin.evals.swe.backends.repositories import (
     ORIGIN_INSIDE,
     CloneSource,
     RepositorySource,
+    file_at,
     find_repository,
     make_origin,
 )
@@ -53,6 +54,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
 )
 from openhands_rl_plugin.evals.swe.grading import Guard
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
+from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
 SETUP_TIME = 3600.0
@@ -90,7 +92,8 @@ class LocalBackend(BoxBackend):
         network: bool = False,
     ) -> None:
         self._cache = Cache(cache or default_cache())
-        super().__init__([CloneSource(self._cache)] if sources is None else sources, guard, network=network)
+        self._sources = tuple([CloneSource(self._cache)] if sources is None else sources)
+        super().__init__(guard, network=network)
         self._limits = limits
 
     async def check(self) -> None:
@@ -101,6 +104,19 @@ class LocalBackend(BoxBackend):
             if shutil.which(program) is None:
                 raise ConfigError(f"the local back end needs the program {program}")
         await remove_left(self._runs())
+
+    async def recipe(self, instance: Instance) -> Recipe:
+        """As in ``BoxBackend``; requirement files are read from the repository."""
+
+        def read_file(repo: str, commit: str, path: str) -> str | None:
+            wanted = instance.model_copy(update={"repo": repo, "base_commit": commit})
+
+            async def read() -> str | None:
+                return await file_at(await find_repository(wanted, self._sources), commit, path)
+
+            return asyncio.run(read())
+
+        return await asyncio.to_thread(recipe_of, instance, read_file)
 
     async def prepare(self, instance: Instance) -> Path:
         """The layer of the instance, made if missing. Raises ``InfrastructureError`` and ``ConfigError``."""
