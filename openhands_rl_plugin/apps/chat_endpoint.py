@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from typing import Annotated, Self, cast
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Self, cast
 
 from pydantic import Field, model_validator
 from starlette.applications import Starlette
@@ -16,19 +16,10 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import HttpUrl, VariableName
-from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ModelError, StorageError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine, StreamingEngine, TrajectoryStorage
-from openhands_rl_plugin.core.servers import (
-    API_KEY,
-    AccessRules,
-    error_body,
-    listening,
-    read_body,
-    required_key,
-    serving,
-)
+from openhands_rl_plugin.core.servers import error_body, listening, read_body, serving
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -50,15 +41,13 @@ from openhands_rl_plugin.environments.tools.environment import ToolCallStarted a
 from openhands_rl_plugin.environments.tools.environment import ToolResult as ToolResult
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
+from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError, UpstreamFailure
 from openhands_rl_plugin.models.server.wire import (
     ERROR_HANDLERS,
-    LARGEST,
     SSE_DONE,
     Body,
-    Messages,
-    SamplingFields,
-    StreamOptions,
+    ChatCompletionRequest,
     assistant_body,
     chat_body,
     chunk_body,
@@ -140,26 +129,21 @@ class TextStreamingEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` completions; only a single one is streamed. Raises what the engine raises."""
-        if n != 1:
-            return await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
+        """Sample one completion; ``n`` has to be 1. Raises what the engine raises."""
         self._turn += 1
-        self.streamed_text = ""
+        self.streamed_text = text = ""
         if not isinstance(self._engine, StreamingEngine):
-            (completion,) = await self._engine.complete(messages, tools=tools, sampling=sampling)
+            (completion,) = await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
         else:
-            text, completion = "", None
-            # A generator, where there is something to close.
-            stream = cast(
-                "AsyncGenerator[str | Completion]", self._engine.stream(messages, tools=tools, sampling=sampling)
-            )
-            async with aclosing(stream):
+            completion = None
+            stream = self._engine.stream(messages, tools=tools, sampling=sampling)
+            async with aclosing(cast("AsyncGenerator[str | Completion]", stream)):
                 async for piece in stream:
                     if isinstance(piece, Completion):
                         completion = piece
-                        break
-                    text += piece
-                    self._emit(self._environment.said(text))
+                    else:
+                        text += piece
+                        self._emit(self._environment.said(text))
             if completion is None:
                 raise ModelError("the engine's stream ended without a completion")
         self._emit(self._environment.read(completion.message).speech)
@@ -172,15 +156,10 @@ class TextStreamingEngine:
             self._listener(TextDelta(text=fresh, turn=self._turn))
 
 
-class AgentCompletionRequest(SamplingFields):
+class AgentCompletionRequest(ChatCompletionRequest):
     """POST /v1/chat/completions. ``seed`` applies to the episode, ``max_tokens`` to each model response."""
 
-    messages: Annotated[Messages, Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    tools: tuple[object, ...] | None = None
 
     @model_validator(mode="after")
     def _reject_unsupported(self) -> Self:
@@ -195,12 +174,8 @@ class AgentCompletionRequest(SamplingFields):
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of the request."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            seed=self.seed,
-        )
+        limit = self.max_completion_tokens or self.max_tokens
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=limit, seed=self.seed)
 
 
 DEFAULT_LIMITS = Limits(max_turns=32, max_response_length=2048, timeout=600.0)
@@ -217,7 +192,9 @@ class AgentRuntime:
         options: of the ``ToolEnvironment``.
         limits: of one request. ``max_response_length`` is the maximum number of tokens of each model response.
         sampling: defaults for parameters that a request does not set.
-        storage: records every conversation under ``run_id``; ``None``: no recording. It is not closed.
+        storage: records every conversation under ``run_id``; ``None``: no recording.
+
+    ``aclose`` closes the engine and the storage; a caller who shares them closes them instead.
     """
 
     def __init__(
@@ -293,6 +270,12 @@ class AgentRuntime:
             episode.cancel()
             await asyncio.wait({episode})
 
+    async def aclose(self) -> None:
+        """Close the engine, if it can be closed, and the storage."""
+        for close in (getattr(self._engine, "aclose", None), getattr(self._storage, "close", None)):
+            if close is not None:
+                await close()
+
     def _merged(self, wanted: SamplingParams) -> SamplingParams:
         """The request's parameters, with the runtime's defaults; ``max_tokens`` is capped by the limits."""
         bound = self._limits.max_response_length
@@ -300,14 +283,10 @@ class AgentRuntime:
         return merged.model_copy(update={"max_tokens": min(merged.max_tokens or bound, bound)})
 
 
-MIB = 1024**2
+class ToolsConfig(Frozen):
+    """The tools of a policy on a model server, and its limits."""
 
-
-class PolicyConfig(Frozen):
-    """The policy, its tools and its limits."""
-
-    base_url: HttpUrl = Field(min_length=1, description="model server, up to and including /v1")
-    model: str = Field(min_length=1, description="served model name, such as policy-v000007")
+    base_url: HttpUrl = Field(default="", description="model server, up to and including /v1")
     base_model: str = Field(default="", description="name of the adapter's base model; unset: the model itself")
     upstream_key_env: VariableName = Field(default="", description="environment variable with the model server's key")
     tools: tuple[str, ...] = Field(default=(), description="think, final or module:Class; none: a plain conversation")
@@ -327,65 +306,45 @@ class PolicyConfig(Frozen):
     run_id: str = Field(default="agent", min_length=1, max_length=200, description="run that the records belong to")
 
 
-class AgentConfig(PolicyConfig):
-    """The endpoint: its address and its limits."""
+class PolicyConfig(ToolsConfig):
+    """A served policy with its tools."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
-    port: int = Field(default=8300, ge=0, le=65535, description="0 takes a free port")
-    api_key_env: VariableName = Field(
-        default=API_KEY,
-        description="environment variable with the API key that clients must send; unset: no key is required",
-    )
-    max_running: int = Field(default=64, ge=1, le=4096, description="concurrent requests; one more gets status 503")
-    max_body_bytes: int = Field(default=4 * MIB, ge=1024, description="maximum size of a request in bytes")
-
-    def access(self) -> AccessRules:
-        """Who is let in. Raises ``ConfigError`` when a network address has no key."""
-        return AccessRules(required_key(self.host, self.api_key_env, protects="the agent and its tools"))
+    base_url: HttpUrl = Field(min_length=1, description="model server, up to and including /v1")
+    model: str = Field(min_length=1, description="served model name, such as policy-v000007")
 
 
-@asynccontextmanager
-async def opened_runtime(config: PolicyConfig) -> AsyncIterator[AgentRuntime]:
-    """A runtime for this event loop; its connections and its store are closed on exit.
+def open_runtime(config: PolicyConfig) -> AgentRuntime:
+    """Close it with ``aclose`` on the event loop of its requests.
 
-    Raises ``ConfigError`` for invalid tools, an invalid template or a missing key, and ``StorageError``.
+    Raises ``ConfigError`` for invalid tools, an invalid template or a missing key.
     """
-    async with AsyncExitStack() as stack:
-        engine = OpenAIEngine(
-            config.model,
-            config.base_url,
-            base_model=config.base_model or None,
-            timeout=config.timeout,
-            api_key_env=config.upstream_key_env or None,
-        )
-        stack.push_async_callback(engine.aclose)
-        storage: TrajectoryStorage | None = None
-        if config.record:
-            opened: TrajectoryStorage = registry.build("storages", "file", {"path": config.record})
-            stack.push_async_callback(opened.close)
-            storage = opened
-        yield AgentRuntime(
-            engine,
-            policy=PolicyRef.from_served_name(engine.base_model, config.model),
-            options=ToolOptions(
-                tools=config.tools,
-                template=config.template,
-                opens_thought=config.opens_thought,
-                system_prompt=config.system_prompt,
-            ),
-            limits=Limits(max_turns=config.max_turns, max_response_length=config.max_tokens, timeout=config.timeout),
-            sampling=SamplingParams(temperature=config.temperature),
-            storage=storage,
-            run_id=config.run_id,
-        )
+    engine = OpenAIEngine(
+        config.model,
+        config.base_url,
+        base_model=config.base_model or None,
+        timeout=config.timeout,
+        api_key_env=config.upstream_key_env or None,
+    )
+    return AgentRuntime(
+        engine,
+        policy=PolicyRef.from_served_name(engine.base_model, config.model),
+        options=ToolOptions.model_validate(config.model_dump(include=set(ToolOptions.model_fields))),
+        limits=Limits(max_turns=config.max_turns, max_response_length=config.max_tokens, timeout=config.timeout),
+        sampling=SamplingParams(temperature=config.temperature),
+        storage=registry.build("storages", "file", {"path": config.record}) if config.record else None,
+        run_id=config.run_id,
+    )
 
 
-OpenRuntime = Callable[[], AbstractAsyncContextManager[AgentRuntime]]
+def build_app(model: str, runtime: AgentRuntime) -> Starlette:
+    """The ASGI application, which serves the agent as ``model``; the end of its lifespan closes the runtime."""
+    endpoints = AgentEndpoints(model, runtime)
 
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await runtime.aclose()
 
-def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
-    """The ASGI application; its lifespan opens the runtime."""
-    endpoints = AgentEndpoints(config, open_runtime)
     return Starlette(
         routes=[
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
@@ -393,24 +352,16 @@ def build_app(config: AgentConfig, open_runtime: OpenRuntime) -> Starlette:
             Route("/health", endpoints.health),
         ],
         exception_handlers=ERROR_HANDLERS,
-        lifespan=endpoints.lifespan,
+        lifespan=lifespan,
     )
 
 
 class AgentEndpoints:
     """One method per path."""
 
-    def __init__(self, config: AgentConfig, open_runtime: OpenRuntime) -> None:
-        self._model = config.model
-        self._open_runtime = open_runtime
-        self._runtime: AgentRuntime | None = None
-        self._places = asyncio.Semaphore(config.max_running)
-
-    @asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Open the runtime while the application runs."""
-        async with self._open_runtime() as self._runtime:
-            yield
+    def __init__(self, model: str, runtime: AgentRuntime) -> None:
+        self._model = model
+        self._runtime = runtime
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions.
@@ -420,9 +371,6 @@ class AgentEndpoints:
         body = await read_body(await request.body(), AgentCompletionRequest.model_validate_json)
         if body.model and body.model != self._model:
             raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{self._model}'.", param="model")
-        assert self._runtime is not None, "the application runs within its lifespan"
-        if self._places.locked():
-            raise Overloaded("As many requests are running as may; retry later.")
         name = uuid.uuid4().hex  # the task id of the recorded episode
         conversation = tuple(to_message(message.wire) for message in body.messages)
         events = self._runtime.stream(conversation, sampling=body.sampling(), name=name)
@@ -442,7 +390,7 @@ class AgentEndpoints:
         return Response()
 
     async def _result(self, events: AsyncGenerator[AgentEvent]) -> AgentResult:
-        async with self._places, aclosing(events):
+        async with aclosing(events):
             return _checked([event async for event in events][-1])
 
     async def _sse(
@@ -456,7 +404,7 @@ class AgentEndpoints:
             return sse_event(chunk_body(head, [chunk_choice(0, delta=delta, **(end or {}))]))
 
         try:
-            async with self._places, aclosing(events):
+            async with aclosing(events):
                 yield chunk(role="assistant", content="")
                 async for event in events:
                     gap = "\n\n" if turn else ""
@@ -465,7 +413,9 @@ class AgentEndpoints:
                             yield chunk(content=(gap if event.turn != turn else "") + event.text)
                             turn = event.turn
                         case ToolCallStarted() | ToolResult():
-                            yield chunk(tool_event=tool_event_delta(event))
+                            told = event.model_dump(exclude={"call_id"})
+                            kind = "started" if isinstance(event, ToolCallStarted) else "result"
+                            yield chunk(tool_event={"event": kind, "id": event.call_id, **told})
                         case AgentResult():
                             answer = _checked(event).answer if not event.streamed else None
                             yield chunk(end=event.end, **({"content": gap + answer} if answer else {}))
@@ -476,13 +426,6 @@ class AgentEndpoints:
         except StorageError as error:
             yield sse_event(error_body(500, str(error), "InternalServerError"))
         yield SSE_DONE
-
-
-def tool_event_delta(event: ToolCallStarted | ToolResult) -> Body:
-    """A tool call or its result as the field ``tool_event`` of a chunk."""
-    if isinstance(event, ToolCallStarted):
-        return {"event": "started", "id": event.call_id, "name": event.name, "arguments": event.arguments}
-    return {"event": "result", "id": event.call_id, "name": event.name, "content": event.content, "ok": event.ok}
 
 
 def _usage(result: AgentResult) -> Body:
@@ -499,29 +442,21 @@ def _checked(event: AgentEvent) -> AgentResult:
 
 
 @contextmanager
-def running_agent(config: AgentConfig, open_runtime: OpenRuntime | None = None) -> Iterator[str]:
+def running_agent(config: ServerConfig, policy: PolicyConfig, runtime: AgentRuntime | None = None) -> Iterator[str]:
     """A server in a background thread; yields its URL, without ``/v1``.
 
-    ``open_runtime`` opens the agent; the default uses the configured model server. Raises ``ConfigError`` for invalid
-    options, ``StorageError`` for a store that cannot be opened.
+    ``config``: its address and bounds. ``runtime``: the agent, which is closed at the end; by default that of
+    ``policy``. Raises ``ConfigError`` for invalid options.
     """
-    access, opener = config.access(), open_runtime or (lambda: opened_runtime(config))
-    background().wait_for(_opens(opener))
+    access, agent = config.access(), runtime or open_runtime(policy)
     with (
         listening(config.host, config.port) as listener,
         serving(
-            build_app(config, opener),
+            build_app(policy.model, agent),
             listener,
             access=access,
             max_body_bytes=config.max_body_bytes,
-            log_level="critical",
             lifespan="on",
         ) as url,
     ):
         yield url
-
-
-async def _opens(open_runtime: OpenRuntime) -> None:
-    """Raise what prevents a start: an error in the server's own thread is not seen here."""
-    async with open_runtime():
-        pass

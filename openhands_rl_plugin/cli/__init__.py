@@ -36,7 +36,6 @@ from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, UsageEr
 
 COMMANDS: Mapping[str, str] = {
     "adapters": "list the versions of an adapter, publish one, or roll back",
-    "agent": "serve a policy with its tools: every chat request is answered after all tool calls",
     "chat": "talk to a served policy in the terminal, with tools",
     "compare": "compare two evaluations over the same tasks, with a p-value",
     "config": "check a configuration file and print the effective settings",
@@ -52,7 +51,7 @@ COMMANDS: Mapping[str, str] = {
     "rollout": "play one episode against an endpoint, for a trainer: reward, token ids, logprobs",
     "run": "let the agent work on a task in a folder, or run another agent's command, and record it",
     "score": "score stored episodes with a reward, a verifier, what people labelled, or by hand; ask for labels",
-    "serve": "serve a model and its LoRA adapters over an OpenAI-compatible API",
+    "serve": "serve a model and its LoRA adapters, or a policy with its tools, over an OpenAI-compatible API",
     "show": "show a stored episode: its messages, with rewards, versions and token counts",
     "tasks": "make tasks from real packages, check their quality, list them",
     "train": "train an adapter on stored episodes",
@@ -68,7 +67,7 @@ A command's module has ``add_arguments(parser)`` and ``run(args)``, which gives 
 _GROUPS = {
     "record": "run gateway import export rollout",
     "judge": "score",
-    "train": "train loop adapters serve agent chat",
+    "train": "train loop adapters serve chat",
     "evaluate": "evaluate report compare grade tasks",
     "look": "list show doctor config",
 }

@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import Message
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.chat_endpoint import AgentEvent, AgentResult, AgentRuntime, PolicyConfig
+    from openhands_rl_plugin.apps.chat_endpoint import AgentEvent, AgentResult, AgentRuntime
 
 OWN_INTERRUPT = True
 
@@ -45,14 +45,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``RLError`` when the options or the server cannot be used.
     """
-    from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig
+    from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig, open_runtime
     from openhands_rl_plugin.models.engines.server_models import check_answers
 
     with asyncio.Runner() as runner:
         config = read_fields(args, PolicyConfig)
-        chat = Chat(config, runner)
+        chat = Chat(open_runtime(config), runner)
         try:
-            chat.open()
             check_answers(config.base_url, os.environ.get(config.upstream_key_env))
             for line in _lines():
                 if line == "/quit":
@@ -66,23 +65,15 @@ def run(args: argparse.Namespace) -> int:
 class Chat:
     """A conversation. ``runner`` has the event loop that runs all of it; ``failed``: the last question did."""
 
-    def __init__(self, config: PolicyConfig, runner: asyncio.Runner) -> None:
-        from openhands_rl_plugin.apps.chat_endpoint import opened_runtime
-
-        self._opened = opened_runtime(config)
+    def __init__(self, runtime: AgentRuntime, runner: asyncio.Runner) -> None:
+        self._runtime = runtime
         self._runner = runner
-        self._runtime: AgentRuntime | None = None
         self._messages: tuple[Message, ...] = ()
         self.failed = False
 
-    def open(self) -> None:
-        """Open the runtime. Raises ``RLError``."""
-        self._runtime = self._runner.run(self._opened.__aenter__())
-
     def close(self) -> None:
         """Close the runtime."""
-        if self._runtime is not None:
-            self._runner.run(self._opened.__aexit__(None, None, None))
+        self._runner.run(self._runtime.aclose())
 
     def take(self, line: str) -> None:
         """Answer a question or execute a command. A question whose answer is interrupted is dropped."""
@@ -107,7 +98,6 @@ class Chat:
     async def _answer(self, messages: tuple[Message, ...]) -> AgentResult:
         from openhands_rl_plugin.apps.chat_endpoint import AgentResult
 
-        assert self._runtime is not None
         printer = _Printer()
         async with aclosing(self._runtime.stream(messages)) as events:
             async for event in events:

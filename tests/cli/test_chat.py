@@ -1,4 +1,4 @@
-"""``openhands-rl chat`` and ``agent`` as processes, against a model server on a real socket."""
+"""``openhands-rl chat`` and ``serve --base-url`` as processes, against a model server on a real socket."""
 
 from __future__ import annotations
 
@@ -140,15 +140,16 @@ def test_wrong_options_are_one_line(options: list[str], message: str, capsys: py
     assert message in line
 
 
-async def test_the_agent_command_serves_until_it_is_stopped() -> None:
+async def test_a_policy_with_tools_is_served_until_it_is_stopped() -> None:
     async with raw_server(lambda path, body: respond(answer("good"))) as server:
-        command = [sys.executable, "-m", "openhands_rl_plugin.cli", "agent", "--model", "m", "--port", "0"]
+        command = [sys.executable, "-m", "openhands_rl_plugin.cli", "serve", "--model", "m", "--port", "0"]
         process = await asyncio.create_subprocess_exec(
             *command, "--base-url", f"{server.url}/v1", stdout=subprocess.PIPE
         )
         assert process.stdout is not None
-        assert b"with no tools" in await process.stdout.readline()
-        base_url = (await process.stdout.readline()).decode().split()[1].rstrip(";")
+        line = (await process.stdout.readline()).decode()
+        assert "with no tools" in line
+        base_url = line.split(" at ")[1].split(";")[0]
         async with httpx.AsyncClient() as client:
             body = {"messages": [{"role": "user", "content": "hi"}]}
             said = await client.post(f"{base_url}/chat/completions", json=body, timeout=20)

@@ -100,7 +100,6 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
     play = [*configured, "--llm", "eval", "--retries", "0"]
     return {
         "adapters": [["adapters", what, *configured] for what in ("list", "publish", "rollback")],
-        "agent": [["agent", "--base-url", url, "--model", "planted", "--tools", url, "--port", "0"]],
         "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],
         "compare": [["compare", rows, url], ["compare", store, mongodb]],
         "config": [["config", "check", config], ["config", "check", rows]],
@@ -147,7 +146,11 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
             ["score", store, "--reward", "matching", "--options", json.dumps({"api_key": KEYS["prompt"]})],
             ["score", mongodb, "--reward", "return"],
         ],
-        "serve": [["serve", "--model", url], ["serve", "--model", "planted", "--host", url]],
+        "serve": [
+            ["serve", "--model", url],
+            ["serve", "--model", "planted", "--host", url],
+            ["serve", "--base-url", url, "--model", "planted", "--tools", url, "--port", "0"],
+        ],
         "show": [["show", store, "x"], ["show", mongodb, "x"]],
         "studio": [["studio", rows], ["studio", mongodb], ["studio", store, "--host", url]],
         "tasks": [

@@ -9,7 +9,6 @@ from openhands_rl_plugin.cli import main
 SERVERS = {
     "serve": ["--model", "no-such-model"],
     "gateway": ["--upstream", "http://127.0.0.1:9/v1", "--store", "./never-made"],
-    "agent": ["--base-url", "http://127.0.0.1:9/v1", "--model", "m"],
     "studio": ["mongodb://127.0.0.1:9/never"],
     "env": ["webshop", "--products", "999999999"],
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from caller_model import ANSWER, NOTES, QUESTION, WIRE, add, tools
 
-from openhands_rl_plugin.apps.chat_endpoint import AgentConfig, AgentResult, AgentRuntime, running_agent
+from openhands_rl_plugin.apps.chat_endpoint import AgentResult, AgentRuntime, PolicyConfig, running_agent
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Limits,
@@ -23,9 +23,10 @@ from openhands_rl_plugin.core.types import (
     Tokens,
     Trajectory,
 )
-from openhands_rl_plugin.environments.tools.environment import ToolEnvironment, ToolOptions
+from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolOptions
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -63,12 +64,9 @@ async def rolled_out(url: str, seed: int, options: ToolOptions) -> Trajectory:
     return trajectory
 
 
-@asynccontextmanager
-async def runtime(url: str, options: ToolOptions, **more: Any) -> AsyncIterator[AgentRuntime]:
-    engine = OpenAIEngine("caller", url)
-    policy = PolicyRef(base_model="caller")
-    yield AgentRuntime(engine, tools(), policy=policy, options=options, limits=LIMITS, sampling=SAMPLING, **more)
-    await engine.aclose()
+def runtime(url: str, options: ToolOptions, own: Sequence[ToolBase] | None, **more: Any) -> AgentRuntime:
+    engine, policy = OpenAIEngine("caller", url), PolicyRef(base_model="caller")
+    return AgentRuntime(engine, own, policy=policy, options=options, limits=LIMITS, sampling=SAMPLING, **more)
 
 
 @pytest.mark.parametrize(("seed", "template"), [(0, ""), (2, ""), (0, "qwen3")])
@@ -76,7 +74,7 @@ async def test_run_and_stream_sample_what_a_rollout_samples(model_url: str, seed
     options = ToolOptions(template=template)
     expected = tokens_of(await rolled_out(model_url, seed, options))
     wanted = SamplingParams(seed=seed)
-    async with runtime(model_url, options) as agent:
+    async with aclosing(runtime(model_url, options, tools())) as agent:
         assert tokens_of((await agent.run(ASKED, sampling=wanted)).trajectory) == expected
         last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
         assert isinstance(last, AgentResult)
@@ -87,13 +85,10 @@ async def test_run_and_stream_sample_what_a_rollout_samples(model_url: str, seed
 async def test_a_spoken_answer_is_streamed_from_the_same_tokens(model_url: str, seed: int) -> None:
     """Without a final tool the text itself is streamed, through the server's event stream."""
     options = ToolOptions(tools=("think", "caller_model:add"))
-    engine = OpenAIEngine("caller", model_url)
-    policy = PolicyRef(base_model="caller")
-    agent = AgentRuntime(engine, policy=policy, options=options, limits=LIMITS, sampling=SAMPLING)
     wanted = SamplingParams(seed=seed, temperature=1.5)
-    whole = await agent.run(ASKED, sampling=wanted)
-    last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
-    await engine.aclose()
+    async with aclosing(runtime(model_url, options, None)) as agent:
+        whole = await agent.run(ASKED, sampling=wanted)
+        last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
     assert isinstance(last, AgentResult)
     assert tokens_of(last.trajectory) == tokens_of(whole.trajectory)
     assert last.answer == whole.answer
@@ -102,10 +97,10 @@ async def test_a_spoken_answer_is_streamed_from_the_same_tokens(model_url: str, 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_the_endpoint_samples_what_a_rollout_samples(model_url: str, tmp_path: Path, streamed: bool) -> None:
-    storage = FileTrajectoryStorage(tmp_path)
-    config = AgentConfig(base_url=model_url, model="caller", port=0)
-    answered = {}
-    with running_agent(config, lambda: runtime(model_url, ToolOptions(), storage=storage)) as url:
+    storage, answered = FileTrajectoryStorage(tmp_path), {}
+    policy = PolicyConfig(base_url=model_url, model="caller")
+    agent = runtime(model_url, ToolOptions(), tools(), storage=storage)
+    with running_agent(ServerConfig(model="caller", port=0), policy, agent) as url:
         async with httpx.AsyncClient(timeout=60) as client:
             for seed in SEEDS:
                 body = {"messages": WIRE, "seed": seed, "stream": streamed}
@@ -127,7 +122,7 @@ async def test_the_endpoint_samples_what_a_rollout_samples(model_url: str, tmp_p
 async def test_a_second_question_goes_on_with_the_whole_conversation(model_url: str) -> None:
     """What a chat appends is what a rollout over the same messages is given."""
     greedy = SamplingParams(temperature=0.0)
-    async with runtime(model_url, ToolOptions()) as agent:
+    async with aclosing(runtime(model_url, ToolOptions(), tools())) as agent:
         first = await agent.run(ASKED, sampling=greedy)
         assert first.answer == ANSWER and add(17, 25) in [message.content for message in first.messages]
         again = (*ASKED, *first.messages, Message(role="user", content=QUESTION))
