@@ -9,10 +9,10 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
@@ -102,26 +102,18 @@ def add_fields(
     command with positional arguments needs commas.
     ``from_file``: a configuration file may give what is required, so that only ``checked`` can refuse its absence.
     """
+    words = lists == "words"
     for name, field in model.model_fields.items():
-        if get_origin(field.annotation) is tuple and lists == "words":
-            group.add_argument(
-                option_of(name),
-                nargs="*",
-                action="extend",
-                default=argparse.SUPPRESS,
-                help=_help(field),
-                metavar="NAME",
-            )
-            continue
+        several = words and get_origin(field.annotation) is tuple
         # A switch may be given alone, unless a positional argument could be taken for its value.
-        switch = {"nargs": "?", "const": "true"} if field.annotation is bool and lists == "words" else {}
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if words and field.annotation is bool else {}
         group.add_argument(
             option_of(name),
             required=field.is_required() and not from_file,
             default=argparse.SUPPRESS,
-            metavar=_metavar(name, field),
+            metavar="NAME" if several else _metavar(name, field),
             help=_help(field),
-            **switch,
+            **({"nargs": "*", "action": "extend"} if several else switch),
         )
     for old in _renamed(model):
         group.add_argument(option_of(old), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -323,35 +315,52 @@ def add_skip_damaged(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_TIMES = "2025-01-31T12:00 (local), or seconds since 1970"
+
+
+def _time(text: str) -> float:
+    """Seconds since 1970, or a local date and time."""
+    for read in (finite, lambda text: datetime.fromisoformat(text).timestamp()):
+        with suppress(argparse.ArgumentTypeError, ValueError, OverflowError, OSError):
+            return read(text)
+    raise argparse.ArgumentTypeError(f"must be like {_TIMES}; got {text!r}")
+
+
+_SEARCHED = ", ".join(name.removesuffix("_id").replace("_", " ") for name in SEARCHED)
+_FILTERS: Sequence[tuple[str, str, dict[str, Any], str]] = (
+    ("run", "run_id", {"metavar": "ID"}, "episodes of this run"),
+    ("group", "group_id", {"metavar": "ID"}, "episodes of this group of attempts at one task"),
+    ("task", "task_id", {"metavar": "ID"}, "episodes of this task"),
+    ("environment", "environment", {"metavar": "NAME"}, "episodes in this environment"),
+    ("split", "split", {"metavar": "NAME"}, "episodes of tasks of this split, such as train or heldout"),
+    ("strategy", "strategy", {"metavar": "NAME"}, "episodes of this rollout strategy, such as ReAct"),
+    ("adapter", "adapter", {"metavar": "NAME"}, "sampled from a version of this adapter"),
+    ("policy-version", "policy_version", {"type": natural, "metavar": "VERSION"}, "sampled from this version number"),
+    ("stop", "stop", {"choices": [each.value for each in StopReason]}, "why the episode ended"),
+    (
+        "failed",
+        "failed",
+        {"action": argparse.BooleanOptionalAction},
+        "only failed episodes, or only the others",
+    ),
+    ("failure", "failure_kind", {"choices": [each.value for each in FailureKind]}, "what the episode failed of"),
+    ("min-reward", "reward_at_least", {"type": finite, "metavar": "REWARD"}, "lowest reward"),
+    ("max-reward", "reward_at_most", {"type": finite, "metavar": "REWARD"}, "highest reward"),
+    ("since", "since", {"type": _time, "metavar": "TIME"}, f"ended at this time or later: {_TIMES}"),
+    ("until", "until", {"type": _time, "metavar": "TIME"}, "ended at this time or before"),
+    ("contains", "contains", {"metavar": "TEXT"}, f"with this text in one of {_SEARCHED}"),
+    ("labelled", "label", {"metavar": "TEXT"}, "with this tag, or a label of this kind, such as verdict"),
+)
+"""Option, field of ``TrajectoryFilter``, how argparse reads it, its help."""
+
+
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``TrajectoryFilter`` that picks episodes, and ``--skip-damaged``."""
     add_skip_damaged(parser)
     group = parser.add_argument_group("filters", "Every filter that is given must match; bounds are inclusive.")
-    group.add_argument("--run", "--run-id", dest="run", metavar="ID", help="episodes of this run")
-    group.add_argument("--group", metavar="ID", help="episodes of this group of attempts at one task")
-    group.add_argument("--task", metavar="ID", help="episodes of this task")
-    group.add_argument("--environment", metavar="NAME", help="episodes in this environment")
-    group.add_argument("--split", metavar="NAME", help="episodes of tasks of this split, such as train or heldout")
-    group.add_argument("--strategy", metavar="NAME", help="episodes of this rollout strategy, such as ReAct")
-    group.add_argument("--adapter", metavar="NAME", help="sampled from a version of this adapter")
-    group.add_argument("--policy-version", type=natural, metavar="VERSION", help="sampled from this version number")
-    group.add_argument("--stop", choices=[each.value for each in StopReason], help="why the episode ended")
-    group.add_argument(
-        "--failed", action=argparse.BooleanOptionalAction, help="only failed episodes, or only those without failure"
-    )
-    group.add_argument("--failure", choices=[each.value for each in FailureKind], help="what the episode failed of")
-    group.add_argument("--min-reward", type=finite, metavar="REWARD", help="lowest reward")
-    group.add_argument("--max-reward", type=finite, metavar="REWARD", help="highest reward")
-    group.add_argument(
-        "--since",
-        type=_time,
-        metavar="TIME",
-        help="ended at this local time or later: 2025-01-31T12:00, or seconds since 1970",
-    )
-    group.add_argument("--until", type=_time, metavar="TIME", help="ended at this time or before")
-    searched = ", ".join(name.removesuffix("_id").replace("_", " ") for name in SEARCHED)
-    group.add_argument("--contains", metavar="TEXT", help=f"with this text in one of {searched}")
-    group.add_argument("--labelled", metavar="TEXT", help="with this tag, or a label of this kind, such as verdict")
+    for option, field, read, about in _FILTERS:
+        names = (f"--{option}", "--run-id") if option == "run" else (f"--{option}",)
+        group.add_argument(*names, dest=f"where_{field}", help=about, **read)
     ended = group.add_mutually_exclusive_group()
     ended.add_argument("--unfinished", action="store_true", help="only episodes that have not ended")
     ended.add_argument("--all", action="store_true", help="also episodes that have not ended")
@@ -359,33 +368,18 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
 
 def filter_of(args: argparse.Namespace) -> TrajectoryFilter:
     """The filter that the options give. Raises ``ConfigError`` when nothing can match."""
-    for low, high, what in (("min_reward", "max_reward", "reward"), ("since", "until", "time")):
-        bounds = getattr(args, low), getattr(args, high)
-        if None not in bounds and bounds[0] > bounds[1]:
-            options = " and ".join(f"--{name.replace('_', '-')}" for name in (low, high))
-            raise ConfigError(f"{options}: no {what} lies between {bounds[0]:g} and {bounds[1]:g}; swap them")
+    # A command may have an option of its own in the place of a filter, as ``train --adapter``.
+    given: dict[str, Any] = {field: getattr(args, f"where_{field}", None) for _, field, _, _ in _FILTERS}
     # An episode that has not ended stopped as "unfinished", whatever else is asked for.
-    unfinished = args.unfinished or args.stop == StopReason.UNFINISHED
-    return TrajectoryFilter(
-        run_id=args.run,
-        group_id=args.group,
-        task_id=args.task,
-        environment=args.environment,
-        split=args.split,
-        strategy=args.strategy,
-        adapter=args.adapter,
-        policy_version=args.policy_version,
-        stop=StopReason(args.stop) if args.stop else None,
-        failed=args.failed,
-        failure_kind=FailureKind(args.failure) if args.failure else None,
-        finished=False if unfinished else None if args.all else True,
-        reward_at_least=args.min_reward,
-        reward_at_most=args.max_reward,
-        since=args.since,
-        until=args.until,
-        contains=args.contains,
-        label=args.labelled,
-    )
+    unfinished = args.unfinished or given["stop"] == StopReason.UNFINISHED
+    where = TrajectoryFilter(**given, finished=False if unfinished else None if args.all else True)
+    for low, high, options in (
+        (where.reward_at_least, where.reward_at_most, "--min-reward and --max-reward"),
+        (where.since, where.until, "--since and --until"),
+    ):
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"{options}: nothing lies between {low:g} and {high:g}; swap them")
+    return where
 
 
 def add_reward(parser: argparse.ArgumentParser) -> None:
@@ -413,20 +407,6 @@ def json_object(text: str) -> JsonObject:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError('must be a JSON object, such as {"threshold": 0.5}')
     return found
-
-
-def _time(text: str) -> float:
-    """Seconds since 1970, or a local date and time."""
-    try:
-        return finite(text)
-    except argparse.ArgumentTypeError:
-        pass
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError, OSError) as error:
-        raise argparse.ArgumentTypeError(
-            f"must be like 2025-01-31T12:00, or seconds since 1970; got {text!r}"
-        ) from error
 
 
 def add_tasks(group: argparse._ActionsContainer) -> None:

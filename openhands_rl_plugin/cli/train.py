@@ -154,7 +154,7 @@ class TrainingRun:
         self._training = settings_from(args, config.training)
         self._training.check_engine()
         self._name = check_name(args.adapter)
-        self._where = filter_of(args).model_copy(update={"adapter": None})
+        self._where = filter_of(args)
         self._adapters = AdapterStore(args.adapters)
         self._run_directory = self._adapters.root / f"{self._name}.training"
         self._parent: Adapter | None = None

@@ -20,7 +20,6 @@ from tiny_model import write_model
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.cli.doctor import (
     Finding,
-    Level,
     check_adapters,
     check_all,
     check_installation,
@@ -88,14 +87,14 @@ async def server_findings(url: str, model: str = "", *, probe: bool = True) -> l
 
 async def test_a_server_of_the_model_is_found_and_probed(model_server: str) -> None:
     listed, probed = await server_findings(model_server, "tiny")
-    assert [listed.level, probed.level] == [Level.OK, Level.OK]
+    assert [listed.level, probed.level] == ["ok", "ok"]
     assert "tiny" in listed.found and "logprobs" in probed.found
 
 
 async def test_a_server_without_token_ids_fails_the_probe(other_server: str) -> None:
     listed, probed = await server_findings(f"{other_server}/v1")
     assert listed.found == "serves one, two"
-    assert (probed.level, probed.found) == (Level.FAIL, "a completion has none")
+    assert (probed.level, probed.found) == ("fail", "a completion has none")
 
 
 @pytest.mark.parametrize(
@@ -108,18 +107,18 @@ async def test_a_server_without_token_ids_fails_the_probe(other_server: str) -> 
 )
 async def test_a_wrong_server_fails(other_server: str, path: str, model: str, found: str) -> None:
     (finding,) = await server_findings(f"{other_server}{path}", model)
-    assert finding.level is Level.FAIL and found in finding.found
+    assert finding.level == "fail" and found in finding.found
     assert finding.remedy
 
 
 async def test_a_server_of_this_machine_may_start_later() -> None:
     for url, probe, level in (
-        ("http://127.0.0.1:9/v1", False, Level.WARN),
-        ("http://127.0.0.1:9/v1", True, Level.FAIL),
-        ("http://model.invalid/v1", False, Level.FAIL),
+        ("http://127.0.0.1:9/v1", False, "warn"),
+        ("http://127.0.0.1:9/v1", True, "fail"),
+        ("http://model.invalid/v1", False, "fail"),
     ):
         (finding,) = await server_findings(url, probe=probe)
-        assert finding.level is level and "openhands-rl serve" in finding.remedy
+        assert finding.level == level and "openhands-rl serve" in finding.remedy
 
 
 async def test_the_file_that_init_writes_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,19 +126,19 @@ async def test_the_file_that_init_writes_is_in_order(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli.main(["config", "init"]) == 0
     found = await check_all(Path("config.toml"), registration=False)
-    assert not [each for each in found if each.level is Level.FAIL or each.what.startswith("environment")]
+    assert not [each for each in found if each.level == "fail" or each.what.startswith("environment")]
 
 
 @pytest.mark.parametrize(
     ("section", "level"),
     [
-        ("[rl]\nenv_port = 9", Level.WARN),
-        ('[rl]\nenv_server_base = "http://shop.invalid"', Level.FAIL),
-        ('[rl]\nenv_server_base = "SHOP"', Level.OK),
-        ('[rl]\nenv_name = "gymnasium/FrozenLake-v1"', Level.OK),
+        ("[rl]\nenv_port = 9", "warn"),
+        ('[rl]\nenv_server_base = "http://shop.invalid"', "fail"),
+        ('[rl]\nenv_server_base = "SHOP"', "ok"),
+        ('[rl]\nenv_name = "gymnasium/FrozenLake-v1"', "ok"),
     ],
 )
-async def test_an_environment_is_checked_where_one_is_used(tmp_path: Path, section: str, level: Level) -> None:
+async def test_an_environment_is_checked_where_one_is_used(tmp_path: Path, section: str, level: str) -> None:
     config = tmp_path / "config.toml"
     with running_shop() as url:
         config.write_text(f'{section.replace("SHOP", url)}\n[rl.storage]\npath = "{tmp_path}/store"\n')
@@ -157,26 +156,12 @@ def published(root: Path) -> AdapterStore:
     return store
 
 
-def test_adapters_are_followed_from_the_pointer_to_the_weights(tmp_path: Path) -> None:
-    assert [each.level for each in check_adapters(tmp_path / "none", "policy")] == [Level.OK]
+def test_an_adapter_is_followed_from_the_pointer_to_the_weights(tmp_path: Path) -> None:
+    assert check_adapters(tmp_path / "none", "policy").level == "ok"
     published(tmp_path)
-    findings = list(check_adapters(tmp_path, "policy"))
-    assert [each.level for each in findings] == [Level.OK, Level.OK]
-    assert "policy-v000001 is in use" in findings[-1].found
-
-
-@pytest.mark.parametrize("damage", ["weights", "version", "pointer"])
-def test_a_pointer_to_nothing_is_told(tmp_path: Path, damage: str) -> None:
-    version = tmp_path / "policy-v000001"
-    published(tmp_path)
-    match damage:
-        case "weights":
-            (version / WEIGHTS_FILE).write_bytes(b"other")
-        case "version":
-            version.rename(tmp_path / "elsewhere")
-        case _:
-            (tmp_path / "policy.current.json").write_text("{")
-    assert list(check_adapters(tmp_path, "policy"))[-1].level is Level.FAIL
+    assert check_adapters(tmp_path, "policy").found == "policy-v000001 is in use and undamaged"
+    (tmp_path / "policy-v000001" / WEIGHTS_FILE).write_bytes(b"other")
+    assert check_adapters(tmp_path, "policy").level == "fail"
 
 
 async def test_the_store_is_counted_and_its_permissions_are_looked_at(tmp_path: Path) -> None:
@@ -188,17 +173,17 @@ async def test_the_store_is_counted_and_its_permissions_are_looked_at(tmp_path: 
     folder.chmod(0o700)
     findings = await check_all(config, registration=False)
     assert of(findings, "stored episodes").found.startswith("1 and 0 unfinished")
-    assert of(findings, "permissions").level is Level.OK
+    assert not [each for each in findings if each.what.startswith("permissions")]
     folder.chmod(0o755)
     told = of(await check_all(config, registration=False), "permissions")
-    assert told.level is Level.WARN and told.remedy == f"chmod 700 {folder}"
+    assert told.level == "warn" and told.remedy == f"chmod 700 {folder}"
 
 
 async def test_a_wrong_configuration_is_told_line_by_line(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("[rl]\nmax_turn = 3\nenv_port = 0\n")
     told = [each for each in await check_all(config, registration=False) if each.what == "configuration"]
-    assert len(told) == 2 and all(each.level is Level.FAIL for each in told)
+    assert len(told) == 2 and all(each.level == "fail" for each in told)
 
 
 async def test_the_agents_instructions_are_named(tmp_path: Path) -> None:
@@ -209,22 +194,20 @@ async def test_the_agents_instructions_are_named(tmp_path: Path) -> None:
 
 def test_what_is_installed_is_named() -> None:
     findings = list(check_installation(registration=False))
-    assert of(findings, "python").level is Level.OK
-    assert "httpx" in of(findings, "packages").found
-    assert {each.what for each in findings} >= {"python", "packages", "host", "bubblewrap"}
+    assert {each.what for each in findings} >= {"package", "host", "bubblewrap"}
 
 
 @pytest.mark.usefixtures("no_bubblewrap")
 def test_without_bubblewrap_there_is_a_warning() -> None:
     found = of(list(check_installation(registration=False)), "bubblewrap")
-    assert found.level is Level.WARN and found.found.startswith("bubblewrap is not installed")
+    assert found.level == "warn" and found.found.startswith("bubblewrap is not installed")
 
 
 @pytest.mark.slow
 def test_the_agent_is_registered_with_openhands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "openhands.py").write_text("raise SystemExit(1)")  # of whoever works in this folder
     monkeypatch.chdir(tmp_path)
-    assert of(list(check_installation()), "registration").level is Level.OK
+    assert of(list(check_installation()), "registration").level == "ok"
 
 
 def test_the_command_fails_when_a_check_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,4 +228,4 @@ async def test_a_database_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = tmp_path / "config.toml"
     config.write_text('[rl]\nstorage_backend = "mongodb"\n[rl.storage]\nuri_env = "A_DATABASE"\n')
     found = of(await check_all(config, registration=False), "stored episodes")
-    assert found.level is Level.FAIL and "127.0.0.1:1 cannot be reached" in found.found
+    assert found.level == "fail" and "127.0.0.1:1 cannot be reached" in found.found
