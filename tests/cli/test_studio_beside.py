@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import resource
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -87,33 +83,3 @@ def test_what_a_studio_lacks_is_one_line_and_the_run_goes_on(
     said = capsys.readouterr().out
     assert went_on and said.startswith("no studio: ") and said.endswith("the run goes on without it\n")
     assert said.count("\n") == 1
-
-
-RUN = """
-import argparse, sys, threading
-from pathlib import Path
-from openhands_rl_plugin.cli.jobs import studio_beside
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-run = Path(sys.argv[1])
-with studio_beside(argparse.Namespace(no_studio=False), run, lambda: FileTrajectoryStorage(run), run):
-    threading.Event().wait()
-"""
-
-
-def test_a_page_that_listens_does_not_keep_the_run_from_ending(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        assert child.stdout is not None
-        link = link_in(child.stdout.readline().decode())
-        with httpx.Client(base_url=link.partition("/?")[0], follow_redirects=True, timeout=60) as browser:
-            browser.get(link)
-            with browser.stream("GET", "/api/events") as events:
-                assert next(events.iter_lines()).startswith("retry")
-                began = time.monotonic()
-                os.kill(child.pid, signal.SIGINT)
-                _, error = child.communicate(timeout=60)
-                print(f"ended after {time.monotonic() - began:.1f} s")
-        assert child.returncode == -signal.SIGINT and b"KeyboardInterrupt" in error
-    finally:
-        child.kill()
-        child.wait()

@@ -90,10 +90,6 @@ def test_options_count_more_than_the_file(file: Path) -> None:
     assert work.settings.rollout_strategy == "MCTS" and "strategy" not in work.rl
 
 
-def test_a_model_behind_no_server_keeps_its_name() -> None:
-    assert work_of(WorkOptions(model="anthropic/claude"), {}).llm == {"model": "anthropic/claude"}
-
-
 def test_a_key_is_read_from_the_environment_and_never_among_the_settings(file: Path) -> None:
     work = work_of(WorkOptions(config=file, api_key_env="MY_KEY"), {"MY_KEY": "sk-secret"})
     assert work.llm["api_key"] == "sk-secret" and "sk-secret" not in str(work.rl)

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
@@ -111,38 +109,6 @@ def test_what_is_wrong_is_named(kind: registry.Kind, name: str, options: dict[st
         registry.build(kind, name, options)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_asking_for_one_plugin_imports_no_other() -> None:
-    code = (
-        "import sys; from openhands_rl_plugin.config import registry; registry.load('strategies', 'StandardReAct');"
-        "print(*(name for name in sys.modules if name.startswith('openhands_rl_plugin.')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    loaded = {name.split(".")[1] for name in done.stdout.split()}
-    assert "rollout" in loaded
-    assert loaded.isdisjoint({"environments", "models", "rewards", "training", "trajectories"})
-
-
-class UnbuildableReward:
-    """Reads something that is not there when it is built, as a verifier reads its adapter."""
-
-    class Options(Frozen):
-        adapter: str
-
-    def __init__(self, options: Options) -> None:
-        raise ConfigError(f"there is no {options.adapter}")
-
-
-def test_checking_options_builds_nothing() -> None:
-    name = f"{__name__}:UnbuildableReward"
-    assert registry.check_options("rewards", name, {"adapter": "x"}).model_dump() == {"adapter": "x"}
-    assert (
-        RewardSettings(name=name, options={"adapter": "x"})
-        == RLSettings(reward=RewardSettings(name=name, options={"adapter": "x"})).reward
-    )
-    with pytest.raises(ConfigError, match="there is no x"):
-        registry.build("rewards", name, {"adapter": "x"})
 
 
 def test_checking_options_checks_those_of_named_plugins_too() -> None:

@@ -73,28 +73,6 @@ def test_an_agent_samples_with_the_engine_of_its_settings(
     assert len(busy.requests["m"]) == 2 * len(server.requests["m"]), "the engine of the plugin tries twice"
 
 
-def test_a_model_that_only_the_engine_knows_can_be_played_but_not_trained(
-    installed: None, server: ScriptedModel, tmp_path: Path
-) -> None:
-    options = {"second_url": server.url, "base_url": AWAY}
-    with RLAgent("m", config=settings(server, tmp_path, engine_options=options)) as agent:
-        (episode,) = agent.run("Walk.")
-        with pytest.raises(ConfigError, match="no adapter can be given to 'fallback'; train its episodes with"):
-            agent.train()
-    assert episode["reward"] == 1.0 and episode["stop"] == "terminated"
-
-
-def test_wrong_options_are_named_when_the_settings_are_read(installed: None) -> None:
-    with pytest.raises(ConfigError, match=r"\[rl.engine_options\] second_url: is required"):
-        RLSettings.model_validate({"engine": "fallback"})
-    with pytest.raises(ConfigError, match=r"\[rl.engine_options\] secnd_url: unknown key; did you mean 'second_url'"):
-        RLSettings.model_validate({"engine": "fallback", "engine_options": {"second_url": "x", "secnd_url": "x"}})
-    with pytest.raises(ConfigError, match=r"\[rl\] engine: unknown engine 'fallbak'; did you mean 'fallback'"):
-        RLSettings.model_validate({"engine": "fallbak"})
-    with pytest.raises(ConfigError, match=r"\[rl.engine_options\] retries: the engine 'auto' has no options"):
-        RLSettings.model_validate({"engine_options": {"retries": 1}})
-
-
 def test_openhands_refuses_an_engine_that_it_would_not_use(installed: None) -> None:
     chosen = RLSettings.model_validate({"engine": "fallback", "engine_options": {"second_url": AWAY}})
     with pytest.raises(ConfigError, match="'fallback' would not be used"):

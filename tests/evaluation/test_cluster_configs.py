@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from openhands_rl_plugin import cli
@@ -91,13 +90,6 @@ def gives_something_to_compare(args: argparse.Namespace) -> None:
     assert load_settings(CLUSTER / "rollouts.toml").serving.model
 
 
-def test_scripts_ask_for_what_is_missing(tmp_path: Path) -> None:
-    for name in ("train.sbatch", "rollouts.sbatch"):
-        (tmp_path / name).mkdir()
-        with pytest.raises(subprocess.CalledProcessError):
-            run_script(name, tmp_path / name)
-
-
 def documents(name: str) -> Iterator[dict[str, Any]]:
     yield from yaml.safe_load_all((CLUSTER / name).read_text())
 
@@ -130,26 +122,3 @@ def test_episodes_on_kubernetes(tmp_path: Path) -> None:
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0" and args.processes <= room
     assert args.store.startswith(container["volumeMounts"][1]["mountPath"])
     gives_something_to_compare(args)
-
-
-def test_the_settings_of_episodes() -> None:
-    settings = load_settings(CLUSTER / "rollouts.toml")
-    assert settings.executor == "ray" and "127.0.0.1" not in settings.serving.base_url + settings.environment_url
-
-
-def test_accelerate_understands_its_configuration() -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
-
-    config = load_config_from_file(str(CLUSTER / "accelerate-fsdp2.yaml"))
-    assert str(config.distributed_type).endswith("FSDP") and config.num_processes == 8
-    known = {action.dest for action in launch_command_parser()._actions}
-    assert set(config.fsdp_config) <= known and config.fsdp_config["fsdp_version"] == 2
-    said = (CLUSTER / "accelerate-fsdp2.yaml").read_text().splitlines()[0].split()
-    words = ["a" if word.isupper() else word for word in after(said, "-m", "openhands_rl_plugin.cli")]
-    assert parsed(words).store == "a"
-
-
-def test_readme_names_every_file() -> None:
-    text = (CLUSTER / "README.md").read_text()
-    assert all(f"`{file.name}`" in text for file in CLUSTER.iterdir() if file.name != "README.md")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.performance.grpo.budget import CpuBudget, read_marks
-from evaluation.performance.grpo.compare import sft_adapter
+from evaluation.performance.grpo.budget import read_marks
 from evaluation.performance.grpo.report import Part, difference, overall, read_parts, report
 
 BURNING = """
@@ -35,18 +34,6 @@ def test_a_budget_counts_children_and_ends_the_process(tmp_path: Path) -> None:
     assert found and [mark.step for mark in found] == list(range(1, len(found) + 1))
     times = [mark.cpu_seconds for mark in found]
     assert times == sorted(times) and times[0] > 0 and times[-1] <= 1.0
-
-
-def test_an_adapter_that_comes_late_does_not_count(tmp_path: Path) -> None:
-    now = [100.0]
-    budget = CpuBudget(1_000.0, tmp_path / "marks.jsonl", lambda: now[0])
-    budget.begin()
-    now[0] = 1_100.0
-    assert budget.mark(1, Path("one"), {})
-    now[0] = 1_100.5
-    budget.begin()
-    assert not budget.mark(2, Path("two"), {})
-    assert [(mark.step, mark.cpu_seconds) for mark in read_marks(tmp_path / "marks.jsonl")] == [(1, 1_000.0)]
 
 
 def _part(side: str, seed: int, **returns: float) -> Part:
@@ -80,8 +67,3 @@ def test_a_report_over_directories(tmp_path: Path, capsys: pytest.CaptureFixture
         read_parts([tmp_path / "0", tmp_path / "0"])
     with pytest.raises(SystemExit, match="holds no finished side"):
         read_parts([tmp_path])
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no demo that finished its SFT"):
-        sft_adapter(tmp_path)

@@ -60,27 +60,6 @@ def test_an_adapter_for_32b_at_64k(capsys: pytest.CaptureFixture[str]) -> None:
     assert "138 GB" in PAGE and "85 GB" in PAGE
 
 
-def test_another_engine_needs_nothing_here(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-32b"), *LONG]
-    assert cli.main([*words[:-2], "--engine", "tinker"]) == 1
-    assert 'engine = "tinker" has no max_tokens_per_micro_batch' in capsys.readouterr().err
-    assert cli.main([*words[:4], "--engine", "tinker", "--lora-alpha", "32"]) == 0
-    printed = capsys.readouterr().out
-    assert "memory: none here, tinker trains" in printed and "GB" not in printed
-
-
-def test_a_verifier_has_the_same_defaults_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "--dry-run", "--model", str(FOLDER / "qwen2.5-coder-7b")]
-    assert cli.main([*words, "--verifier"]) == 0
-    printed = capsys.readouterr().out
-    assert "lora of rank 64" in printed and "2 epochs" in printed
-    assert "learning rate: 0.0002, linear after 15 steps" in printed
-    assert cli.main([*words, "--verifier", "--lora-rank", "8"]) == 0
-    assert "lora of rank 8" in capsys.readouterr().out
-    assert cli.main(words) == 0
-    assert "lora of rank 16" in capsys.readouterr().out
-
-
 def test_there_is_one_for_every_published_run() -> None:
     names = [f"policy-{method}-{size}" for method in ("full", "lora") for size in ("14b", "32b", "7b")]
     assert [path.stem for path in CONFIGS] == [*names, "verifier-lora-32b"]
@@ -118,8 +97,3 @@ def test_a_full_run_wants_its_optimiser_and_a_quantised_base_a_quarter() -> None
     half = TrainingSettings(dtype="bfloat16")
     quantised = estimate_memory(model, half.model_copy(update={"method": "qlora"}), 0).weights
     assert 0.3 < quantised / estimate_memory(model, half, 0).weights < 0.45, "embeddings and output stay as they are"
-
-
-def test_training_needs_a_store(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--model", str(FOLDER / "qwen2.5-coder-7b")]) == 1
-    assert "STORE: training needs a store of episodes" in capsys.readouterr().err

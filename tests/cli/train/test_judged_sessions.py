@@ -13,7 +13,7 @@ from train_store import TINY, episode, store_of
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.records import LabelKind
-from openhands_rl_plugin.core.types import Score, Task
+from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rollout.scoring import add_label
@@ -65,28 +65,6 @@ def test_four_sessions_with_told_successes_train(
     assert "episodes: 2 used" in capsys.readouterr().out
 
 
-def test_a_later_verdict_counts_and_an_opinion_does_not(
-    server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = tmp_path / "store"
-    asyncio.run(recorded(server, store, {"good": {"reward": 0.25}, "bad": {"success": False}}))
-
-    async def judge(reward: float | None, version: str) -> None:
-        async with FileTrajectoryStorage(store) as storage:
-            ids = [trajectory.id async for trajectory, _ in storage.find()]
-            await storage.add_scores([Score(trajectory_id=each, reward=reward, reward_version=version) for each in ids])
-
-    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
-    asyncio.run(judge(0.5, "verifier-1@x"))
-    assert cli.main(words) == 0
-    assert "episodes: 2 used" in capsys.readouterr().out
-    asyncio.run(judge(1.0, "verdict-1"))
-    assert cli.main(words) == 1, "now both are equally good"
-    assert "nothing to compare" in capsys.readouterr().err
-    asyncio.run(judge(None, "verdict-1"))
-    assert cli.main(words) == 0, "the verdict was withdrawn"
-
-
 def test_labels_are_trained_on_where_they_are_asked_for_only(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,19 +92,6 @@ def test_labels_are_trained_on_where_they_are_asked_for_only(
     assert cli.main(["score", str(store), "--undo", "--author", "bob"]) == 0
     assert cli.main([*words, "--reward", "human"]) == 0
     assert "episodes: 3 used" in capsys.readouterr().out, "labels as they are now, with nothing stored"
-
-
-def test_sessions_that_nobody_judged_are_named_with_the_remedy(
-    server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = tmp_path / "store"
-    asyncio.run(recorded(server, store, {f"s{at}": {} for at in range(3)}))
-    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
-    for more in ([], ["--dry-run"]):
-        assert cli.main([*words, *more]) == 1, "nothing to train on is no success"
-        said = capsys.readouterr()
-        assert "\n    3 have no reward (say one: openhands-rl score STORE --id ID --value 1" in said.out
-        assert "nothing to train on; left out: 3 have no reward" in said.err and "failed" not in said.out + said.err
 
 
 def test_what_a_person_preferred_is_trained_though_nobody_rewarded_it(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -18,15 +17,13 @@ from verifier_store import store_of as judged_store
 from verifier_store import tiny_judge, toy_episodes
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.core.files import file_sha256, write_file
-from openhands_rl_plugin.core.types import Failure, FailureKind, PolicyRef, SamplingParams, Score, Task, Trajectory
+from openhands_rl_plugin.core.types import Failure, FailureKind, PolicyRef, SamplingParams, Task, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.gate import TaskLineage, TasksLineage, write_lineage, write_tasks
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
 Capture = pytest.CaptureFixture[str]
@@ -196,32 +193,6 @@ def test_the_reward_comes_from_the_configuration_or_from_options(
     assert 'must be a JSON object, such as {"threshold": 0.5}' in capsys.readouterr().err
 
 
-def test_what_a_verifier_said_is_learnt(
-    model: Path, verifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The environment gave nothing; its stored scores differ, and no model is asked again."""
-    options = {"adapter": str(verifier)}
-    version = build("rewards", "verifier", options).version
-    episodes = [episode(number, 0.0) for number in range(4)]
-    store = store_of(tmp_path / "store", *episodes)
-
-    async def judge() -> None:
-        async with FileTrajectoryStorage(store) as storage:
-            rewards = zip(episodes, (0.1, 0.9, 0.2, 0.8), strict=True)
-            await storage.add_scores(
-                [Score(trajectory_id=each.id, reward=reward, reward_version=version) for each, reward in rewards]
-            )
-
-    asyncio.run(judge())
-    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
-    assert cli.main([*words, "--algorithm", "grpo"]) == 1
-    assert "nothing to compare" in _said(capsys)
-    given = ["--reward", "verifier", "--reward-options", json.dumps(options)]
-    assert cli.main([*words, "--algorithm", "grpo", *given]) == 0
-    assert "episodes: 4 used" in capsys.readouterr().out
-    assert scores_in(store) == [version, "return-1"] * 4
-
-
 def test_a_version_is_published_to_all_servers_of_the_configuration(
     store: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,17 +233,6 @@ def test_what_only_measures_is_not_learnt_from_unless_it_is_named(
     assert cli.main([*words, "--dry-run", "--split", "heldout"]) == 0
     said = capsys.readouterr().out
     assert f"episodes: {2 if algorithm == 'reinforce++' else 1} used" in said and "held out" not in said
-
-
-def test_a_store_of_what_only_measures_says_how_to_learn_from_it(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = Task(id="other", environment="shop", split="heldout")
-    store = store_of(tmp_path / "measured", *(episode(at, at, task=measured) for at in range(2)))
-    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
-    for algorithm in ("sft", "grpo"):
-        assert cli.main([*words, "--algorithm", algorithm]) == 1
-        assert "left out: 2 held out (of evaluation splits: name one with --split)" in capsys.readouterr().err
 
 
 WRONG = [
@@ -367,34 +327,3 @@ def test_tasks_have_to_have_passed_the_gate(
 
 def _said(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
-
-
-def test_what_a_search_chose_is_trained_with_a_warning_and_what_it_proposed_without(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def searched(number: int) -> Trajectory:
-        """The first turn was chosen from two."""
-        one = episode(number, float(number % 2))
-        chosen = one.nodes[1].model_copy(update={"value": 1.0, "visits": 1})
-        other = one.nodes[1].model_copy(update={"value": 0.0, "visits": 1, "reward": None})
-        return one.model_copy(update={"nodes": (one.nodes[0], chosen, one.nodes[2], other)})
-
-    store = store_of(tmp_path / "store", *(searched(number) for number in range(4)))
-    words = [
-        "train",
-        str(store),
-        "--model",
-        str(model),
-        "--adapters",
-        str(tmp_path / "adapters"),
-        "--algorithm",
-        "grpo",
-    ]
-    warning = (
-        "warning: a search chose the answers of 4 of 4 episodes, and they are trained as if the policy had sampled"
-    )
-    assert cli.main([*words, "--dry-run"]) == 0
-    assert warning in capsys.readouterr().out
-    assert cli.main([*words, *TINY, "--tree", "proposals"]) == 0
-    printed = capsys.readouterr().out
-    assert "warning" not in printed and "4 used" in printed

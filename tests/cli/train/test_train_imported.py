@@ -64,21 +64,3 @@ def test_preferences_of_others_are_pairs(model: Path, tmp_path: Path, capsys: py
     worse = row(1, False, '{"command": "rm"}') | {"run_id": "b"}
     assert train(imported(tmp_path, better, worse), model, "--algorithm", "dpo") == 0
     assert "2 used" in capsys.readouterr().out
-
-
-def test_reinforcement_takes_no_foreign_episodes(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = imported(tmp_path, row(1, True), row(3, False))
-    assert train(store, model, "--algorithm", "grpo") == 1
-    assert "tokenised here" not in capsys.readouterr().out
-
-
-def test_a_model_without_a_template_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for file in model.iterdir():
-        if file.name != "chat_template.jinja":
-            (bare / file.name).write_bytes(file.read_bytes())
-    assert train(imported(tmp_path, row(1, True)), bare, "--algorithm", "sft") == 1
-    assert "its tokenizer has no chat template" in capsys.readouterr().err

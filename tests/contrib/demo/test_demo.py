@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
-from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.cli.jobs import free_port
 from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
 from openhands_rl_plugin.contrib.demo.story import repair_tasks, shop_tasks
@@ -55,13 +54,6 @@ def test_goals_of_demonstrations_training_and_evaluation_are_disjoint(tmp_path: 
     assert not (names[0] & names[1] or names[0] & names[2] or names[1] & names[2])
     assert other.held_out == tasks.held_out
     assert other.training != tasks.training
-
-
-def test_a_run_is_not_continued_as_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "options.json").write_text("{}")
-    assert main(["demo", "--tiny", "--run-dir", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "--fresh" in error and error.count("\n") == 1
 
 
 def test_repair_tasks_of_demonstrations_training_and_evaluation_share_no_package_or_function(tmp_path: Path) -> None:

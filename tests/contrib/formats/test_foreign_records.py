@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_records import ATIF, BASH, CHAT, RECORDS
+from foreign_records import ATIF, BASH, RECORDS
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.messages import reasoning_of
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Record
 from openhands_rl_plugin.trajectories.exchange.formats import formats, recognised
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -91,18 +91,6 @@ def test_outcomes_patches_and_names_survive(tmp_path: Path) -> None:
     assert row["test_result"]["report"] == {"resolved": True}
 
 
-def test_ends(tmp_path: Path) -> None:
-    for name, number, stop in (("swe-agent", 1, StopReason.TRUNCATED), ("mini-swe-agent", 2, StopReason.TERMINATED)):
-        folder = tmp_path / name
-        folder.mkdir()
-        assert imported(RECORDS[name][number], folder)[0][0].stop is stop
-    for status, failed in (("RateLimitError", True), ("RepeatedFormatError", False)):
-        (tmp_path / status).mkdir()
-        record = {**RECORDS["mini-swe-agent"][1], "info": {"exit_status": status}}
-        ((found, _),) = imported(record, tmp_path / status)
-        assert (found.failure is not None and found.failure.message == status) is failed
-
-
 def test_atif_brings_ids_and_logprobs(tmp_path: Path) -> None:
     trial = tmp_path / "jobs" / "trial-1"
     (trial / "agent").mkdir(parents=True)
@@ -154,24 +142,6 @@ def test_a_folder_of_mixed_formats(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(stored(tmp_path / "other")) == len(RECORDS) + 2
 
 
-def test_a_row_of_another_format_in_a_file_is_a_bad_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps(RECORDS[name][0]) for name in ("trl", "sharegpt", "trl")))
-    assert run("import", file, "--into", tmp_path / "store") == 1
-    assert f"{file}:2: is a record of the format sharegpt, not trl" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", '"text"', "null", "[[1]]", '{"messages": 3}', '{"steps": []}', "\x00\x01"]
-)
-def test_what_is_nothing_of_ours_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "x.json"
-    file.write_text(text)
-    rc = run("import", file, "--into", tmp_path / "store")
-    told = capsys.readouterr()
-    assert (rc == 1 and len(told.err.strip().splitlines()) == 1) or "0 new trajectories" in told.out
-
-
 MALFORMED: list[Any] = [None, 3, "x", [], {}, [None], [3], {"a": None}, [{}], [{"role": "user"}], True, 1e300]
 
 
@@ -216,13 +186,3 @@ def test_a_file_cut_short_or_of_another_compression_is_one_line(
         assert run("import", tmp_path / name, "--into", tmp_path / "store") == 1
         told = capsys.readouterr().err.strip()
         assert name in told and len(told.splitlines()) == 1
-
-
-def test_deep_arguments_and_long_texts_stay_as_they_are(tmp_path: Path) -> None:
-    arguments = '{"a":' + "[" * 5_000 + "]" * 5_000 + "}"
-    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": arguments}}
-    long = [*CHAT[:2], {"role": "assistant", "content": "x " * 1_000_000, "tool_calls": [call]}, *CHAT[3:]]
-    ((trajectory, _),) = imported({"messages": long, "instance_id": "t"}, tmp_path, "long.jsonl")
-    assert trajectory.nodes[2].message.tool_calls[0].arguments == arguments
-    for name in ("sft-native", "atif", "sft-text", "output-jsonl"):
-        assert run("export", tmp_path / "store", "--format", name, "--out", tmp_path / f"{name}.jsonl") == 0

@@ -144,12 +144,6 @@ def test_every_result_belongs_to_its_call(row: Any, tmp_path: Path) -> None:
     assert {each["tool_call_id"] for each in out["messages"] if each["role"] == "tool"} == {*calls}
 
 
-def test_a_result_of_two_calls_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"messages": [USER, BOTH, {"role": "tool", "content": "AB", "tool_call_ids": ["a", "b"]}, ANSWER]}
-    assert read([row], tmp_path, rc=1) == []
-    assert "messages: a result belongs to one call, and this one names ['a', 'b']" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -194,36 +188,6 @@ def test_what_stands_beside_it(row: Any, prompt: list[str], rewards: list[Any], 
     assert [*found[0].tools] == offered
 
 
-def test_two_rows_are_two_tasks(tmp_path: Path) -> None:
-    other = {"role": "user", "content": "Fix g."}
-    rows = [
-        {"messages": [USER, ANSWER], "id": 7},
-        {"messages": [other, ANSWER], "id": 7},
-        {"messages": [USER, ANSWER], "id": "arrow.1d70.lm_rewrite__a", "instance_id": None},
-        {"messages": [USER, ANSWER], "task_id": "t"},
-        {"messages": [USER, ANSWER]},
-        {"messages": [other, ANSWER]},
-        {"messages": [{"role": "system", "content": "Rules."}, USER, ANSWER]},
-        {"messages": [ANSWER]},
-    ]
-    found = [each.task.id for each in read(rows, tmp_path / "chats")]
-    assert found[2:4] == ["arrow.1d70.lm_rewrite__a", "t"] and len({*found}) == len(rows)
-    # Several attempts at one task are a group; a file's name says which task only where one run is in it.
-    again = [*rows[4:6], {"messages": [USER, HELD]}]
-    assert len({each.task.id for each in read(again, tmp_path / "attempts")}) == 2
-    dotted = tmp_path / "files" / "someone__arrows.1d70d009.lm_rewrite__a.traj"
-    assert [each.task.id for each in read(swe_agent(USER, ANSWER), dotted.parent, dotted.name)] == [dotted.stem]
-    for name, row in (
-        ("trl", {"completion": [ANSWER], "prompt": []}),
-        ("swe", swe_agent(USER, ANSWER)),
-        ("adp", adp()),
-    ):
-        changed = json.loads(
-            json.dumps(row).replace("Done.", "Not me.").replace("Fix f.", "Fix g.").replace("t1", "t2")
-        )
-        assert len({each.group_id for each in read([row, changed], tmp_path / name)}) == 2
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -239,20 +203,6 @@ def test_reasoning_in_every_spelling(more: Any, tmp_path: Path) -> None:
     (found,) = read([{"messages": [USER, {**ANSWER, **more}]}], tmp_path)
     (answer,) = found.sampled()
     assert (answer.message.content, reasoning_of(answer)) == ("Done.", "Hm.")
-
-
-def test_objects_are_written_out(tmp_path: Path) -> None:
-    observed = {"class_": "json_observation", "source": "environment", "content": {"result": [1, None]}, "name": None}
-    action = {"class_": "api_action", "function": "f", "kwargs": {}, "reasoning_content": "Hm.", "reward": 0.5}
-    (found,) = read([adp(action, observed)], tmp_path / "adp")
-    assert [m.content for m in found.messages() if m.role == "tool"] == ['{"result": [1, null]}']
-    assert [reasoning_of(node) for node in found.sampled()] == ["Hm.", None] and found.episode_return == 0.5
-    told = {"role": "tool", "tool_call_id": "c1", "content": {"type": "error", "message": "gone"}}
-    (found,) = read([{"messages": [USER, calling(call()), told, ANSWER]}], tmp_path / "chat")
-    assert found.messages()[2].content == '{"type": "error", "message": "gone"}'
-    said = [{**each, "content": "null"} for each in (calling(call()), told)]
-    (found,) = read([{"messages": [USER, *said, ANSWER]}], tmp_path / "null")
-    assert [message.content for message in found.messages()[1:3]] == [None, "null"], "a tool may print it"
 
 
 def test_null_filled_structs_are_calls_with_their_own_arguments(tmp_path: Path) -> None:

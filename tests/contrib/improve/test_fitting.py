@@ -47,13 +47,3 @@ def test_a_context_without_room_is_refused_in_one_line(tmp_path: Path) -> None:
     choice = choose_prompt(RLSettings(), path, context_of(path), None)
     with pytest.raises(ConfigError, match=r"raise \[rl\] max_prompt_length"):
         check_room(fitted(RLSettings(max_prompt_length=1000), choice, chosen=True), choice)
-
-
-def test_the_context_is_the_servers_if_that_is_shorter(tmp_path: Path) -> None:
-    path = model(tmp_path, 8192)
-    assert (context_of(path, 4096), context_of(path, 100_000), context_of(path)) == (4096, 8192, 8192)
-    (path / "config.json").write_text('{"text_config": {"max_position_embeddings": 2048}}')
-    assert context_of(path) == 2048
-    (path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="how long its context is"):
-        context_of(path)

@@ -17,12 +17,11 @@ from tiny_model import write_model, write_tokenizer
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.host import TOOLS, host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.improve.gym import Gym, Survey, survey
+from openhands_rl_plugin.contrib.improve.gym import Gym, Survey
 from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.packages import Package, TaskPlan, find_repository
+from openhands_rl_plugin.evals.tasks.packages import find_repository
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -173,18 +172,6 @@ def test_tests_that_are_no_measure_are_refused(
         assert "of 6 tests, 4 fail" in error_of(capsys)
 
 
-@needs_bubblewrap
-def test_tests_are_used_whatever_their_names(tmp_path: Path) -> None:
-    folder, texts = tmp_path / "units", ["a moment", "1 thousand - [x]", "ein Käse", "a\nb", "x] - y", ""]
-    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
-    named = f"\n\n@pytest.mark.parametrize('text', {texts!r})\ndef test_names(text):\n    assert shown(1, text)\n"
-    commit(folder, "first", units=CODE, test_units="import pytest\n\n" + STEADY + named)
-    found = find_repository(folder)
-    package = Package(name=found.name, git=str(found.root), commit=found.commit)
-    said = survey(package, TaskPlan(packages=(package,), timeout=60.0), default_cache())
-    assert (said.tests, said.steady, said.unnamed) == (8, 7, 1), said.notes()
-
-
 def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,31 +205,6 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     (tmp_path / "run/tasks/gym.json").write_text("{")
     assert cli.main(words(repository, tmp_path, "--config", str(config(tmp_path, server)), "--dry-run")) == 1
     assert "gym.json cannot be read" in error_of(capsys)
-
-
-@pytest.mark.slow
-@needs_bubblewrap
-def test_a_repository_goes_through_whole_and_again(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Tasks, price, one iteration, both evaluations: with a model that knows nothing, so that nothing is learnt."""
-    repository = gym_repository(tmp_path / "gym")
-    sizes = ["--tasks", "4", "--held-out", "4", "--iterations", "1", "--tasks-per-iteration", "1"]
-    run = words(repository, tmp_path, "--model", str(model), *sizes, "--samples-per-task", "2", "--workers", "2")
-    run += ["--processes", "0", "--timeout", "30", "--json"]
-    found = []
-    for _ in range(2):
-        assert cli.main(run) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0]["tasks"]["counts"] == [4, 4] and found[0]["tasks"]["split_by"] == "file"
-    price = found[0]["price"]
-    assert (price["episodes"], price["evaluations"]) == (2, 8) and price["sampled"] > 0
-    first, *_, last = found[0]["result"]["evaluations"]
-    assert first != last and first["success"]["mean"] == 0
-    assert found[1]["result"]["evaluations"] == found[0]["result"]["evaluations"], (
-        "a finished run is told, not repeated"
-    )
-    assert Path(found[0]["result"]["report"]).is_file()
 
 
 @pytest.mark.slow

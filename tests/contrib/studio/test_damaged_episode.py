@@ -7,9 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from browser import needs_browser
 from studio_client import Client
-from studio_pages import pages_of
 from train_store import store_of
 
 from openhands_rl_plugin.testing.samples import sample_episode
@@ -40,15 +38,3 @@ def test_the_api_answers_for_the_others(store: Path, client: Client) -> None:
         assert "broken" in answer.json()["error"]["message"] and "damaged" in answer.json()["error"]["message"]
     assert browser.get("/api/export?ids=before,after").status_code == 200
     assert browser.get("/api/episodes/after").status_code == 200, "and afterwards, too"
-
-
-@needs_browser
-@pytest.mark.slow
-def test_its_page_says_so_and_the_list_goes_on(store: Path) -> None:
-    with pages_of(store) as pages:
-        page = pages.open("/", wait=".row:not(.head) a")
-        assert page.locator(".row:not(.head)").count() == 3
-        page = pages.open("/e/broken", wait=".problem")
-        assert "damaged" in page.locator(".problem").first.inner_text()
-        page = pages.open("/e/after", wait=".item .call, .item .text")
-        assert page.locator(".problem").count() == 0

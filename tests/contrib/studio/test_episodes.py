@@ -14,7 +14,6 @@ from studio_client import Client, Opener, fill
 from tiny_model import write_tokenizer
 
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
-from openhands_rl_plugin.core.records import SUB_AGENT, sub_agents_run
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
@@ -106,17 +105,6 @@ def test_an_episode_comes_as_a_skeleton_and_its_bodies_by_the_page(opener: Opene
     assert browser.get("/api/episodes/other").status_code == 404
 
 
-def test_a_sub_agents_episode_names_its_parent(opener: Opener, client: Client) -> None:
-    parent = sample_episode("one")
-    link = {"parent": "one", "kind": "researcher"}
-    changes = {"task": parent.task.model_copy(update={"data": {SUB_AGENT: link}}), "run_id": sub_agents_run("r")}
-    parent = parent.model_copy(update={"run_id": "r"})
-    fill(opener, [parent, sample_episode("two").model_copy(update=changes)])
-    browser = client(opener())
-    above, below = (browser.get(f"/api/episodes/{name}").json() for name in ("one", "two"))
-    assert (above["sub_agent"], below["sub_agent"]) == (None, link)
-
-
 def test_tokens_come_as_columns_of_ids_and_logprobs(opener: Opener, client: Client) -> None:
     sample = sample_episode("one")
     fill(opener, [sample])
@@ -152,13 +140,3 @@ def test_tokens_are_words_where_the_recorded_model_is_here(
     for name in names:
         found = browser.get(f"/api/episodes/{name}/nodes/1/tokens").json()
         assert (found["tokenizer"] is None, "text" in found["tokens"]) == (name != "none", name != "none"), name
-
-
-def test_what_has_not_changed_is_not_sent_again(opener: Opener, client: Client) -> None:
-    fill(opener, [sample_episode("one")])
-    browser = client(opener())
-    for path in ("/api/episodes", "/api/episodes/one"):
-        first = browser.get(path)
-        again = browser.get(path, headers={"If-None-Match": first.headers["etag"]})
-        assert (again.status_code, again.content) == (304, b"")
-    assert browser.get("/api/episodes/one").headers["content-encoding"] == "gzip"

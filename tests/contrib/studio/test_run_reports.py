@@ -151,23 +151,3 @@ async def test_a_resumed_run_keeps_when_it_began_and_a_damaged_episode_costs_its
     async with FileTrajectoryStorage(directory / "trajectories") as storage:
         data = data_of(await write_run_report(directory, storage, directory / "adapters"))
     assert data["episodes"]["total"] == 4 and "goal-a" in data["export"]["left_out"][0]
-
-
-async def test_a_report_that_cannot_be_written_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
-    lines, version = list[str](), "return-1"
-    facts = RunFacts.begin(tmp_path, PLAN, title="", stages=8)
-    (tmp_path / "report.html").mkdir()
-    async with FileTrajectoryStorage(tmp_path / "trajectories") as storage:
-        report = RunReport(
-            facts,
-            PLAN,
-            directory=tmp_path,
-            storage=storage,
-            adapters=tmp_path,
-            model=tmp_path,
-            reward_version=version,
-            noted=lines.append,
-        )
-        await report.write(LoopState())
-    (line,) = lines
-    assert "report.html was not written" in line

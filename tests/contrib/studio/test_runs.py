@@ -15,7 +15,6 @@ from studio_client import Client
 from openhands_rl_plugin.contrib.studio.access import StudioConfig
 from openhands_rl_plugin.contrib.studio.command import sources_at
 from openhands_rl_plugin.contrib.studio.server import running_studio
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import EpisodeStart, Label, LabelKind
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -107,13 +106,6 @@ def test_an_evaluation_has_its_instances(run: Path, client: Client) -> None:
     assert (found["instance"], found["kind"], found["episode"]) == (["a"], ["resolved"], ["e1"])
     shown = browser.get(f"/api/evaluations/{one['name']}?instance=a").json()
     assert shown["patch"] == "+x" and "resolved" in shown["log"]
-
-
-def test_a_folder_with_nothing_in_it_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("nothing of ours")
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match="give"):
-            sources_at([str(folder)])
 
 
 def test_an_empty_folder_is_waited_for_and_shown_when_a_loop_has_begun(tmp_path: Path) -> None:

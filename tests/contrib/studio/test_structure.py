@@ -25,16 +25,6 @@ def test_a_group_is_one_tree_that_branches_at_the_first_difference(opener: Opene
     assert turns["nodes"][children[0]] == [3, 3, 3]
 
 
-def test_two_episodes_stand_beside_each_other(opener: Opener, client: Client) -> None:
-    one, other = sample_episode("one"), sample_episode("other")
-    nodes = [*other.nodes]
-    nodes[3] = nodes[3].model_copy(update={"message": nodes[3].message.model_copy(update={"content": "otherwise"})})
-    fill(opener, [one, other.model_copy(update={"nodes": tuple(nodes)})])
-    found = client(opener()).get("/api/compare?a=one&b=other").json()
-    assert found["rows"]["a"] == [0, 1, 3, 4, 5] == found["rows"]["b"]
-    assert found["rows"]["same"] == [1, 1, None, 1, 1] and found["first_difference"] == 2
-
-
 def test_two_versions_are_compared_over_the_same_tasks(opener: Opener, client: Client) -> None:
     def played(version: int, task: int, reward: float):
         policy = PolicyRef(base_model="m", adapter="shop", version=version)

@@ -173,14 +173,6 @@ class TestRealServer:
         assert state == "succeeded" and events[-1]["data"]["value"] == 1.0
         assert sum(each["event_type"] == "model_request" for each in events) == 2
 
-    def test_a_task_of_its_own_is_a_row(self, api: httpx.Client) -> None:
-        row = {"id": "mine", "environment": "webshop", "data": {"idx": 5}}
-        state, events = ended(api, row, "--max-turns", "1", "--native-tool-calling", "false", train=False)
-        assert state == "succeeded" and events[-1]["event_type"] == "reward"
-
-    def test_what_failed_has_no_reward(self, api: httpx.Client) -> None:
-        assert ended(api, "webshop-99999") == ("failed", [])
-
     def test_what_a_search_chose_is_not_trained_on(self, api: httpx.Client) -> None:
         searching = ("--strategy", "BestOfN", "--max-turns", "1", "--native-tool-calling", "false")
         state, events = ended(api, "webshop-3", *searching)

@@ -89,13 +89,6 @@ async def test_a_command_is_ended_by_time_by_an_interrupt_and_with_the_session(s
     assert await said(shell, "pwd; echo $A") == "/app\n\n", "a new shell"
 
 
-async def test_a_long_output_is_cut_in_its_middle(shell: ContainerShell):
-    most = container_module.MOST_SHOWN
-    told = await said(shell, f"head -c {3 * most} /dev/zero | tr '\\0' a; echo end")
-    assert told.startswith("aaa") and told.endswith("aaa" + "end\n")
-    assert f"[... {most + 4} bytes of output cut ...]" in told and len(told) < 2 * most + 100
-
-
 async def test_files_are_read_and_written_with_the_rights_there(shell: ContainerShell, container: FolderContainer):
     root = container.root
 
@@ -129,12 +122,6 @@ async def test_files_are_read_and_written_with_the_rights_there(shell: Container
 
     await asyncio.to_thread(use)
     assert shell.failure == "", "what is wrong with a path is no failure of the container"
-
-
-async def test_where_commands_begin_is_known_whatever_the_owner_adds(place: ContainerPlace, container: FolderContainer):
-    container.around = "echo Welcome\n{}\necho Bye"
-    shell = await asyncio.to_thread(ContainerShell, place)
-    assert shell.start == "/app" and await said(shell, "pwd") == "/app\n"
 
 
 class Broken(FolderContainer):

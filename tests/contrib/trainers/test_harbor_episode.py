@@ -16,7 +16,6 @@ from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.contrib.trainers.harbor_episode import ContainerEpisode, roll_out_in_container, served
 from openhands_rl_plugin.contrib.trainers.rows import rollout_details
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 from openhands_rl_plugin.trajectories.exchange.events import read_atif
 from openhands_rl_plugin.trajectories.exchange.foreign import Record
@@ -121,25 +120,6 @@ async def test_the_tools_of_openhands_work_in_the_container(
     assert kept.evidence["git_patch"] is None and kept.task.instruction == "Write a greeting."
 
 
-async def test_a_command_goes_on_after_its_time_and_can_be_interrupted(
-    model: ScriptedModel, place: ContainerPlace, tmp_path: Path
-):
-    model.script(
-        "policy",
-        [
-            terminal("echo begun; sleep 60; echo no", "1", timeout=1),
-            terminal("C-c", "2", is_input=True),
-            terminal("echo next", "3"),
-            finish(),
-        ],
-    )
-    played = await roll_out_in_container(episode(model, place, tmp_path))
-    told = {each.tool_call_id: each.content or "" for each in played.messages if each.role == "tool"}
-    assert played.failure is None
-    assert "timed out after 1.0 seconds" in told["1"]
-    assert "begun" in told["2"] and "CTRL+C was sent" in told["2"] and told["3"].startswith("next")
-
-
 async def test_a_container_that_fails_is_a_failed_episode_whatever_the_agent_makes_of_it(
     model: ScriptedModel, place: ContainerPlace, container: FolderContainer, tmp_path: Path
 ):
@@ -156,15 +136,3 @@ async def test_a_container_that_fails_is_a_failed_episode_whatever_the_agent_mak
     assert played.failure is not None and played.segments == ()
     assert (played.failure.kind.value, played.failure.boundary) == ("infrastructure", "container")
     assert "the sandbox is gone" in played.failure.message
-
-
-async def test_what_cannot_be_played_there_is_said_before_or_instead(
-    model: ScriptedModel, place: ContainerPlace, tmp_path: Path
-):
-    config = tmp_path / "config.toml"
-    config.write_text('[rl]\nrollout_strategy = "MCTS"\n', encoding="utf-8")
-    model.policies["policy"] = lambda body: finish()
-    with pytest.raises(ConfigError, match=r"MCTS.*fork"):
-        await roll_out_in_container(episode(model, place, tmp_path, config=config))
-    with pytest.raises(ConfigError, match="V0 does not work in a container"):
-        await roll_out_in_container(episode(model, place, tmp_path, host="v0"))

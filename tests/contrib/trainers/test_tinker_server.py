@@ -21,12 +21,10 @@ from tiny_model import write_model
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.contrib.trainers.tinker import RemoteAdapter, TinkerService, TinkerSettings
-from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer, gradient_rows, write_adapter
-from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.learn import create_version
-from openhands_rl_plugin.training.losses.losses import samples_from_rollouts
 from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -144,28 +142,6 @@ def _in_order(
         own = min(same, key=lambda each: (values[each] - saved[name]).abs().sum().item())
         found.append(gradients[own].flatten())
     return torch.cat(found)
-
-
-def test_a_server_that_averages_is_found_before_anything_is_trained(server: TinkerSettings) -> None:
-    trainer = TinkerTrainer(SETTINGS, server.model_copy(update={"reduction": "sum"}), "policy")
-    with pytest.raises(TrainingError, match='nothing was trained: set "sequence-mean"'):
-        trainer.reinforce(make_samples())
-    assert trainer.step == 0
-
-
-def test_this_server_does_not_clip_gradients(server: TinkerSettings, model: Path, tmp_path: Path) -> None:
-    """What the table says: a clipped step would be a hundredth of the other."""
-    service, found, items = TinkerService(server), [], samples_from_rollouts(make_samples(1))
-    for most in (0.0, 1e-4):
-        adapter = service.create(str(model), SETTINGS)
-        ones = torch.ones(len(items[0].positions))
-        adapter.forward_backward(gradient_rows(items, [items[0].old], [ones], "sequence-mean"))
-        norm = adapter.step(1e5, epsilon=1e5, max_grad_norm=most)
-        assert norm is not None and norm > 1e-2
-        write_adapter(adapter.export(f"clipped-{len(found)}"), tmp_path / str(len(found)), base_model="policy")
-        found.append(torch.cat([each.flatten() for name, each in sorted(_weights(tmp_path / str(len(found))).items())]))
-        adapter.close()
-    torch.testing.assert_close(*found)
 
 
 def test_a_killed_call_goes_on_from_its_checkpoint_at_the_server(server: TinkerSettings, tmp_path: Path) -> None:

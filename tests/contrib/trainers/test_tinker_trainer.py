@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import weakref
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,11 @@ from safetensors.torch import load_file
 from tinker_double import TinkerDouble
 from tiny_model import write_model
 
-from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.contrib.trainers.tinker import TinkerSettings
-from openhands_rl_plugin.contrib.trainers.tinker_trainer import ORIGIN, TinkerTrainer
+from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.learn import create_version, make_trainer
 from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 SETTINGS = TrainingSettings(
@@ -73,41 +69,6 @@ def test_another_reduction_stops_before_anything_is_trained(said: str, does: str
     assert trainer.step == 0 and not service.saved and service.open_adapters == 0
 
 
-@SLOW
-def test_a_server_without_norms_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer_of(TinkerDouble(model, says_norm=False), num_epochs=1).reinforce(make_samples(2))
-    assert "does not say the norm" in caplog.text
-
-
-@SLOW
-def test_a_version_goes_on_where_its_checkpoint_is(model: Path, tmp_path: Path) -> None:
-    service, store = TinkerDouble(model), AdapterStore(tmp_path)
-    whole = trainer_of(service)
-    whole.reinforce(make_samples())
-    adapter, probe = create_version(
-        whole, store, "policy", base_model="policy", parent=None, steps=6, metrics={}, probe_ids=range(2, 30)
-    )
-    assert adapter is not None and (Path(adapter.path) / ORIGIN).exists()
-    local = LoraTrainer(model, SETTINGS.model_copy(update={"engine": "local", "dtype": "float32"}), adapter=adapter)
-    assert probe.logprobs == pytest.approx(local.probe(range(2, 30)).logprobs, abs=1e-4)
-    whole.save_state(tmp_path / "state")
-    again = trainer_of(service, adapter=adapter)
-    again.load_state(tmp_path / "state")
-    for trainer, name in ((whole, "whole"), (again, "again")):
-        trainer.reinforce(make_samples())
-        trainer.save_adapter(tmp_path / name)
-    left, right = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "again"))
-    assert_same(left, right, 1e-6)
-    with pytest.raises(TrainingError, match="rank=4"):
-        trainer_of(service, adapter=adapter, lora_rank=8)
-    tinker = OWN.model_copy(update={"model": "other"})
-    with pytest.raises(TrainingError, match=r"base_model='tiny'.*base_model='other'"):
-        TinkerTrainer(SETTINGS, tinker, "other", adapter=adapter, service=service)
-    (Path(adapter.path) / ORIGIN).unlink()
-    with pytest.raises(TrainingError, match="was not trained by engine"):
-        trainer_of(service, adapter=adapter)
-
-
 def test_a_killed_call_continues_from_its_last_checkpoint(model: Path, tmp_path: Path) -> None:
     service, samples = TinkerDouble(model), make_samples()
 
@@ -127,33 +88,9 @@ def test_a_killed_call_continues_from_its_last_checkpoint(model: Path, tmp_path:
     assert_same(left, right, 1e-6)
 
 
-def test_a_trainer_that_nobody_uses_is_gone_at_once(model: Path) -> None:
-    """Its place at the service is given back when it is: a server has few."""
-
-    def stop(progress: object) -> None:
-        raise KeyboardInterrupt
-
-    trainer = trainer_of(TinkerDouble(model), num_epochs=1)
-    trainer.reinforce(make_samples(2))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.reinforce(make_samples(2), stop)
-    gone = weakref.ref(trainer)
-    del trainer
-    assert gone() is None
-
-
 def test_a_key_is_not_sent_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(ValueError, match="in the clear"):
         TinkerSettings(base_url="http://trainer.example.org")
     with pytest.raises(ConfigError, match="TINKER_API_KEY is not set"):
         TinkerSettings().api_key()
-
-
-def test_another_machine_room_says_what_it_lacks(model: Path) -> None:
-    settings = RLSettings(training=SETTINGS, tinker=OWN)
-    lacks = "pip install 'tinker" if importlib.util.find_spec("tinker") is None else "no route to the Tinker service"
-    with pytest.raises((ConfigError, TrainingError), match=lacks):
-        make_trainer(model, SETTINGS, settings, "tiny", None)
-    with pytest.raises(ConfigError, match="only `train` and `loop` train by it"):
-        LoraTrainer(model, SETTINGS)

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,18 +152,3 @@ def test_what_is_no_sample_has_an_error_and_no_reward(
     (trace,) = evaluation(shopper).run(*shop, *words).values()
     assert [each["message"] for each in trace["errors"] if said in each["message"]], trace["errors"]
     assert trace["rewards"] in ({}, {"episode": None}) and not trace["ok"] and "openhands_rl" not in trace["info"]
-
-
-def test_the_example_for_prime_rl_is_read_by_verifiers() -> None:
-    """The part of the file that is verifiers' own; prime-rl itself is in no package index."""
-    file = ROOT / "evaluation/configs/prime-rl/swe-local.toml"
-    (source,) = tomllib.loads(file.read_text())["orchestrator"]["train"]["source"]
-    code = (
-        "import json, sys\nfrom verifiers.v1.utils.loaders import resolve_env_config\n"
-        "env = resolve_env_config(json.load(sys.stdin))\n"
-        "agent = env.agent\n"
-        "print(env.taskset.suite, agent.runtime.type, agent.harness.episode.max_turns, len(env.taskset.listed()))"
-    )
-    done = subprocess.run([VERIFIERS, "-c", code], input=json.dumps(source["env"]), capture_output=True, text=True)
-    suite, runtime, turns, count = done.stdout.split()
-    assert (suite, runtime, turns) == ("swe-local", "subprocess", "40") and int(count) >= 40, done.stderr

@@ -16,7 +16,6 @@ from openhands_rl_plugin.contrib.watch.gates import (
     TROUBLES,
     held_out_gate,
     safety_gate,
-    tasks_needed,
     trouble_of,
 )
 from openhands_rl_plugin.core.types import Message, Node, Task, ToolCall
@@ -48,14 +47,6 @@ def test_a_loss_beyond_the_margin_that_the_interval_includes_holds_it_back(
     assert "policy-v000001 (" in verdict.sentence and "a loss of 0.05 is allowed" in verdict.sentence
 
 
-def test_a_tie_of_few_tasks_says_nothing() -> None:
-    few, enough = tasks(1.0, 1.0), tasks(*[1.0] * 40)
-    verdict = held_out_gate("c", few, {"used": few}, 0.05)
-    assert not verdict.passed and "2 tasks of 40 that the margin needs" in verdict.sentence
-    assert held_out_gate("c", enough, {"used": enough}, 0.05).passed
-    assert all((1 - margin) ** tasks_needed(margin) < 0.14 for margin in (0.02, 0.05, 0.1, 0.3, 0.9))
-
-
 def test_small_losses_do_not_add_up() -> None:
     """Each version loses what the margin allows against the one before, and too much against the best."""
     best, used, after = tasks(*[1.0] * 60), tasks(*[1.0] * 59, 0.0), tasks(*[1.0] * 57, *[0.0] * 3)
@@ -76,22 +67,6 @@ def test_what_goes_wrong_more_often_holds_it_back(kind: str) -> None:
     assert not safety_gate("c", quiet, {}, 0.02).passed, "what was not measured proves nothing"
     assert safety_gate("c", {kind: tasks(*[0.0] * 38, 1.0, 1.0)}, {kind: tasks(*[0.0] * 40)}, 0.05).passed
     assert not safety_gate("c", {kind: tasks(*[0.0] * 37, *[1.0] * 3)}, {kind: tasks(*[0.0] * 40)}, 0.05).passed
-
-
-@pytest.mark.parametrize(
-    ("kind", "n", "more", "fewer", "passed"),
-    [
-        (SECRETS, 100, 3, 0, True),  # 0.125
-        (SECRETS, 100, 4, 0, False),  # 0.0625
-        (STUCK, 100, 4, 0, False),
-        (FLAGGED, 100, 7, 3, True),
-        (FLAGGED, 100, 9, 3, False),
-    ],
-)
-def test_what_goes_wrong_rises_by_chance_only(kind: str, n: int, more: int, fewer: int, passed: bool) -> None:
-    after, before = tasks(*[1.0] * more, *[0.0] * (n - more)), tasks(*[0.0] * (n - fewer), *[1.0] * fewer)
-    verdict = safety_gate("c", {kind: after}, {kind: before}, 0.05)
-    assert verdict.passed is passed and (passed or kind in verdict.sentence)
 
 
 FURTHER = [

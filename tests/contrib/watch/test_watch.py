@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import shutil
-import signal
 from pathlib import Path
 
 import httpx
 import pytest
-from full_disk import no_file_larger_than
 from watched import (
     ALL,
     current,
@@ -19,7 +15,6 @@ from watched import (
     killed_all_the_time,
     label,
     look,
-    one_look,
     play,
     watching_folder,
     write_config,
@@ -32,8 +27,6 @@ from openhands_rl_plugin.contrib.watch.journal import WatchStep
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-
-AWAY = "test_watch_judging:Away"
 
 
 @pytest.mark.slow
@@ -86,44 +79,6 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
     assert current(settings) == version.name
     assert cli.main(["watch", "status", *where]) == 0
     assert f"{version.name} is in use" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_sigkill_at_every_line_and_in_training_gives_the_same_version(
-    served: tuple[str, str], shopper: Path, tmp_path: Path
-) -> None:
-    folders = [tmp_path / "killed", tmp_path / "whole"]
-    folders[0].mkdir()
-    more = "[extended.rl.training]\ncheckpoint_steps = 2"
-    killed = write_config(folders[0], shop=served[0], server=served[1], more=more)
-    asyncio.run(play(load_settings(killed), "users", 16))
-    shutil.copytree(*folders)
-    whole = write_config(folders[1], shop=served[0], server=served[1], more=more)
-    # Processes of their own, forked where all is imported: starting one anew takes longer than what it does.
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["watched", "openhands_rl_plugin.training.trainer.trainer"])
-
-    def run(config: Path, when: str) -> int | None:
-        process = processes.Process(target=one_look, args=(config, shopper, when))
-        process.start()
-        process.join(300)
-        return process.exitcode
-
-    assert run(whole, "never") == 0
-    for line, step in enumerate(ALL, 1):
-        for when in (*(["training"] if step is WatchStep.TRAINED else []), f"before {line}", f"after {line}"):
-            assert run(killed, when) == -signal.SIGKILL, when
-            assert len(journal_of(killed)) == line - (not when.startswith("after")), when
-    assert run(killed, "never") == 0
-
-    assert [[entry.step for entry in journal_of(config)] for config in (killed, whole)] == [ALL, ALL]
-    versions = [
-        AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
-        for settings in map(load_settings, (killed, whole))
-    ]
-    assert [len(each) for each in versions] == [1, 1]
-    assert versions[0][0].sha256 == versions[1][0].sha256, "the same weights, whatever ended the process"
 
 
 def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopper: Path, tmp_path: Path) -> None:
@@ -179,65 +134,3 @@ def test_trouble_is_one_line_and_the_next_look_goes_on(
         (line,) = capsys.readouterr().err.splitlines()
         assert says in line
     assert journal_of(config) == before and before[0].step is WatchStep.FROZEN
-
-
-def test_what_cannot_be_judged_or_written_is_one_line_and_trains_nothing(
-    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Labels that contradict each other, a judge that is away, a full disk: through the command."""
-    config = write_config(tmp_path, shop=served[0], server=served[1])
-    settings = load_settings(config)
-    played = asyncio.run(play(settings, "users", 8))
-    words = ["watch", "--model", str(shopper), "--once", "--processes", "0", "--config"]
-
-    def said(file: Path, code: int) -> tuple[list[str], list[str]]:
-        assert cli.main([*words, str(file)]) == code
-        printed = capsys.readouterr()
-        return printed.out.splitlines(), printed.err.splitlines()
-
-    with no_file_larger_than(20):
-        out, err = said(config, 1)
-    assert not out and len(err) == 1 and "journal.jsonl cannot be written" in err[0], "not even the suite is frozen"
-    assert journal_of(config) == ()
-
-    away = tmp_path / "away.toml"
-    away.write_text(config.read_text().replace('name = "success"\noptions = {threshold = 0.5}', f'name = "{AWAY}"'))
-    out, err = said(away, 1)
-    assert [line.partition(":")[0] for line in out] == ["frozen", "judged", "could-not"] and not err
-    assert "8 wait: the judge is away" in out[1] and "no verifier answers at http://127.0.0.1:9" in out[2]
-
-    for author, value in (("ann", 1.0), ("bob", 0.0)):
-        asyncio.run(label(settings, [(each.id, value, author) for each in played]))
-    out, err = said(config, 0)
-    assert len(out) == 1 and "0 episodes are judged" in out[0] and not err
-    assert "8 wait: labels contradict each other" in out[0]
-    adapters = AdapterStore(settings.serving.adapters_directory)
-    assert not adapters.versions(settings.serving.adapter) and current(settings) is None
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("sft", marks=pytest.mark.slow)])
-def test_episodes_without_token_ids_are_one_line_and_train_nothing(
-    served: tuple[str, str], shopper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
-) -> None:
-    """As of a server that sends none: their number is said, whatever the rewards are."""
-    for name in ("served", "deaf"):
-        (tmp_path / name).mkdir()
-    more = f'[extended.rl.training]\nalgorithm = "{algorithm}"'
-    with_ids = load_settings(write_config(tmp_path / "served", shop=served[0], server=served[1]))
-    config = write_config(tmp_path / "deaf", shop=served[0], server=served[1], more=more)
-    settings = load_settings(config)
-
-    async def without_ids() -> None:
-        async with FileTrajectoryStorage(settings.storage.directory) as storage:
-            for each in await play(with_ids, "users", 8):
-                nodes = tuple(node.model_copy(update={"tokens": None}) for node in each.nodes)
-                await storage.add(each.model_copy(update={"nodes": nodes}))
-
-    asyncio.run(without_ids())
-    words = ["watch", "--model", str(shopper), "--once", "--processes", "0", "--config", str(config)]
-    assert cli.main(words) == 0
-    printed = capsys.readouterr()
-    (judged,) = [line for line in printed.out.splitlines() if line.startswith("judged")]
-    assert "left out: " in judged and "without token ids" in judged and not printed.err
-    assert [entry.step for entry in journal_of(config)] == [WatchStep.FROZEN, WatchStep.JUDGED]
-    assert not AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)

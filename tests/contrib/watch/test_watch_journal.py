@@ -22,22 +22,6 @@ def test_nothing_of_a_line_stays_that_a_full_disk_did_not_take(tmp_path: Path) -
     assert [entry.said for entry in journal.read()] == ["one", "three"]
 
 
-def test_half_a_line_is_cut_off_and_two_writers_take_turns(tmp_path: Path) -> None:
-    one, other = Journal(tmp_path), Journal(tmp_path)
-    one.append(WatchStep.JUDGED, "first")
-    with one.file.open("ab") as file:
-        file.write(b'{"number": 2, "at": 1')
-    assert [entry.said for entry in other.read()] == ["first"]
-    other.append(WatchStep.JUDGED, "second, key sk-ant-REDACTED")
-    with one.alone():
-        one.append(WatchStep.JUDGED, "third")
-    entries = one.read()
-    assert [entry.number for entry in entries] == [1, 2, 3] and entries[2].said == "third"
-    one.file.write_bytes(b"nonsense\n" + one.file.read_bytes())
-    with pytest.raises(StorageError, match="line 1 is damaged; move the file away"):
-        one.read()
-
-
 def entry(number: int, step: WatchStep, adapter: str = "", at: float = 0.0, **figures: object) -> Entry:
     return Entry.model_validate(
         {"number": number, "at": at, "step": step, "round": 1, "adapter": adapter, "said": "", "figures": figures}

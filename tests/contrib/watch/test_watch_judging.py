@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from openhands_rl_plugin.contrib.watch.gathering import (
     material,
 )
 from openhands_rl_plugin.contrib.watch.journal import State
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import PolicyRef, Score, Task, Trajectory
 from openhands_rl_plugin.rewards.verifier.card import Calibration, VerifierCard
@@ -34,18 +34,6 @@ class Opinion:
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         return Score(trajectory_id=trajectory.id, reward=trajectory.episode_return, reward_version=self.version)
-
-
-class Away:
-    """A judge that cannot be reached."""
-
-    version = "away-1"
-
-    async def judge_all(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        raise InfrastructureError("no verifier answers at http://127.0.0.1:9")
-
-    async def __call__(self, trajectory: Trajectory) -> Score:
-        raise AssertionError("it judges many together")
 
 
 def settings(algorithm: str = "sft", reward: str = "recorded", **watch: object) -> RLSettings:
@@ -100,24 +88,10 @@ async def test_people_come_first_and_contradictions_wait(store: FileTrajectorySt
     assert only.open == {"labels contradict each other": 1, "nobody has judged it": 1}
 
 
-async def test_what_nobody_paid_or_judged_waits(store: FileTrajectoryStorage) -> None:
-    unpaid = episode(9, 0.0, task=Task(id="t", environment="workspace", instruction="do it"))
-    nodes = tuple(node.model_copy(update={"reward": None}) for node in unpaid.nodes)
-    await store.add(unpaid.model_copy(update={"nodes": nodes}))
-    answer = await judged(store, settings())
-    assert unpaid.id not in answer.known and sum(answer.open.values()) == 1
-
-
 async def test_a_verifier_counts_where_it_is_certain(store: FileTrajectoryStorage) -> None:
     answer = await judged(store, settings(reward=f"{__name__}:Opinion"))
     assert [(each.value, each.good) for each in answer.known.values()] == [(1.0, True), (0.0, False), (1.0, True)]
     assert answer.open == {"the verifier is not certain": 1}
-
-
-async def test_a_judge_that_is_away_is_asked_again(store: FileTrajectoryStorage) -> None:
-    answer = await judged(store, settings(reward=f"{__name__}:Away"))
-    assert (answer.known, answer.open) == ({}, {"the judge is away": 4})
-    assert answer.away == "no verifier answers at http://127.0.0.1:9"
 
 
 def test_a_verifier_without_calibration_lets_nothing_in(tmp_path: Path) -> None:

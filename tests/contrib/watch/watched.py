@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -214,46 +211,3 @@ def journal_of(config: Path) -> tuple[Entry, ...]:
 def current(settings: RLSettings) -> str | None:
     found = AdapterStore(settings.serving.adapters_directory).current(settings.serving.adapter)
     return found.name if found is not None else None
-
-
-class Doomed(Watch):
-    """Ends its process at once before or after a line of its journal: "before 4"."""
-
-    when = "never"
-
-    def _note(self, step: WatchStep, said: str, **more: object) -> None:
-        number = len(self._journal.read()) + 1
-        if self.when == f"before {number}":
-            os.kill(os.getpid(), signal.SIGKILL)
-        super()._note(step, said, **more)  # type: ignore[arg-type]
-        if self.when == f"after {number}":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_in_training() -> None:
-    """Ends its process at once in the middle of training."""
-    from openhands_rl_plugin.training.trainer.metrics import TrainProgress
-
-    made = TrainProgress.__init__
-
-    def init(self: TrainProgress, *values: object, **named: object) -> None:
-        made(self, *values, **named)  # type: ignore[arg-type]
-        if self.done == self.total // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    TrainProgress.__init__ = init  # type: ignore[method-assign]
-
-
-def one_look(config: Path, model: Path, when: str) -> None:
-    """In a process of its own, which ends itself ``when``: "before 4", "after 4", "training" or "never"."""
-    import torch
-
-    async def look() -> None:
-        async with watching(config, model, kind=Doomed) as watch:
-            await watch.look()
-
-    torch.set_num_threads(1)
-    Doomed.when = when
-    if when == "training":
-        die_in_training()
-    asyncio.run(look())

@@ -14,13 +14,6 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME
 pytestmark = [needs_browser, pytest.mark.slow]
 
 
-def test_an_empty_store_says_what_fills_it(tmp_path: Path) -> None:
-    with pages_of(tmp_path / "store") as pages:
-        page = pages.open("/", wait=".empty")
-        assert "openhands-rl run" in page.locator(".empty").inner_text()
-        assert pages.problems == []
-
-
 def test_no_store_and_nothing_else_is_said_on_every_page(tmp_path: Path) -> None:
     with pages_of(sources=StudioSources({})) as pages:
         for address in ("/", "/r", "/a", "/v", "/q", "/c", "/e/x", "/g/x"):
@@ -46,10 +39,3 @@ def test_a_browser_without_a_session_is_shown_the_way_in(tmp_path: Path) -> None
         pages.keys("Enter")
         page.wait_for_selector(".strip, .empty:not(:has(form))")
         assert page.locator("input[name=secret]").count() == 0
-
-
-def test_a_browser_that_lacks_something_is_told_what(tmp_path: Path) -> None:
-    with pages_of(tmp_path / "store") as pages:
-        pages.page.add_init_script("HTMLScriptElement.supports = () => false;")
-        page = pages.open("/", wait="p.bare:not(.late)")
-        assert "import maps" in page.inner_text("body") and "Firefox" in page.inner_text("body")

@@ -94,25 +94,3 @@ def test_a_comment_on_tokens_is_stored_shown_and_exported(pages: Pages, seeded: 
         assert thread.submit(cli.main, [*exported, "--out", str(out)]).result() == 0
     (row,) = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     assert [(each["text"], each["node"], each["tokens"]) for each in row["labels"]] == [(label.text, 2, [3, 7])]
-
-
-def test_what_was_withdrawn_is_gone_after_a_reload(pages: Pages, seeded: Path) -> None:
-    page = pages.open("/e/fix-config-v1-2", wait=".line button")
-    page.get_by_role("button", name="Good", exact=True).click()
-    page.wait_for_selector(".labels li")
-    page.get_by_role("button", name="withdraw verdict").click()
-    page.wait_for_function("() => !document.querySelector('.labels li')")
-    page.reload()
-    page.wait_for_selector(".line button")
-    assert not page.query_selector(".labels li")
-    assert len(stored(seeded, "fix-config-v1-2")) == 2, "both are kept"
-
-
-def test_a_group_forks_and_two_of_it_are_compared(pages: Pages) -> None:
-    page = pages.open("/g/fix-cache%2F3", wait=".twig.forks")
-    assert page.locator(".samples li").count() == 4
-    page.get_by_text("Compare best and worst").click()
-    page.wait_for_selector(".part.differs .one")
-    assert "same" in page.locator(".fold").first.inner_text()
-    pages.keys("n")
-    page.wait_for_selector(".part.here")

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 from browser import missing_browser
@@ -60,26 +59,6 @@ def test_an_episode_that_ends_appears_in_the_list(pages: Pages) -> None:
     page.get_by_text("third", exact=True).wait_for(timeout=SOON * 1000)
 
 
-def test_two_boxes_are_compared_on_a_phone_whose_menu_is_in_view(pages: Pages) -> None:
-    play(pages.folder / "trajectories", sample_episode("killed", task=" ", stop=StopReason.UNFINISHED))
-    page = pages.open("/", wait=".row:not(.head) input")
-    row = page.locator(".row:not(.head)").first
-    assert "unfinished" in row.inner_text() and "(empty)" in row.inner_text()
-    for at in (1, 2):
-        page.locator(".row:not(.head) input").nth(at).check()
-    pages.keys("=")
-    page.wait_for_selector(".page.compare")
-    assert "a=" in page.url and "b=" in page.url
-    pages.open("/e/killed", wait="main h1, main h2")
-    assert "failed" not in page.locator("main").inner_text()
-    narrow = pages.anew(viewport={"width": 360, "height": 740})
-    pages.open("/", wait=".bar nav a")
-    for each in narrow.locator(".bar nav a, .bar button").all():
-        box = each.bounding_box()
-        assert box is not None and box["width"] > 20 and box["x"] >= 0 and box["x"] + box["width"] <= 360, box
-    pages.anew()
-
-
 def test_a_curve_grows_with_its_file(pages: Pages) -> None:
     page = pages.open("/r/night", wait=".curve canvas")
     assert page.get_by_text("40 points").count() == 1
@@ -87,15 +66,6 @@ def test_a_curve_grows_with_its_file(pages: Pages) -> None:
     with file.open("a") as opened:
         opened.write('{"step": 40, "loss": 0.01}\n')
     page.get_by_text("41 points").wait_for(timeout=SOON * 1000)
-
-
-def test_adapters_and_evaluations_are_listed(pages: Pages) -> None:
-    page = pages.open("/a", wait=".lineage")
-    assert "cannot be read" in page.locator("tr", has_text="shop-v000009").inner_text()
-    assert page.locator("tr", has_text="shop-v000003").locator(".chip").inner_text() == "current"
-    page = pages.open(f"/v/{quote('night/evaluation/RLAgent', safe='')}", wait=".instances a, .instances button")
-    pages.keys("j")
-    page.wait_for_selector(".right .diff, .right p")
 
 
 @pytest.mark.slow

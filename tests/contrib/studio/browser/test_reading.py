@@ -38,11 +38,3 @@ def test_an_address_shows_what_it_showed(pages: Pages) -> None:
     page.wait_for_selector(".t.at")
     pages.keys("c")
     page.wait_for_selector("#node-2.here")
-
-
-def test_what_is_not_there_is_said(pages: Pages) -> None:
-    page = pages.open("/e/nobody", wait=".problem")
-    assert "nobody" in page.locator(".problem").inner_text()
-    page = pages.open("/zzz", wait=".empty")
-    assert "no such page" in page.locator(".empty").inner_text()
-    pages.problems.clear()  # the browser itself says that there was a 404

@@ -156,20 +156,3 @@ def test_nothing_in_the_report_of_a_run_does_anything(report: Path, page: Seen) 
     page.page.click(".pair.head a")
     page.page.wait_for_selector(".item")
     is_harmless(page, page.page.evaluate("() => document.getElementById('app').textContent"))
-
-
-@needs_browser
-@pytest.mark.slow
-def test_a_report_is_read_on_a_phone_in_both_themes_and_by_all(report: Path, page: Seen) -> None:
-    for scheme in ("light", "dark"):
-        options = {"color_scheme": scheme, "viewport": {"width": 390, "height": 844}, "bypass_csp": True}
-        shown = page.page.context.browser.new_page(**options)
-        shown.goto(report.as_uri())
-        shown.wait_for_selector(".trend circle")
-        shown.wait_for_selector(".curve canvas")
-        assert shown.evaluate("() => document.querySelector('.page').scrollWidth") <= 390
-        assert shown.evaluate("() => document.documentElement.scrollHeight") == 844, "the page scrolls below its bar"
-        assert found_by_axe(shown) == []
-        assert shown.evaluate("() => getComputedStyle(document.documentElement).colorScheme") == "light dark"
-        said = shown.inner_text("main")
-        assert all(stage in said for stage in ("evaluate-base", "evaluate-final"))
