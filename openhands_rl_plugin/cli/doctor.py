@@ -16,6 +16,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.text import Text
 
-from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, open_store
+from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, load_tokenizer, open_store
 from openhands_rl_plugin.config.build import check_environment_server, open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, installed_hosts, version_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -36,7 +37,6 @@ from openhands_rl_plugin.core.errors import (
     MissingExtraError,
     RLError,
     describe,
-    from_extra,
 )
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -49,7 +49,7 @@ from openhands_rl_plugin.models.engines.server_models import listed_models
 from openhands_rl_plugin.trajectories.view.terminal import console, print_json, table
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.trajectories.drift import Decode
+    pass
 
 REGISTRATION_SECONDS = 180.0
 """Importing OpenHands takes 10 seconds, 20 before its files are compiled; slow disks need more."""
@@ -340,7 +340,9 @@ async def _drift(args: argparse.Namespace) -> int:
 
     if args.config or args.probe or args.quick:
         raise ConfigError("--config, --probe and --quick check the installation; leave them out with `drift`")
-    decode = _decoder(args.tokenizer) if args.tokenizer is not None else None
+    decode = None
+    if args.tokenizer is not None:
+        decode = partial(load_tokenizer(args.tokenizer).decode, skip_special_tokens=False)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         report = await drift_of(storage.find(filter_of(args)), decode)
     if args.json:
@@ -348,13 +350,3 @@ async def _drift(args: argparse.Namespace) -> int:
     else:
         print_drift(console(), report)
     return 0
-
-
-def _decoder(folder: Path) -> Decode:
-    with from_extra("train", "tokenizers"):
-        from tokenizers import Tokenizer
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library has no class of its own
-        raise ConfigError(f"--tokenizer: {folder}/tokenizer.json cannot be read: {describe(error)}") from error
-    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -19,12 +19,22 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from openhands_rl_plugin.config.fields import Settings
-from openhands_rl_plugin.core.errors import ConfigError, DamagedError, UsageError, problems
+from openhands_rl_plugin.core.errors import (
+    CaughtFailure,
+    ConfigError,
+    DamagedError,
+    UsageError,
+    boundary,
+    from_extra,
+    problems,
+)
 from openhands_rl_plugin.core.protocols import SkipsDamage, TrajectoryStorage
 from openhands_rl_plugin.core.records import SEARCHED, DamagedRecord, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, StopReason
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 
 
@@ -457,3 +467,20 @@ async def open_backend(
         yield backend
     finally:
         await backend.close()
+
+
+TOKENIZER = "tokenizer.json"
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Of a folder's ``tokenizer.json``, or of that file. Raises ``ConfigError`` and ``MissingExtraError``."""
+    with from_extra("train", "tokenizers"):
+        from tokenizers import Tokenizer
+    file = folder / TOKENIZER if folder.is_dir() else folder
+    if not file.is_file():
+        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a {TOKENIZER}")
+    try:
+        with boundary(FailureKind.MODEL, "tokenizer"):
+            return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except CaughtFailure as error:
+        raise ConfigError(f"--tokenizer: {file} cannot be read: {error.failure.message}") from error

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.apps.loop.run import STATE
+from openhands_rl_plugin.cli.options import TOKENIZER
 from openhands_rl_plugin.contrib.studio.document import single_file
 from openhands_rl_plugin.contrib.studio.episode import bodies_of, header_of, tokens_of
 from openhands_rl_plugin.contrib.studio.listing import episodes_compared, rows_of
@@ -31,7 +32,6 @@ from openhands_rl_plugin.contrib.studio.runs import (
     whole_run,
 )
 from openhands_rl_plugin.contrib.studio.sources import (
-    TOKENIZER,
     EpisodeShelf,
     Opened,
     StudioSources,

@@ -20,18 +20,12 @@ from starlette.requests import Request
 
 from openhands_rl_plugin.apps.demo_model import NAME, default_model_directory
 from openhands_rl_plugin.apps.loop.run import STATE
-from openhands_rl_plugin.core.errors import (
-    CaughtFailure,
-    ConfigError,
-    MissingExtraError,
-    boundary,
-    from_extra,
-    unknown_name,
-)
+from openhands_rl_plugin.cli.options import TOKENIZER, load_tokenizer
+from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, unknown_name
 from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind, Score, Trajectory
+from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import MANIFEST, METRICS_FILE
@@ -116,7 +110,6 @@ _DEEPEST = 4
 _MOST_FOLDERS = 5000
 _SKIPPED = frozenset({"checkouts", "logs", "__pycache__", "node_modules"})
 _VERSION = re.compile(r".+-v\d{6,}")
-TOKENIZER = "tokenizer.json"
 _TRAINING = ("trainer", "training")
 """Folders of a loop in which its metrics lie."""
 
@@ -289,17 +282,3 @@ def _places(model: str, adapters: Mapping[str, Path]) -> Iterator[Path]:
                 if json.loads(manifest.read_bytes()).get("base_model") == model:
                     trained = json.loads((manifest.parent / CONFIG_FILE).read_bytes())["base_model_name_or_path"]
                     yield Path(trained) / TOKENIZER
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Of a folder's ``tokenizer.json``, or of that file. Raises ``ConfigError`` and ``MissingExtraError``."""
-    with from_extra("train", "tokenizers"):
-        from tokenizers import Tokenizer
-    file = folder / TOKENIZER if folder.is_dir() else folder
-    if not file.is_file():
-        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a {TOKENIZER}")
-    try:
-        with boundary(FailureKind.MODEL, "tokenizer"):
-            return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except CaughtFailure as error:
-        raise ConfigError(f"--tokenizer: {file} cannot be read: {error.failure.message}") from error
