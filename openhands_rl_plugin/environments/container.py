@@ -13,8 +13,7 @@ import threading
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.environments.workspace.files import MAX_FILE_BYTES, MAX_LISTED, FileKind
-from openhands_rl_plugin.environments.workspace.shell import CommandResult
+from openhands_rl_plugin.environments.workspace.shell import MAX_FILE_BYTES, MAX_LISTED, CommandResult, FileKind
 from openhands_rl_plugin.environments.workspace.supervisor import SCRIPT
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 

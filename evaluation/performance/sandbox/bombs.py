@@ -98,8 +98,8 @@ def main() -> None:
     try:
         for kind in ("control groups", "counting"):
             if kind == "counting":
-                cgroups._places = lambda: ()
-            elif not cgroups._places():
+                cgroups._place = lambda: None
+            elif not cgroups._place():
                 print("control groups: none can be made here")
                 continue
             (place / kind).mkdir()

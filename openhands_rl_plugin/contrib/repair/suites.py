@@ -31,9 +31,8 @@ from openhands_rl_plugin.contrib.repair.rows import (
     spec_of,
 )
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.files import scratch_folder
+from openhands_rl_plugin.core.files import read_left, scratch_folder
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.suites import OwnSuite, Suite, swe_task
@@ -159,11 +158,10 @@ def _files(spec: RepairSpec) -> SourceTree:
 def _python_files(folder: Path, module: str) -> SourceTree:
     """The regular ``.py`` files, ``module`` first; no link that a patch may have made is followed."""
     found: dict[str, TreeFile] = {}
-    space = Workspace(folder)
     for path in _paths(folder, module):
-        with contextlib.suppress(OSError):  # too large, or a path through a file
-            if len(found) < _MOST_FILES and space.kind(path) == "file":
-                found[path] = TreeFile(PLAIN, space.read(path, _MOST_BYTES))
+        with contextlib.suppress(OSError):  # too large, a link, or a path through a file
+            if len(found) < _MOST_FILES and not (folder / path).is_symlink():
+                found[path] = TreeFile(PLAIN, read_left(folder, path, _MOST_BYTES))
     return SourceTree(found)
 
 

@@ -1,7 +1,6 @@
 """OpenHands' editors, which open any path of the host, on copies of a session's files in a private folder.
 
-What an editor writes to a copy is written to the session's files by ``Workspace``, which follows no link out of them,
-or by a container's programs.
+What an editor writes to a copy is written to the session's files in their sandbox, or by a container's programs.
 """
 
 from __future__ import annotations
@@ -10,10 +9,12 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
-from openhands_rl_plugin.environments.workspace.files import MAX_LISTED, FileKind
+from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.environments.workspace.shell import MAX_LISTED, FileKind
 
 _KEPT = 10  # versions of a file
 
@@ -38,32 +39,24 @@ class EditedFiles(Protocol):
         ...
 
 
-class Place(NamedTuple):
-    """The files that hold a path, its ``name`` there, and the path as the model reads it."""
-
-    files: EditedFiles
-    name: str
-    shown: str
-
-
 class CopyEditor[E]:
     """One session's editor, with the undo history of its files. Calls run one at a time.
 
-    ``place`` finds an absolute path of the session, ``private`` is a folder of the host, ``make`` makes OpenHands'
+    ``files`` gives the session's files for one use, ``private`` is a folder of the host, ``make`` makes OpenHands'
     editor, given the folder of the copies.
     """
 
-    def __init__(self, place: Callable[[str], Place], private: Path, make: Callable[[Path], E]) -> None:
+    def __init__(self, files: Callable[[], EditedFiles], private: Path, make: Callable[[Path], E]) -> None:
         self.copies = private / "editor" / "copies"
-        self._place = place
+        self._files = files
         self._history = private / "editor" / "history"
         self._make = make
         self._editor: E | None = None
         self._calls = threading.Lock()
 
-    def forked(self, place: Callable[[str], Place], private: Path) -> Self:
+    def forked(self, files: Callable[[], EditedFiles], private: Path) -> Self:
         """An editor of a fork, with this one's undo history."""
-        twin = type(self)(place, private, self._make)
+        twin = type(self)(files, private, self._make)
         if self._history.exists():
             shutil.copytree(self._history, twin._history)
         return twin
@@ -71,11 +64,11 @@ class CopyEditor[E]:
     def edit[R](self, path: str, call: Callable[[E, Path], R]) -> R:
         """``call`` with the editor, and the copy of what is at an absolute ``path``; a folder's has its names only.
 
-        Raises ``PermissionError`` for a path out of the session's files, and other ``OSError``.
+        Raises ``OSError``.
         """
         with self._calls:
-            files, name, shown = self._place(path)
-            copied = self._copy(files, name, shown)
+            name, files = _plain(path), self._files()
+            copied = self._copy(files, name)
             before = copied.read_bytes() if copied.is_file() else None
             result = call(self._opened(), copied)
             after = copied.read_bytes() if copied.is_file() else None
@@ -83,15 +76,11 @@ class CopyEditor[E]:
                 files.write(name, after)
             return result
 
-    def _copy(self, files: EditedFiles, name: str, shown: str) -> Path:
+    def _copy(self, files: EditedFiles, name: str) -> Path:
         shutil.rmtree(self.copies, ignore_errors=True)
-        if ".." in Path(shown).parts:
-            # Behind a link it leads elsewhere than in the folder of the copies, and out of that one.
-            raise PermissionError(f"{shown}: write the path without ..")
-        copied = Path(f"{self.copies}{shown}")
-        kind = files.kind(name)
+        copied, kind = Path(f"{self.copies}{name}"), files.kind(name)
         if kind is not None or files.kind(str(Path(name).parent)) == "directory":
-            copied.parent.mkdir(parents=True)
+            copied.parent.mkdir(parents=True, exist_ok=True)
         if kind == "directory":
             _copy_names(files, name, copied, 2, MAX_LISTED)
         elif kind is not None:
@@ -112,9 +101,20 @@ class CopyEditor[E]:
         return self._editor
 
 
+def _plain(path: str) -> str:
+    """An absolute path without empty parts. Raises ``PermissionError``."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        # Behind a link it leads elsewhere than in the folder of the copies, and out of that one.
+        raise PermissionError(f"{path}: write the path without ..")
+    if "\0" in path or whole_text(path) != path:
+        raise PermissionError("a path cannot hold a null character, or half a character")
+    return f"/{'/'.join(parts)}"
+
+
 def _copy_names(files: EditedFiles, name: str, into: Path, levels: int, room: int) -> int:
     """Empty files and folders with the names, at most ``room``; returns how many are left of that."""
-    into.mkdir()
+    into.mkdir(exist_ok=True)
     for entry, kind in files.entries(name) if levels else ():
         if room <= 0:
             break
@@ -126,3 +126,20 @@ def _copy_names(files: EditedFiles, name: str, into: Path, levels: int, room: in
         else:
             (into / entry).touch()
     return room
+
+
+# Products of lines before and after, which is what a diff by lines takes in time: about a second.
+_MOST_COMPARED = 4_000_000
+
+
+def is_rewritten(before: str | None, after: str | None) -> bool:
+    """Whether so much differs between two texts that their lines are not compared one with another."""
+    old, new = (text.split("\n") if text else [] for text in (before, after))
+    start = _equal(old, new)
+    end = _equal(old[start:][::-1], new[start:][::-1])
+    return (len(old) - start - end) * (len(new) - start - end) > _MOST_COMPARED
+
+
+def _equal(some: list[str], others: list[str]) -> int:
+    """How many lines are the same from the first on."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))

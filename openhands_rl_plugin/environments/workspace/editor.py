@@ -16,7 +16,7 @@ from openhands_aci.editor.prompts import DIRECTORY_CONTENT_TRUNCATED_NOTICE
 from openhands_aci.editor.results import CLIResult, maybe_truncate
 
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, Place
+from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, EditedFiles
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 
 
@@ -26,22 +26,21 @@ class _Editor(OHEditor):
 
 
 class WorkspaceEditor:
-    """One session's editor, with the undo history of its files. ``place`` and ``private`` are as of ``CopyEditor``."""
+    """One session's editor, with the undo history of its files. ``files`` and ``private`` are as of ``CopyEditor``."""
 
-    def __init__(self, place: Callable[[str], Place], private: Path) -> None:
-        self._editor = CopyEditor(place, private, lambda copies: _Editor())
+    def __init__(self, files: Callable[[], EditedFiles], private: Path) -> None:
+        self._editor = CopyEditor(files, private, lambda copies: _Editor())
 
-    def forked(self, place: Callable[[str], Place], private: Path) -> WorkspaceEditor:
+    def forked(self, files: Callable[[], EditedFiles], private: Path) -> WorkspaceEditor:
         """As ``CopyEditor.forked``."""
-        twin = WorkspaceEditor(place, private)
-        twin._editor = self._editor.forked(place, private)
+        twin = WorkspaceEditor(files, private)
+        twin._editor = self._editor.forked(files, private)
         return twin
 
     def edit(self, command: str, path: str, **arguments: Any) -> CLIResult:
         """Execute one command; ``output`` is the text for the model, also where the command is wrong.
 
-        Raises ``PermissionError`` for a path outside of the workspace and other ``OSError`` when the file cannot be
-        read or written.
+        Raises ``OSError`` when the file cannot be read or written.
         """
         # Halves of surrogate pairs are in no file and no name.
         path, given = whole_text(path), {name: _whole(value) for name, value in arguments.items()}

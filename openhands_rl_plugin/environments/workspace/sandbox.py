@@ -65,6 +65,7 @@ class Sandbox(Protocol):
     """How to start the supervisor, and the names by which commands and answers call the workspace. ``writable``: what
     a session may write to beside it."""
 
+    isolated: bool
     workspace: str
     writable: tuple[str, ...]
     home: str
@@ -89,6 +90,8 @@ class SubprocessSandbox:
 
     Raises ``ConfigError`` for a workspace whose path a shell would have to quote.
     """
+
+    isolated = False
 
     def __init__(self, root: Path, private: Path) -> None:
         if shlex.quote(str(root)) != str(root):
@@ -119,6 +122,8 @@ class BubblewrapSandbox:
 
     A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away.
     """
+
+    isolated = True
 
     def __init__(
         self,

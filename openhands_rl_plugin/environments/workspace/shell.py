@@ -1,43 +1,44 @@
-"""A session's shell on the host's side: starts the supervisor in a sandbox and sends it commands."""
+"""A session's shell and files on the host's side: starts the supervisor in a sandbox and sends it requests."""
 
 from __future__ import annotations
 
+import base64
+import io
+import itertools
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.environments.workspace import cgroups
-from openhands_rl_plugin.environments.workspace.cgroups import ControlGroup
 from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_program
-from openhands_rl_plugin.environments.workspace.sandbox import (
-    BubblewrapSandbox,
-    Sandbox,
-    SandboxLimits,
-    SubprocessSandbox,
-    search_path,
-)
-from openhands_rl_plugin.environments.workspace.supervisor import family, kill_all
+from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, Sandbox, SandboxLimits, search_path
 from openhands_rl_plugin.environments.workspace.visible import bash
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
 _CLOSE_PATIENCE = 10.0
-_HOLDS = 100
+_MOST_SAID = 65536
+MAX_FILE_BYTES = 10 * 1024 * 1024
+"""Of a session's file that is read or edited."""
+MAX_LISTED = 20_000
+"""Names of a listing."""
 MOST_OUTPUT = 16_000
 """Bytes of the output of a command that judges a workspace."""
 _HOST_VARIABLES = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
+
+FileKind = Literal["file", "directory", "other"]
 
 
 class CommandResult(NamedTuple):
@@ -90,9 +91,8 @@ class Shell:
         self._limits = limits or SandboxLimits()
         self._variables = {} if variables is None else variables
         self._start_in = sandbox.from_inside(start) if start else sandbox.workspace
-        self._process: subprocess.Popen[bytes] | None = None
-        self._group: ControlGroup | None = None
-        self._one_at_a_time = threading.Lock()
+        self._started: _Started | None = None
+        self._starting, self._one_at_a_time = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
 
     def run(self, command: str, *, timeout: float | None, cwd: str | None = None, keep: bool = True) -> CommandResult:
@@ -102,50 +102,54 @@ class Shell:
         started and ``SandboxEndedError`` when it ended during the command.
         """
         with self._one_at_a_time:
-            process = self._running()
-            request = {
+            asked = {
                 "command": self._sandbox.from_inside(whole_text(command)),
                 "timeout": timeout,
                 "cwd": self._sandbox.from_inside(whole_text(cwd)) if cwd else None,
                 "keep": keep,
             }
             patience = None if timeout is None else timeout + _ANSWER_PATIENCE
-            answer = self._ask(process, request, patience)
+            answer = self._running().ask("run", patience, asked)
             shown = {name: self._sandbox.to_inside(answer[name]) for name in ("output", "earlier", "cwd", "python")}
             return CommandResult(exit_code=answer["exit_code"], timed_out=answer["timed_out"], **shown)
 
+    def ask(self, do: str, **given: object) -> Any:
+        """Another request of the supervisor, which is answered while a command runs, too. A ``path`` is the session's.
+
+        Raises ``OSError`` with the supervisor's reason, and ``InfrastructureError``.
+        """
+        if "path" in given:
+            given["path"] = self._sandbox.from_inside(os.path.join(INSIDE, str(given["path"])))
+        return self._running().ask(do, _ANSWER_PATIENCE, given)
+
     def snapshot(self) -> ShellSnapshot:
         """The state of the shell. Raises ``InfrastructureError``."""
-        with self._one_at_a_time:
-            return ShellSnapshot(**self._ask(self._running(), {"snapshot": True}, _ANSWER_PATIENCE))
+        return ShellSnapshot(**self.ask("stand"))
+
+    def interrupt(self) -> None:
+        """Send Ctrl-C (SIGINT) to the command that runs, and to what it started in the foreground."""
+        self.ask("interrupt")
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside the block nothing of the session runs: its processes are stopped, or all ended where they start faster
-        than they are found. Not where commands run without isolation: what left the shell's family goes on."""
-        stopped: set[int] = set()
-        if (process := self._process) is not None and process.poll() is None:
-            with suppress(InfrastructureError):
-                isolated = isinstance(self._sandbox, BubblewrapSandbox)
-                first = int(self.path_from_host("/").parts[2]) if isolated else process.pid
-                for _ in range(_HOLDS):
-                    if not (running := family(first) - stopped):
-                        break
-                    kill_all(running, signal.SIGSTOP)
-                    stopped |= running
-                else:
-                    self._end(process)
+        """Inside the block no process of the session runs. Without isolation, what left the shell's family goes on."""
+        started = self._started
+        with suppress(InfrastructureError):
+            if started is not None:
+                started.ask("hold", _ANSWER_PATIENCE, {"on": True})
         try:
             yield
         finally:
-            kill_all(stopped, signal.SIGCONT)
+            with suppress(InfrastructureError):
+                if started is not None:
+                    started.ask("hold", _ANSWER_PATIENCE, {"on": False})
 
     def path_from_host(self, path: str) -> Path:
         """The path by which this process reaches an absolute ``path`` of the session, also inside the session's mounts.
 
         Only in bubblewrap, and until the sandbox ends. Raises ``InfrastructureError``.
         """
-        monitor = self._running().pid
+        monitor = self._running().process.pid
         try:
             first_inside = Path(f"/proc/{monitor}/task/{monitor}/children").read_text().split()[0]
         except (OSError, IndexError) as error:
@@ -155,55 +159,34 @@ class Shell:
     def close(self) -> None:
         """End the sandbox and everything in it, also a command that is running. Safe to call more than once."""
         self._closed.set()
-        if (process := self._process) is not None:
-            self._end(process)
-            self._process = None
+        if (started := self._started) is not None:
+            started.end()
 
-    def _ask(self, process: subprocess.Popen[bytes], request: object, patience: float | None) -> dict[str, Any]:
-        self._send(process, _line(request))
-        line = self._read_line(process, None if patience is None else time.monotonic() + patience)
-        try:
-            return json.loads(line)
-        except ValueError as invalid:
-            self._end(process)
-            raise SandboxEndedError("the sandbox answered something else than a result") from invalid
+    def _running(self) -> _Started:
+        with self._starting:
+            if self._closed.is_set():
+                raise SandboxEndedError("the sandbox is closed")
+            if self._started is None or self._started.process.poll() is not None:
+                self._started = self._start()
+            return self._started
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._closed.is_set():
-            raise SandboxEndedError("the sandbox is closed")
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
-        return self._process
-
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> _Started:
         program, code = supervisor_program()
         # Its real place: a virtual environment may be reached by a link that is hidden.
         command = self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", program])
-        group = self._group = cgroups.take(self._limits.processes, self._limits.memory)
-        process: subprocess.Popen[bytes] | None = None
+        group = cgroups.make_group(self._limits.processes, self._limits.memory)
+        started: _Started | None = None
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={"PATH": os.environ.get("PATH", os.defpath)},
-                start_new_session=True,
-                bufsize=0,
-            )
-            self._send(process, code + _line(self._setup()))
-            if group is not None:
-                # The first process in a while takes the kernel ten milliseconds, during which the program starts.
-                group.add_family(process.pid)
-            self._read_line(process, time.monotonic() + _START_PATIENCE)
-            if group is not None:
-                group.add_family(process.pid)
+            started = _Started(command, group, self._limits.output)
+            started.send(code + json.dumps(self._setup(grouped=group is not None)).encode() + b"\n")
+            started.answer_of(0, _START_PATIENCE)
         except (OSError, SandboxEndedError) as error:
-            self._end(process)
+            if started is not None:
+                started.end()
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
-        return process
+        return started
 
-    def _setup(self) -> dict[str, object]:
+    def _setup(self, *, grouped: bool) -> dict[str, object]:
         sandbox, limits = self._sandbox, self._limits
         return {
             "bash": bash(),
@@ -211,16 +194,16 @@ class Shell:
             "cwd": sandbox.workspace,
             "start": self._start_in,
             "state": sandbox.state,
-            "output_bytes": self._limits.output,
-            "limits": self._limits.as_rlimits(),
+            "output_bytes": limits.output,
+            "limits": limits.as_rlimits(),
             "bounds": Bound(
                 processes=limits.processes,
                 memory=limits.memory,
                 disk=limits.disk,
                 folder=sandbox.workspace,
                 also=sandbox.writable,
-                grouped=self._group is not None,
-                isolated=not isinstance(sandbox, SubprocessSandbox),
+                grouped=grouped,
+                isolated=sandbox.isolated,
                 gives_way=self._gives_way,
             ).model_dump(mode="json"),
         }
@@ -230,67 +213,119 @@ class Shell:
         quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
         return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **self._variables}
 
-    def _send(self, process: subprocess.Popen[bytes], data: bytes) -> None:
-        assert process.stdin is not None
+
+class _Started:
+    """A sandbox that was started. Threads wait for their answers side by side."""
+
+    def __init__(self, command: Sequence[str], group: Path | None, output: int) -> None:
+        # JSON may write one byte as six characters; a file comes in base 64.
+        self._longest = max(6 * 2 * output, 2 * MAX_FILE_BYTES) + 65536
+        self._group, self._said = group, tempfile.TemporaryFile()  # noqa: SIM115
+        self._waiting: dict[int, Future[dict[str, Any]]] = {0: Future()}
+        self._numbers, self._sending, self._ending = itertools.count(1), threading.Lock(), threading.Lock()
+        self._ended = ""
+        self.process = subprocess.Popen(
+            [*cgroups.in_group(group), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+            start_new_session=True,
+            bufsize=0,
+        )
+        threading.Thread(target=self._listen, name="rl-sandbox", daemon=True).start()
+
+    def ask(self, do: str, patience: float | None, given: Mapping[str, object]) -> Any:
+        """What the supervisor found. Raises ``OSError`` with its reason, and ``SandboxEndedError``."""
+        number = next(self._numbers)
+        self._waiting[number] = Future()
+        self.send(json.dumps({"id": number, "do": do, **given}).encode() + b"\n")
+        answer = self.answer_of(number, patience)
+        if "errno" in answer:
+            raise OSError(answer["errno"], answer["reason"], given.get("path"))
+        return answer["found"]
+
+    def send(self, data: bytes) -> None:
+        """Raises ``SandboxEndedError``."""
+        assert self.process.stdin is not None
         try:
-            pending = memoryview(data)
-            while pending:
-                pending = pending[process.stdin.write(pending) or 0 :]
-        except (BrokenPipeError, ValueError) as error:
-            raise SandboxEndedError(self._last_words(process)) from error
+            with self._sending:
+                pending = memoryview(data)
+                while pending:
+                    pending = pending[self.process.stdin.write(pending) or 0 :]
+        except (OSError, ValueError) as error:
+            raise SandboxEndedError(self.end()) from error
 
-    def _read_line(self, process: subprocess.Popen[bytes], deadline: float | None) -> bytes:
-        assert process.stdout is not None
-        line = bytearray()
-        # JSON may write one byte as six characters.
-        longest = 6 * 2 * self._limits.output + 65536
-        poll = select.poll()
-        poll.register(process.stdout, select.POLLIN)
-        while not line.endswith(b"\n"):
-            left = None if deadline is None else deadline - time.monotonic()
-            if (left is not None and left <= 0) or len(line) > longest:
-                self._end(process)
-                raise SandboxEndedError("the sandbox did not answer and was ended")
-            if not poll.poll(None if left is None else left * 1000):
-                continue
-            try:
-                data = os.read(process.stdout.fileno(), 65536)
-            except (OSError, ValueError):
-                data = b""
-            if not data:
-                raise SandboxEndedError(self._last_words(process))
-            line += data
-        return bytes(line)
+    def answer_of(self, number: int, patience: float | None) -> dict[str, Any]:
+        """Raises ``SandboxEndedError``."""
+        answer = self._waiting[number]
+        try:
+            if self._ended:
+                raise SandboxEndedError(self._ended)
+            return answer.result(patience)
+        except TimeoutError as error:
+            self.end()
+            raise SandboxEndedError("the sandbox did not answer and was ended") from error
+        finally:
+            self._waiting.pop(number, None)
 
-    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
-        self._end(process)
-        printed = self._printed.strip().splitlines()
-        return printed[-1] if printed else "the sandbox ended"
+    def end(self) -> str:
+        """End all of its processes; what it said last."""
+        with self._ending:
+            if not self._ended:
+                # At the end of stdin the supervisor ends all of its processes; in bubblewrap its own end does that too.
+                with suppress(OSError):
+                    self.process.stdin.close()  # type: ignore[union-attr]
+                try:
+                    self.process.wait(_CLOSE_PATIENCE)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+                    self.process.wait()
+                self._said.seek(0)
+                words = self._said.read(_MOST_SAID).decode("utf-8", "replace").strip().splitlines()
+                self._said.close()
+                self._ended = words[-1] if words else "the sandbox ended"
+                cgroups.remove_group(self._group)
+        for answer in [*self._waiting.values()]:
+            with suppress(InvalidStateError):
+                answer.set_exception(SandboxEndedError(self._ended))
+        return self._ended
 
-    _printed = ""
-
-    def _end(self, process: subprocess.Popen[bytes] | None) -> None:
-        if process is not None:
-            # Closing stdin makes the supervisor end all its processes; in bubblewrap its own end does that too.
-            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-            process.stdin.close()
-            try:
-                process.wait(_CLOSE_PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if not process.stderr.closed:
-                os.set_blocking(process.stderr.fileno(), False)
-                self._printed = (process.stderr.read() or b"").decode("utf-8", "replace")
-                process.stderr.close()
-                process.stdout.close()
-        group, self._group = self._group, None
-        if group is not None:
-            group.remove()
+    def _listen(self) -> None:
+        raw: Any = self.process.stdout
+        with io.BufferedReader(raw) as answers, suppress(OSError, ValueError, KeyError, TypeError):
+            while line := answers.readline(self._longest):
+                answer = json.loads(line)
+                self._waiting[answer["id"]].set_result(answer)
+        self.end()
 
 
-def _line(request: object) -> bytes:
-    return json.dumps(request).encode() + b"\n"
+class SessionFiles:
+    """A session's files, as its commands see them: no link leads to others. All methods raise ``OSError``, and
+    ``InfrastructureError``."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+
+    def kind(self, path: str) -> FileKind | None:
+        """The kind of the file, links followed; ``None`` where there is none."""
+        return self._shell.ask("kind", path=path)
+
+    def read(self, path: str) -> bytes:
+        """The whole file, of at most 10 MiB."""
+        return base64.b64decode(self._shell.ask("read", path=path, most=MAX_FILE_BYTES))
+
+    def entries(self, path: str) -> list[tuple[str, FileKind]]:
+        """Names in a directory with their kinds, sorted; a symbolic link counts as ``other``."""
+        return [(name, kind) for name, kind in self._shell.ask("entries", path=path, most=MAX_LISTED)]
+
+    def files(self, path: str) -> list[str]:
+        """Regular files below a directory, relative to it; symbolic links are not followed."""
+        return self._shell.ask("files", path=path, most=MAX_LISTED)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Replace the file's content in place, or make the file and the folders above it."""
+        self._shell.ask("write", path=path, data=base64.b64encode(data).decode())
 
 
 def check_workspace(

@@ -4,15 +4,17 @@ The sandbox executes what this file was compiled to, so it uses the standard lib
 it runs that alone, within bounds: ``python -I -S -c <text> BOUNDS COMMAND...``. ``BOUNDS`` is JSON:
 ``{"processes", "memory", "disk", "folder", "also": [folder], "grouped", "isolated", "gives_way"}``; 0 is no bound.
 
-Else it speaks JSON lines. The first line on stdin is the set-up, every other one a request with one answer.
+Else it speaks JSON lines. The first line on stdin is the set-up, every other one a request. Each has one answer, which
+is written when it is known: while a command runs, other requests are answered.
 
 * Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "bounds"}``;
-  commands begin in ``start``, and in ``cwd`` when their directory is gone.
-* Request: ``{"command", "timeout", "cwd", "keep"}``; ``timeout`` in seconds or null; ``cwd`` and ``keep`` are for a
-  command that runs in another directory and does not change the shell's state.
-* Answer: ``{"output", "earlier", "exit_code", "timed_out", "cwd", "python"}``; ``earlier`` is what background processes
-  of earlier commands wrote since the last answer, ``python`` the shell's program of that name.
-* Request ``{"snapshot": true}``, answered ``{"cwd", "processes": [name]}``: what commands left running.
+  commands begin in ``start``, and in ``cwd`` when their directory is gone. It is answered by ``{"id": 0}``.
+* Request: ``{"id", "do", ...}``, answered by ``{"id", "found"}`` or ``{"id", "errno", "reason"}``. ``do`` is ``run`` or
+  one of ``Supervisor.requests``.
+* ``run``: ``{"command", "timeout", "cwd", "keep"}``, one at a time; ``timeout``: seconds or null. ``cwd`` and ``keep``
+  are for a command in another directory that does not change the shell's state. It finds ``{"output", "earlier",
+  "exit_code", "timed_out", "cwd", "python"}``; ``earlier`` is what background processes of earlier commands wrote since
+  the last answer, ``python`` the shell's program of that name.
 
 A command's own output is complete when its shell has ended, because all of it is in the pipe by then; background
 processes never delay an answer. The end of stdin ends the supervisor and all processes that it started.
@@ -20,8 +22,12 @@ processes never delay an answer. The end of stdin ends the supervisor and all pr
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import ctypes
+import errno
+import io
+import itertools
 import json
 import os
 import resource
@@ -346,19 +352,32 @@ class Output:
 class Supervisor:
     """One command at a time; background processes live on until the end of stdin."""
 
-    def __init__(self, setup: dict, requests: int) -> None:
-        self.setup = setup
-        self.asked = False
+    def __init__(self, setup: dict, given: int, answers: io.BufferedWriter) -> None:
+        self.setup, self.answers = setup, answers
         self.state = setup["state"]
         self.cwd, self.python = setup["start"], ""
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(requests, selectors.EVENT_READ, self.ask)
         self.background = Output(setup["output_bytes"])
-        self.pipe = -1
         self.output = Output(0)
-        self.shell = 0
+        self.pipe, self.shell = -1, 0
         self.status: int | None = None
         self.bounds = Bounds(setup["bounds"])
+        self.closed = False
+        self.received: list[bytes] = []
+        self.waits: dict | None = None
+        self.runs: dict | None = None
+        self.deadline = float("inf")
+        self.requests = {
+            "kind": kind_at,
+            "read": read,
+            "write": write,
+            "entries": entries,
+            "files": files_below,
+            "stand": self.stand,
+            "hold": self.hold,
+            "interrupt": self.interrupt,
+        }
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(given, selectors.EVENT_READ, self.receive)
         self.watch_children()
 
     def watch_children(self) -> None:
@@ -372,81 +391,85 @@ class Supervisor:
             least = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
             resource.setrlimit(kind, (least, least))
 
+    def serve_all(self) -> None:
+        """Until the end of stdin."""
+        while not self.closed:
+            if self.waits and time.monotonic() >= self.bounds.may_start:
+                self.runs, self.waits = self.waits, None
+                self.start(self.runs)
+            left = max(0.0, self.deadline - time.monotonic())
+            self.serve(min(left, POLL) if self.runs or self.waits or has_children() else None)
+            if not self.waits and (reason := self.bounds.crossed()):
+                self.bounds.end_all()
+                sink = self.output if self.runs else self.background
+                sink.add(f"[All processes were ended: {reason}.]\n".encode())
+            if self.runs and (self.status is not None or time.monotonic() > self.deadline):
+                self.finish(self.runs)
+
+    def serve(self, timeout: float | None) -> None:
+        for key, _ in self.selector.select(timeout):
+            key.data(key.fd)
+
     def reap(self, wake: int) -> None:
         os.read(wake, CHUNK)
         self.reap_dead()
 
     def reap_dead(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid == self.shell:
-                self.status = status
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.shell:
+                    self.status = ended[1]
 
-    def ask(self, _: int) -> None:
-        self.asked = True
+    def receive(self, given: int) -> None:
+        data = os.read(given, CHUNK)
+        self.closed = not data
+        self.received.append(data)
+        if b"\n" in data:
+            *lines, rest = b"".join(self.received).split(b"\n")
+            self.received = [rest]
+            for line in lines:
+                self.attend(json.loads(line))
 
-    def wait_for_request(self) -> None:
-        """Between requests: reap, and keep background writers from blocking."""
-        while not self.asked:
-            self.serve(POLL if has_children() else None)
-            self.keep_bounds(self.background)
-        self.asked = False
+    def attend(self, request: dict) -> None:
+        if request["do"] == "run":
+            self.waits = request
+            return
+        given = {name: value for name, value in request.items() if name not in ("id", "do")}
+        try:
+            self.answer(request, found=self.requests[request["do"]](**given))
+        except OSError as error:
+            self.answer(request, errno=error.errno, reason=error.strerror)
+        except ValueError:
+            self.answer(request, errno=errno.EINVAL, reason="no name of a file")
 
-    def answer(self, request: dict) -> dict:
-        """Execute one request and return the answer."""
-        if "snapshot" not in request:
-            return self.execute(**request)
+    def answer(self, request: dict, **about: object) -> None:
+        self.answers.write(json.dumps({"id": request["id"], **about}).encode() + b"\n")
+        self.answers.flush()
+
+    def stand(self) -> dict:
+        """The working directory, and the names of the processes that commands left running."""
         self.reap_dead()
         return {"cwd": self.cwd, "processes": [name_of(pid) for pid in sorted(family(os.getpid()))]}
 
-    def execute(self, command: str, timeout: float | None, cwd: str | None, keep: bool) -> dict:
-        self.start(command, cwd or self.cwd, keep)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        timed_out = False
-        while self.status is None and not timed_out:
-            left = POLL if deadline is None else min(deadline - time.monotonic(), POLL)
-            self.keep_bounds(self.output)
-            self.serve(max(left, 0))
-            if self.asked:
-                # The host sends nothing while it waits for an answer: it has ended.
-                raise SystemExit(1)
-            timed_out = self.status is None and deadline is not None and time.monotonic() > deadline
-        if timed_out:
-            self.kill_command()
-        self.finish()
-        if keep and not timed_out:
-            self.keep_state()
-        earlier, self.background = self.background.text(), Output(self.setup["output_bytes"])
-        return {
-            "output": self.output.text(),
-            "earlier": earlier,
-            "exit_code": None if timed_out or self.status is None else exit_code(self.status),
-            "timed_out": timed_out,
-            "cwd": os.fsencode(self.cwd).decode("utf-8", "replace"),
-            "python": os.fsencode(self.python).decode("utf-8", "replace"),
-        }
+    def hold(self, on: bool) -> None:
+        """Stop all processes of the session, or let them go on. In a sandbox the kernel reaches all of them at once."""
+        how = signal.SIGSTOP if on else signal.SIGCONT
+        kill_all([-1] if self.bounds.isolated else family(os.getpid()), how)
 
-    def keep_bounds(self, sink: Output) -> None:
-        if reason := self.bounds.crossed():
-            self.bounds.end_all()
-            sink.add(f"[All processes were ended: {reason}.]\n".encode())
+    def interrupt(self) -> None:
+        """Ctrl-C for the command that runs, and for what it started in the foreground."""
+        kill_all((pid for pid, (_, session, *_) in processes().items() if session == self.shell), signal.SIGINT)
 
-    def start(self, command: str, cwd: str, keep: bool) -> None:
-        while (pause := self.bounds.may_start - time.monotonic()) > 0:
-            self.serve(pause)
+    def start(self, request: dict) -> None:
         self.bounds.begin()
         script = self.state + ".command"
         with open(script, "w", encoding="utf-8", errors="surrogateescape", opener=open_new) as file:
-            file.write(command)
+            file.write(request["command"])
         self.pipe, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.pipe, False)
         self.output, self.status = Output(self.setup["output_bytes"]), None
-        save_to = self.state + ".new" if keep else ""
+        save_to = self.state + ".new" if request["keep"] else ""
+        cwd = request["cwd"] or self.cwd
         self.shell = self.spawn(
             self.setup["bash"],
             ["bash", "-c", SCRIPT, "bash", self.state, script, cwd, self.setup["cwd"], save_to],
@@ -461,6 +484,7 @@ class Supervisor:
         )
         os.close(write_end)
         self.selector.register(self.pipe, selectors.EVENT_READ, self.collect)
+        self.deadline = float("inf") if request["timeout"] is None else time.monotonic() + request["timeout"]
 
     def spawn(self, *arguments, **options) -> int:
         """A process. Where background processes leave no room for one, all of them are ended."""
@@ -478,10 +502,6 @@ class Supervisor:
             time.sleep(POLL_AFTER_KILL)
             self.reap_dead()
 
-    def serve(self, timeout: float | None) -> None:
-        for key, _ in self.selector.select(timeout):
-            key.data(key.fd)
-
     def collect(self, pipe: int) -> bool:
         """Read the available bytes; false when there are no more for now."""
         sink = self.output if pipe == self.pipe else self.background
@@ -498,11 +518,26 @@ class Supervisor:
             self.pipe = -1
         return False
 
-    def finish(self) -> None:
-        """Read all output of the ended shell; later output is that of its background processes."""
+    def finish(self, request: dict) -> None:
+        """Answer for the command, which has ended or is ended now. Later output is that of its background processes."""
+        timed_out = self.status is None
+        if timed_out:
+            self.kill_command()
         while self.pipe >= 0 and self.collect(self.pipe):
             pass
-        self.pipe, self.shell = -1, 0
+        self.pipe, self.shell, self.runs, self.deadline = -1, 0, None, float("inf")
+        if request["keep"] and not timed_out:
+            self.keep_state()
+        earlier, self.background = self.background.text(), Output(self.setup["output_bytes"])
+        found = {
+            "output": self.output.text(),
+            "earlier": earlier,
+            "exit_code": None if timed_out or self.status is None else exit_code(self.status),
+            "timed_out": timed_out,
+            "cwd": os.fsencode(self.cwd).decode("utf-8", "replace"),
+            "python": os.fsencode(self.python).decode("utf-8", "replace"),
+        }
+        self.answer(request, found=found)
 
     def kill_command(self) -> None:
         deadline = time.monotonic() + KILL_PATIENCE
@@ -517,13 +552,14 @@ class Supervisor:
             self.reap_dead()
 
     def keep_state(self) -> None:
-        new = self.state + ".new"
+        new, end = self.state + ".new", b"#complete\n"
         try:
-            with open(new, "rb", opener=open_at_once) as file:
-                file.seek(-len(b"#complete\n"), os.SEEK_END)
-                complete = file.read(len(b"#complete\n")) == b"#complete\n"
-            with open(new + ".cwd", "rb", opener=open_at_once) as file:
-                cwd, _, python = os.read(file.fileno(), CHUNK).decode("utf-8", "surrogateescape").partition("\0")
+            # A command may have put a link, or a pipe at which this would wait, in the place of these files.
+            with os.fdopen(opened(new, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                file.seek(-len(end), os.SEEK_END)
+                complete = file.read(len(end)) == end
+            with os.fdopen(opened(new + ".cwd", os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                cwd, _, python = file.read(CHUNK).decode("utf-8", "surrogateescape").partition("\0")
         except OSError:
             return
         if complete and cwd:
@@ -531,16 +567,64 @@ class Supervisor:
             self.cwd, self.python = cwd, python.rstrip("\n")
 
 
+def opened(path: str, flags: int) -> int:
+    """A regular file, open. Nothing waits at a pipe."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return descriptor
+
+
+def kind_of(mode: int) -> str:
+    return "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
+
+
+def kind_at(path: str) -> str | None:
+    """The kind of the file, links followed; nothing where there is none."""
+    try:
+        return kind_of(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def read(path: str, most: int) -> str:
+    """The whole file, in base 64."""
+    with os.fdopen(opened(path, os.O_RDONLY), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB")
+    return binascii.b2a_base64(data, newline=False).decode()
+
+
+def write(path: str, data: str) -> None:
+    """Replace the file's content in place, or make the file and the folders above it."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with os.fdopen(opened(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+        file.truncate()
+        file.write(binascii.a2b_base64(data))
+
+
+def entries(path: str, most: int) -> list[tuple[str, str]]:
+    """Names in a directory with their kinds, sorted; a link counts as ``other``."""
+    with os.scandir(path) as found:
+        some = itertools.islice(found, most)
+        return sorted((entry.name, kind_of(entry.stat(follow_symlinks=False).st_mode)) for entry in some)
+
+
+def files_below(path: str, most: int) -> list[str]:
+    """Regular files below a directory, relative to it; links are not followed."""
+    os.stat(path)
+    found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    some = itertools.islice(found, most)
+    return [os.path.relpath(each, path) for each in some if stat.S_ISREG(os.lstat(each).st_mode)]
+
+
 def open_new(path: str, _: int) -> int:
     """For writing. A command may have put a pipe there, at which the counting would wait for a reader."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-
-def open_at_once(path: str, _: int) -> int:
-    """For reading, without waiting at a pipe and without following a link to what has no end."""
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def has_children() -> bool:
@@ -578,25 +662,19 @@ def end_everything() -> None:
 
 
 def main() -> None:
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
+    given = os.dup(0)
     close_to_others()
-    setup = json.loads(requests.readline())
+    # The host waits for an answer to the set-up, so that nothing else is read with it.
+    with os.fdopen(given, "rb", closefd=False) as first:
+        setup = json.loads(first.readline())
     if not setup["bounds"]["isolated"]:
         adopt_orphans()
     os.makedirs(os.path.dirname(setup["state"]), mode=0o700, exist_ok=True)
     os.makedirs(setup["env"]["HOME"], exist_ok=True)
-    supervisor = Supervisor(setup, requests.fileno())
-    answers.write(b'{"ready": true}\n')
-    answers.flush()
+    supervisor = Supervisor(setup, given, os.fdopen(os.dup(1), "wb"))
     try:
-        while True:
-            supervisor.wait_for_request()
-            line = requests.readline()
-            if not line:
-                break
-            answers.write(json.dumps(supervisor.answer(json.loads(line))).encode() + b"\n")
-            answers.flush()
+        supervisor.answer({"id": 0})
+        supervisor.serve_all()
     finally:
         end_everything()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -20,9 +21,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, problems
-from openhands_rl_plugin.core.files import draft_folder, file_sha256, scratch_folder, write_file
+from openhands_rl_plugin.core.files import draft_folder, file_sha256, read_left, scratch_folder, write_file
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.git import clone_command, git_folder, run_git
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
 from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
@@ -362,14 +362,13 @@ def _download(name: str, version: str, folder: Path) -> Path:
             done = subprocess.run(command, capture_output=True, timeout=_FETCHING, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired as error:
             raise InfrastructureError(f"fetching {what} took more than {_FETCHING} s; try again") from error
-        space = Workspace(scratch / "tmp")
-        found = space.entries("found") if space.kind("found") == "directory" else []
-        files = [file for file, kind in found if kind == "file" and re.search(r"\.(tar\.\w+|tgz|zip)$", file)]
+        found = next(os.walk(scratch / "tmp" / "found"), ("", [], []))[2]
+        files = [file for file in sorted(found) if re.search(r"\.(tar\.\w+|tgz|zip)$", file)]
         if done.returncode or not files:
             said = done.stderr.decode("utf-8", "replace").splitlines()
             why = next((line.strip() for line in reversed(said) if "ERROR" in line), "there is none")
             raise InfrastructureError(f"{what} could not be fetched as a source archive: {why}")
-        write_file(folder / files[0], space.read(f"found/{files[0]}", MOST_BYTES), parents=True)
+        write_file(folder / files[0], read_left(scratch / "tmp", f"found/{files[0]}", MOST_BYTES), parents=True)
     return folder / files[0]
 
 

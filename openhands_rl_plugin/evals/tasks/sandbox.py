@@ -16,10 +16,9 @@ from pathlib import Path
 from pydantic import Field, JsonValue, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.files import scratch_folder
+from openhands_rl_plugin.core.files import read_left, scratch_folder
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, isolate
-from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 from openhands_rl_plugin.environments.workspace.visible import OF_A_PREFIX, hidden_package, prefix_mounts, system_mounts
@@ -266,7 +265,7 @@ class TreeSandbox:
 
 def _left(folder: Path, name: str) -> bytes:
     """What tests left for the host, who follows no link of theirs and waits at no pipe. Raises ``OSError``."""
-    return Workspace(folder / "out").read(name, _LONGEST_REPORT)
+    return read_left(folder / "out", name, _LONGEST_REPORT)
 
 
 def _isolated(environment: Path, variables: Mapping[str, str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import signal
 import stat
 import threading
 import uuid
@@ -19,8 +18,6 @@ from openhands_rl_plugin.core.files import remove_tree, scratch_folder, temporar
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree, copy_tree, fork_tree
-from openhands_rl_plugin.environments.workspace.edited_copies import Place
-from openhands_rl_plugin.environments.workspace.files import Workspace
 from openhands_rl_plugin.environments.workspace.patch import Baseline
 from openhands_rl_plugin.environments.workspace.sandbox import (
     INSIDE,
@@ -29,8 +26,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     SubprocessSandbox,
     check_bubblewrap,
 )
-from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell, check_workspace
-from openhands_rl_plugin.environments.workspace.supervisor import kill_all, processes
+from openhands_rl_plugin.environments.workspace.shell import CommandResult, SessionFiles, Shell, check_workspace
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.environments.workspace.visible import HostPaths
 
@@ -124,26 +120,13 @@ class SandboxedWorkspace:
         return self._shell.run(command, timeout=timeout, cwd=cwd, keep=keep)
 
     @property
-    def files(self) -> Workspace:
-        """Access to the files below ``/workspace``."""
-        return Workspace(self._tree.directory if self._tree.overlay is None else self._shell.path_from_host(INSIDE))
-
-    def place(self, path: str) -> Place:
-        """An absolute path in ``/workspace``, and in the ``/tmp`` of bubblewrap. Raises ``OSError``."""
-        if self.forks and (path == TEMPORARY or path.startswith(f"{TEMPORARY}/")):
-            files = Workspace(self._shell.path_from_host(TEMPORARY))
-            name = files.name_inside(f"{INSIDE}{path.removeprefix(TEMPORARY)}")
-            return Place(files, name, TEMPORARY + name.removeprefix(INSIDE))
-        files = self.files
-        name = files.name_inside(path)
-        return Place(files, name, name)
+    def files(self) -> SessionFiles:
+        """The files that commands see."""
+        return SessionFiles(self._shell)
 
     def interrupt(self) -> None:
-        """Send Ctrl-C (SIGINT) to the command that is running, and to what it started in the foreground."""
-        # The first process of the sandbox, as this machine calls it.
-        first, table = int(self._shell.path_from_host("/").parts[2]), processes()
-        own = [pid for pid, (parent, *_) in table.items() if parent == first and self._sandbox.state in _arguments(pid)]
-        kill_all((pid for pid, (_, session, *_) in table.items() if session in own), signal.SIGINT)
+        """As ``Shell.interrupt``."""
+        self._shell.interrupt()
 
     def restart(self) -> None:
         """End all processes, and go on with a new shell in the session's first folder. ``/tmp`` is empty then."""
@@ -238,10 +221,3 @@ class SandboxedWorkspace:
 
     def _new_shell(self) -> Shell:
         return Shell(self._sandbox, self.variables, self._limits, start=self.start)
-
-
-def _arguments(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    except OSError:
-        return []

@@ -185,7 +185,7 @@ class WorkspaceRuntime(SessionRuntime):
         given = {**self.initial_env_vars, **config.sandbox.runtime_startup_env_vars}
         self.workspace.seconds = config.sandbox.timeout
         self.workspace.variables |= {**git, **given, **self.workspace.variables}
-        self.editor = WorkspaceEditor(self.workspace.place, self.workspace.private)
+        self.editor = WorkspaceEditor(lambda: self.workspace.files, self.workspace.private)
 
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
@@ -210,7 +210,7 @@ class WorkspaceRuntime(SessionRuntime):
         kept = {"user_id": live.user_id, "file_store": tasks, "_replace_secrets": live._replace_secrets}
         fork.event_stream = SimpleNamespace(**kept)
         fork.workspace = self.workspace.fork()
-        fork.editor = self.editor.forked(fork.workspace.place, fork.workspace.private)
+        fork.editor = self.editor.forked(lambda: fork.workspace.files, fork.workspace.private)
         return fork
 
     def run(self, action: CmdRunAction) -> Observation:

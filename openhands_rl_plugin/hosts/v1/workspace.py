@@ -33,12 +33,10 @@ from openhands.tools.terminal.metadata import CmdOutputMetadata
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, temporary_folder
-from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
 from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell
-from openhands_rl_plugin.environments.workspace.changes import is_rewritten
-from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, Place
+from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, is_rewritten
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
@@ -59,7 +57,8 @@ class ConversationWorkspace:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
         assert isinstance(self.sandboxed, SandboxedWorkspace), "a container cannot be forked"
         twin = ConversationWorkspace(self.sandboxed.fork())
-        twin.editor.copies = self.editor.copies.forked(twin.sandboxed.place, twin.sandboxed.private)
+        sandboxed = twin.sandboxed
+        twin.editor.copies = self.editor.copies.forked(lambda: sandboxed.files, sandboxed.private)
         return twin
 
     def close(self) -> None:
@@ -89,12 +88,10 @@ class ContainerWorkspace(ContainerShell):
     def begin(self) -> None:
         """Nothing is evidence here."""
 
-    def place(self, path: str) -> Place:
-        """An absolute path of the container, for one use of its files. Raises ``PermissionError``."""
-        if "\0" in path or whole_text(path) != path:
-            raise PermissionError("a path cannot hold a null character, or half a character")
-        name = f"/{path.strip('/')}"
-        return Place(ContainerFiles(self), name, name)
+    @property
+    def files(self) -> ContainerFiles:
+        """The container's files, for one use of them."""
+        return ContainerFiles(self)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:
         """No evidence, and the failure of the container's owner, if any."""
@@ -250,8 +247,12 @@ class ConversationEditor(_Executor):
 
     def __init__(self, whole: ConversationWorkspace) -> None:
         super().__init__(whole)
-        place, private, self._inside = whole.sandboxed.place, whole.sandboxed.private, whole.sandboxed.inside
-        self.copies = CopyEditor(place, private, lambda copies: FileEditor(workspace_root=f"{copies}{self._inside}"))
+        sandboxed, self._inside = whole.sandboxed, whole.sandboxed.inside
+        self.copies = CopyEditor(
+            lambda: sandboxed.files,
+            sandboxed.private,
+            lambda copies: FileEditor(workspace_root=f"{copies}{self._inside}"),
+        )
 
     def __call__(
         self, action: FileEditorAction, conversation: LocalConversation | None = None

@@ -33,8 +33,8 @@ Run = Callable[..., CommandResult]
 @pytest.fixture(params=["grouped", "counted"])
 def kept_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "counted":
-        monkeypatch.setattr(cgroups, "_places", lambda: ())
-    elif not cgroups._places():
+        monkeypatch.setattr(cgroups, "_place", lambda: None)
+    elif not cgroups._place():
         pytest.skip("no control groups can be made here")
     return request.param
 
@@ -93,7 +93,7 @@ class TestBombs:
 
     def test_empty_files_in_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         """Each takes a kilobyte of the kernel's memory, whatever the size of ``/tmp``; control groups count that."""
-        monkeypatch.setattr(cgroups, "_places", lambda: ())
+        monkeypatch.setattr(cgroups, "_place", lambda: None)
         shell = Shell(BubblewrapSandbox(tmp_path), limits=LIMITS.model_copy(update={"memory": 24 * MEBIBYTE}))
         fill = "from pathlib import Path\nfor n in range(200_000): Path(f'/dev/shm/{n}').touch()"
         result = shell.run(f'python3 -c "{fill}"', timeout=60)
@@ -172,7 +172,7 @@ def test_what_left_its_session_ends_with_the_shell_without_bubblewrap(tmp_path: 
     shell.run(f"(setsid sh -c 'setsid sleep {marker}1 & exec sleep {marker}2' &) ; sleep 0.2", timeout=20)
     shell.close()
     assert gone(f"{marker}1") and gone(f"{marker}2")
-    if not cgroups._places():
+    if not cgroups._place():
         pytest.skip("no control groups can be made here")
     shell = Shell(SubprocessSandbox(tmp_path, tmp_path / ".private"))
     with pytest.raises(SandboxEndedError):

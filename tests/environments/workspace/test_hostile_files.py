@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.environments.workspace import copies
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
-from openhands_rl_plugin.environments.workspace.files import Workspace
+from openhands_rl_plugin.environments.workspace.shell import MAX_FILE_BYTES
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 
 # A folder of many files, and in its place, now and then, a link to another one with the same names.
@@ -53,9 +54,69 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def editor(root: Path) -> WorkspaceEditor:
+def editor(root: Path) -> Iterator[WorkspaceEditor]:
     workspace = SandboxedWorkspace(root, WorkspaceSettings(isolation="none"))
-    return WorkspaceEditor(workspace.place, root.parent / "private")
+    yield WorkspaceEditor(lambda: workspace.files, root.parent / "private")
+    workspace.close()
+
+
+@pytest.fixture
+def session(root: Path) -> Iterator[SandboxedWorkspace]:
+    workspace = SandboxedWorkspace(root, WorkspaceSettings())
+    yield workspace
+    workspace.close()
+
+
+@needs_bubblewrap
+def test_a_link_leads_to_nothing_of_the_host(root: Path, session: SandboxedWorkspace):
+    (root.parent / "secret").write_text("s3cret")
+    (root / "file").write_text("text")
+    links = {"here": "/workspace/file", "there": str(root.parent / "secret"), "loop": "loop", "host": "/root"}
+    for name, target in links.items():
+        (root / name).symlink_to(target)
+    files = session.files
+    assert files.read("here") == files.read("/workspace//./here") == files.read("file") == b"text"
+    for name in ("there", "loop", "host/.bashrc", "../secret"):
+        with pytest.raises(OSError):
+            files.read(name)
+    with pytest.raises(OSError):
+        files.write("host/.bashrc", b"x")
+    files.write("here", b"new")
+    assert (root / "file").read_text() == "new" and (root / "here").is_symlink()
+    assert (root.parent / "secret").read_text() == "s3cret"
+
+
+@needs_bubblewrap
+def test_files_are_of_a_kind_and_a_size(root: Path, session: SandboxedWorkspace):
+    os.mkfifo(root / "pipe")
+    (root / "large").write_bytes(b"x" * (MAX_FILE_BYTES + 1))
+    for name, reason in (("pipe", "not a regular file"), ("/dev/zero", "not a regular file"), ("large", "10 MiB")):
+        with pytest.raises(OSError, match=reason):
+            session.files.read(name)
+    for name in ("pipe", ".", "/usr/file"):
+        with pytest.raises(OSError):
+            session.files.write(name, b"x")
+    session.files.write("new/deep/file", b"longer than before")
+    (root / "new/deep/file").chmod(0o755)
+    session.files.write("new/deep/file", b"short")
+    written = root / "new/deep/file"
+    assert written.read_bytes() == b"short" and written.stat().st_mode & 0o777 == 0o755
+    (root / "link").symlink_to("/etc")
+    kinds = [("large", "file"), ("link", "other"), ("new", "directory"), ("pipe", "other")]
+    assert session.files.entries("/workspace") == kinds and session.files.files(".") == ["large", "new/deep/file"]
+    assert [session.files.kind(name) for name in ("nothing", "large/below", "link")] == [None, None, "directory"]
+
+
+@needs_bubblewrap
+def test_files_are_read_and_a_command_is_interrupted_while_it_runs(root: Path, session: SandboxedWorkspace):
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(session.run, "echo on > file; sleep 60; echo not reached", timeout=60)
+        while session.files.kind("file") is None:
+            pass
+        session.files.write("other", b"x" * 5_000_000)
+        assert session.files.read("other") == b"x" * 5_000_000 and not running.done()
+        session.interrupt()
+        assert running.result(10).exit_code == 130
 
 
 def test_a_way_back_from_behind_a_link_writes_nothing_elsewhere(root: Path, editor: WorkspaceEditor):
@@ -76,7 +137,7 @@ def test_halves_of_surrogate_pairs_are_edited_as_replacement_signs(root: Path, e
     changed = editor.edit("str_replace", "/workspace/a", old_str="\udc00", new_str="1\udcff")
     assert changed.new_content == "one 1\ufffd two"
     with pytest.raises(OSError):
-        Workspace(root).read("/workspace/\ud800")
+        editor.edit("view", "/workspace/a\0b")
 
 
 def test_names_that_are_no_text_are_listed_as_text(root: Path, editor: WorkspaceEditor):
@@ -93,20 +154,6 @@ def test_a_listing_is_bounded(root: Path, editor: WorkspaceEditor, monkeypatch: 
             (root / f"d{each}" / f"f{file}").touch()
     monkeypatch.setattr("openhands_rl_plugin.environments.workspace.edited_copies.MAX_LISTED", 100)
     assert (editor.edit("view", "/workspace").output or "").count("/f") <= 120
-
-
-def test_a_long_way_takes_no_open_files_of_others(root: Path):
-    make_deep(root, 400)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 300, hard))
-    try:
-        for path in ("d/" * 400, "d/../" * 700, "d/" * 20000):
-            try:
-                Workspace(root).entries(f"/workspace/{path}")
-            except OSError as error:
-                assert error.strerror in ("File name too long", "below more than 256 folders")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_very_deep_tree_is_removed_and_cannot_be_copied(root: Path):
