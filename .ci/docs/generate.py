@@ -61,8 +61,19 @@ def _nested(
     return found
 
 
-def _rows(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
-    return [(_named(action), _cell(_meaning(action))) for action in parser._actions if not _left_out(action)]
+_OF_SECTION = re.compile(r"The keys of \[([\w.]+)\]")
+
+
+def _rows(parser: argparse._ActionsContainer) -> list[tuple[str, str]]:
+    """Named arguments with their meanings; of a parser without the keys of settings, which have a page."""
+    known = [
+        action
+        for group in getattr(parser, "_action_groups", [])
+        if isinstance(parser, argparse.ArgumentParser) and _OF_SECTION.match(group.description or "")
+        for action in group._group_actions
+    ]
+    found = getattr(parser, "_group_actions", None) or parser._actions
+    return [(_named(each), _cell(_meaning(each))) for each in found if not _left_out(each) and each not in known]
 
 
 def _command(
@@ -70,15 +81,26 @@ def _command(
 ) -> None:
     cog.outl(f"\n{'#' * level} {name}\n\n{_cell(text[:1].upper() + text[1:])}.")
     rows = _rows(parser)
+    for group in parser._action_groups:
+        if found := _OF_SECTION.match(group.description or ""):
+            first = _rows(group)[0][0].split()[0].strip("`")
+            link = f"[`[{found[1]}]`](configuration.md#{found[1].replace('.', '')})"
+            cog.outl(f"\nEach key of {link} is an option, such as `{first}`.")
     if own := [row for row in rows if row not in shared]:
         cog.outl("\n| argument | meaning |\n|---|---|")
     for named, meaning in own:
         cog.outl(f"| {named} | {meaning} |")
-    if others := [named.split()[0].strip("`,") for named, meaning in rows if (named, meaning) in shared]:
-        also = ", ".join(f"`{each}`" for each in others)
+    filters = [group for group in parser._action_groups if group.title == "filters"]
+    known = {_named(action) for group in filters for action in group._group_actions}
+    if others := [
+        named.split()[0].strip("`,") for named, meaning in rows if (named, meaning) in shared and named not in known
+    ] + (["filters"] if filters else []):
+        also = ", ".join(f"`{each}`" if each.startswith("-") else each for each in others)
         cog.outl(f"\n[Also](#options-of-several-commands) {also}.")
     if parser.epilog and level == 2:
-        examples = parser.epilog.strip("\n").removeprefix("examples:\n").removeprefix("example:\n")
+        # The rest of the help is for the terminal: here pages say it.
+        parts = [part for part in parser.epilog.strip("\n").split("\n\n") if part.startswith(("example", "formats"))]
+        examples = "\n\n".join(part.removeprefix("examples:\n").removeprefix("example:\n") for part in parts)
         cog.outl(f"\n```text\n{examples}\n```")
 
 

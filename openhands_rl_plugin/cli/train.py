@@ -301,8 +301,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--from", dest="start", default=LATEST, metavar="VERSION", help=start)
     training = parser.add_argument_group("training", "The keys of [rl.training]; config.toml.example explains them.")
     add_fields(training, TrainingSettings, lists="commas")
-    verifier = parser.add_argument_group("verifier", "Train on episodes of all policies. The keys of [rl.verifier].")
-    verifier.add_argument("--verifier", action="store_true", help="train an outcome verifier; see the example below")
+    own.add_argument("--verifier", action="store_true", help="train an outcome verifier, on episodes of all policies")
+    verifier = parser.add_argument_group("verifier", "The keys of [rl.verifier].")
     add_fields(verifier, VerifierSettings, lists="commas")
 
 
