@@ -34,7 +34,7 @@ from openhands_rl_plugin.evals.runs.suites import TESTS
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher, publisher_for
+from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
@@ -174,8 +174,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     reward = make_reward(job.settings.reward.overridden(TESTS) if software else RewardSettings(name=RETURN))
     serving = job.settings.serving
     adapters = AdapterStore(serving.adapters_directory.resolve())
-    kind = WeightsPublisher if job.settings.training.method == "full" else AdapterPublisher
-    publisher = publisher_for(serving, adapters, keep=job.settings.loop.kept_versions, kind=kind)
+    publisher = publisher_for(serving, adapters, keep=job.settings.loop.kept_versions)
     storage = open_storage(job.settings)
     try:
         if job.backend is not None:
@@ -233,7 +232,7 @@ async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
     check_fits(job.model, job.settings.training, 0, free_memory())
     fresh = LoopState.load(parts.state_file).adapter is None
     base = (job.settings.serving.model, str(job.model.resolve()))
-    await parts.publisher.require_servers(base if fresh else None)
+    await parts.publisher.require_weights(base if fresh else None)
 
 
 def _note_start(job: LoopJob) -> None:

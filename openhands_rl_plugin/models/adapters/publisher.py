@@ -12,20 +12,18 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
 
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
-from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
+from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_config
 from openhands_rl_plugin.models.adapters.servers import (
     AdapterServer,
     Connection,
     EmbeddedServer,
-    NotPutBack,
     ServerKind,
-    WeightsServer,
+    is_checkpoint,
     open_server,
 )
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -73,11 +71,10 @@ _UNVERIFIABLE = frozenset({"lm_head", "embed_tokens"})
 
 def check_servable(adapter: Adapter) -> None:
     """Raise ``PublishError`` unless a server can serve ``adapter`` as it was trained."""
-    path = Path(adapter.path)
-    if not (path / CONFIG_FILE).exists() and (path / "config.json").exists():
-        raise _publish_error(adapter, f"it is a whole model and no adapter; start a server with {adapter.path}")
+    if is_checkpoint(adapter):
+        return
     try:
-        config = read_adapter_config(path)
+        config = read_adapter_config(Path(adapter.path))
     except ConfigError as error:
         raise _publish_error(adapter, str(error)) from error
     if refusal := config.refusal():
@@ -112,6 +109,9 @@ class PublishReport(Frozen):
 class AdapterPublisher:
     """Publishes versions of a store to one server, or to several that answer as one: to all of them or to none.
 
+    A version that is a full checkpoint takes the place of the weights of `openhands-rl serve`: one is served at a time,
+    and the former name is unknown afterwards.
+
     A URL may end in ``/v1`` or not. ``keep`` versions of an adapter stay loaded, the newest ones, so that episodes
     which began on an older version can end on it. ``timeout`` is in seconds a request.
     """
@@ -140,9 +140,7 @@ class AdapterPublisher:
     async def __aenter__(self) -> AdapterPublisher:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -184,21 +182,33 @@ class AdapterPublisher:
         self, adapter: Adapter, probe: Probe | None, undo: AsyncExitStack
     ) -> tuple[tuple[AdapterServer, ...], float | None]:
         self._store.verify(adapter)
-        self._check(adapter)
+        check_servable(adapter)
         if probe is not None:
             self._store.keep_probe(adapter, probe)
         probe = probe or self._store.probe(adapter)
         servers = await self._open_servers()
+        if is_checkpoint(adapter):
+            for server in servers:
+                server.refuse_checkpoint()
         await _on_all(servers, lambda server: self._load(server, adapter, undo))
         differences = await self._probe_servers(servers, adapter, probe) if probe else []
         return servers, max(differences, default=None)
 
-    async def require_servers(self, base: tuple[str, str] | None = None) -> None:
-        """Ask all servers whether they are there and take what is published. Raises ``PublishError``.
-
-        ``base``: name and path of a base model that must be served as it was before anything was published.
-        """
+    async def require_servers(self) -> None:
+        """Ask all servers whether they are there. Raises ``PublishError``."""
         await self._open_servers()
+
+    async def require_weights(self, base: tuple[str, str] | None = None) -> None:
+        """Raise ``PublishError`` for a server that takes no full checkpoints, or holds adapters.
+
+        ``base``: name and path of a base model that is put in place, as it was before anything was published.
+        """
+        for server in await self._open_servers():
+            server.refuse_checkpoint()
+            assert isinstance(server, EmbeddedServer)
+            await server.require_no_adapters()
+            if base is not None and base[0] not in await server.loaded():
+                await server.replace_weights(*base)
 
     async def retire(self, name: str) -> None:
         """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
@@ -225,15 +235,9 @@ class AdapterPublisher:
 
     async def _open_servers(self) -> tuple[AdapterServer, ...]:
         if not self._servers:
-            self._servers = tuple(await _on_all(self._connections, self._open))
+            opened = await _on_all(self._connections, lambda connection: open_server(connection, self._kind))
+            self._servers = tuple(opened)
         return self._servers
-
-    async def _open(self, connection: Connection) -> AdapterServer:
-        return await open_server(connection, self._kind)
-
-    def _check(self, adapter: Adapter) -> None:
-        """Raise ``PublishError`` for what no server can serve."""
-        check_servable(adapter)
 
     async def _retire_older(self, servers: Sequence[AdapterServer], adapter: Adapter) -> tuple[str, ...]:
         """Unload all but the newest ``keep`` versions, whose names are returned."""
@@ -262,17 +266,13 @@ class AdapterPublisher:
             # Another run's version of the same name, perhaps at the same path, or this one before it was moved.
             await server.unload(adapter.name)
 
-        async def unload(
-            kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None:
+        async def unload() -> None:
             try:
                 await server.unload(adapter.name)
-            except NotPutBack as lost:
-                raise PublishError(f"{lost}. It was not accepted because {error}") from error
             except PublishError as problem:
-                log.warning("%s may still be loaded: %s", adapter.name, problem)
+                log.warning("%s may still be served: %s", adapter.name, problem)
 
-        undo.push_async_exit(unload)  # a failed load may leave the adapter behind too
+        undo.push_async_callback(unload)  # a failed load may leave the adapter behind too
         await server.load(adapter)
         self._store.note_loaded(adapter, server.url)
 
@@ -295,18 +295,12 @@ class AdapterPublisher:
         return differences
 
 
-def publisher_for(
-    serving: ServingSettings,
-    store: AdapterStore,
-    *,
-    keep: int | None = None,
-    kind: type[AdapterPublisher] = AdapterPublisher,
-) -> AdapterPublisher:
+def publisher_for(serving: ServingSettings, store: AdapterStore, *, keep: int | None = None) -> AdapterPublisher:
     """A publisher to all servers of ``[rl.serving]``, with its key, kind and timeout. Raises ``ConfigError``.
 
     ``keep``: versions that stay loaded; by default one less than ``max_adapters``, so that a new one fits.
     """
-    return kind(
+    return AdapterPublisher(
         serving.publish_urls,
         store,
         api_key=serving.api_key(),
@@ -326,35 +320,3 @@ async def _on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) 
             raise first
         raise PublishError(f"{len(failures)} of {len(servers)} servers failed: {first}") from first.__cause__
     return [each for each in ended if not isinstance(each, BaseException)]
-
-
-class WeightsPublisher(AdapterPublisher):
-    """Publishes versions that are whole models. One is served at a time: the former name is unknown afterwards.
-
-    A version comes into use as an adapter does: after the probe, or else the weights that were served before are served
-    again, under their name. Where that fails too, ``publish`` says both.
-    """
-
-    async def require_servers(self, base: tuple[str, str] | None = None) -> None:
-        """Also raises ``PublishError`` for a server of another kind, and puts the ``base`` weights back in place."""
-
-        async def require(server: AdapterServer) -> None:
-            assert isinstance(server, WeightsServer)
-            await server.require_no_adapters()
-            if base is not None and (await server.weights())[0] != base[0]:
-                await server.replace_weights(*base)
-
-        await _on_all(await self._open_servers(), require)
-
-    def _check(self, adapter: Adapter) -> None:
-        if not (Path(adapter.path) / "config.json").is_file():
-            raise _publish_error(adapter, f"there is no whole model in {adapter.path}")
-
-    async def _open(self, connection: Connection) -> AdapterServer:
-        server = await super()._open(connection)
-        if not isinstance(server, EmbeddedServer):
-            raise PublishError(
-                f'{server.url} takes adapters only: [rl.training] method = "full" publishes whole models, which only '
-                '`openhands-rl serve` loads from a directory; serve the model with it, or set method = "lora"'
-            )
-        return WeightsServer(connection)

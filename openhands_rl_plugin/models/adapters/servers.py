@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.engines.client import (
     JSON,
     Connections,
@@ -80,6 +82,12 @@ class Connection:
             raise RefusedByServer(what, error.status, text) from error if error.status in _AWAY else None
 
 
+def is_checkpoint(adapter: Adapter) -> bool:
+    """Whether a version is a full checkpoint, and no adapter."""
+    path = Path(adapter.path)
+    return (path / "config.json").is_file() and not (path / CONFIG_FILE).exists()
+
+
 ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 
 
@@ -126,6 +134,13 @@ class AdapterServer:
             raise PublishError(f"{self.url} serves {len(bases)} base models, not one")
         return bases[0]
 
+    def refuse_checkpoint(self) -> None:
+        """Raise ``PublishError`` where full checkpoints are not served."""
+        raise PublishError(
+            f'{self.url} takes adapters only: [rl.training] method = "full" publishes full checkpoints, which only '
+            '`openhands-rl serve` loads from a directory; serve the model with it, or set method = "lora"'
+        )
+
     async def load(self, adapter: Adapter) -> None:
         """Serve ``adapter`` under its name: ``POST /v1/load_lora_adapter``."""
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
@@ -154,55 +169,51 @@ class AdapterServer:
 
 
 class EmbeddedServer(AdapterServer):
-    """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, which it does not report."""
+    """``openhands-rl serve``: vLLM's routes. It refuses more than ``--max-adapters``, which it does not report.
+
+    A full checkpoint takes the place of the weights that it serves, which unloading puts back.
+    """
 
     NAME: ClassVar[str] = "`openhands-rl serve`"
     _HINT: ClassVar[str] = ""
-
-    async def weights(self) -> tuple[str, str]:
-        """The name and the path of the weights that are served without an adapter."""
-        base = await self._base()
-        return base.id, base.root or ""
-
-    async def replace_weights(self, name: str, path: str) -> None:
-        """Serve the model in ``path`` as ``name``, instead of the weights that are served."""
-        body = {"model_path": path, "weight_version": name}
-        await self._http.send("update_weights_from_disk", body, f"the server at {self.url} refused {name}")
-
-
-class NotPutBack(PublishError):
-    """The weights that a refused version took the place of are not served again."""
-
-
-class WeightsServer(EmbeddedServer):
-    """``openhands-rl serve`` with whole models: one takes the place of what is served, which unloading puts back."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self._before = "", "", ""
 
     async def loaded(self) -> Mapping[str, str]:
-        """The weights that are served."""
-        return dict([await self.weights()])
+        """The loaded adapters, and the weights that are served without one."""
+        return {card.id: card.root or "" for card in (await _cards(self._http)).data}
 
     async def load(self, adapter: Adapter) -> None:
-        """Replace the weights."""
-        self._before = adapter.name, *await self.weights()
+        """Serve an adapter under its name, or replace the weights by a full checkpoint."""
+        if not is_checkpoint(adapter):
+            return await super().load(adapter)
+        base = await self._base()
+        self._before = adapter.name, base.id, base.root or ""
         await self.replace_weights(adapter.name, adapter.path)
 
     async def unload(self, name: str) -> None:
-        """Serve what the last one that was loaded took the place of; an earlier name is gone already."""
+        """Of a full checkpoint, serve what the last one that was loaded took the place of."""
         loaded, before, path = self._before
         if name != loaded:
-            return
+            return await super().unload(name)
         try:
-            if await self.weights() != (before, path):
+            if (await self.loaded()).get(before) != path:
                 await self.replace_weights(before, path)
         except PublishError as error:
-            raise NotPutBack(
+            raise PublishError(
                 f"the former weights {before} could not be put back ({error}), so what {self.url} serves now was not "
                 f"accepted: restart it (`openhands-rl serve --model {path}`), then start the same command again"
             ) from error
+
+    async def replace_weights(self, name: str, path: str) -> None:
+        """Serve the model in ``path`` as ``name``, instead of the weights that are served."""
+        body = {"model_path": path, "weight_version": name}
+        await self._http.send("update_weights_from_disk", body, f"the server at {self.url} refused {name}")
+
+    def refuse_checkpoint(self) -> None:
+        """Nothing: they are served."""
 
     async def require_no_adapters(self) -> None:
         """Raise ``PublishError`` where adapters are loaded, which fit the present weights only."""

@@ -1,15 +1,15 @@
-"""A served conversation is sampled token by token as the training rollout of the same conversation."""
+"""A served conversation asks the model, and records its tokens, as the training rollout of the same conversation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from caller_model import ANSWER, NOTES, QUESTION, WIRE, add, tools
+from raw_server import RawServer, raw_server, respond
 
 from openhands_rl_plugin.apps.chat_endpoint import AgentResult, AgentRuntime, PolicyConfig, running_agent
 from openhands_rl_plugin.core.types import (
@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import (
     Tokens,
     Trajectory,
 )
-from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolOptions
+from openhands_rl_plugin.environments.tools.environment import FinalTool, FunctionTool, ThinkTool, ToolEnvironment
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.seeded import SeededEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig
@@ -33,25 +33,59 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 LIMITS = Limits(max_turns=4, max_response_length=60)
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=60)
-# Some of them answer, others write calls that cannot be read.
-SEEDS = (0, 2, 3)
-ASKED = (Message(role="system", content="Be kind."), Message(role="user", content=QUESTION))
+WIRE = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 17 + 25?"}]
+ASKED = tuple(Message.model_validate(message) for message in WIRE)
+NOTES, ANSWER = "carry the one", "It is 42."
 
 
-def tokens_of(trajectory: Trajectory) -> list[Tokens]:
-    """What was asked and what was sampled in each turn: token ids, and logprobs to the last bit."""
+def add(a: int, b: int) -> str:
+    """Add two whole numbers."""
+    return str(a + b)
+
+
+TOOLS = (ThinkTool(), FunctionTool(add), FinalTool())
+
+
+def reply(path: str, body: Any) -> bytes:
+    """Notes and a sum, then the answer; the ids follow from the seed and the turn."""
+    done, seed = body["messages"][-1]["role"] == "tool", body.get("seed", 0)
+    said = (
+        [("final", f'{{"answer": "{ANSWER}"}}')]
+        if done
+        else [("think", f'{{"notes": "{NOTES}"}}'), ("add", '{"a": 17, "b": 25}')]
+    )
+    calls = [
+        {"id": f"c{at}", "type": "function", "function": {"name": name, "arguments": given}}
+        for at, (name, given) in enumerate(said)
+    ]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": None, "tool_calls": calls},
+        "finish_reason": "tool_calls",
+        "token_ids": [seed % 1000, len(body["messages"])],
+        "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -seed % 7 - 1.0}]},
+    }
+    return respond(
+        {"id": "r", "model": "caller", "choices": [choice], "prompt_token_ids": [1, 2, len(str(body["messages"]))]}
+    )
+
+
+def tokens_of(trajectory: Trajectory) -> list[Tokens | None]:
     assert trajectory.failure is None
-    found = [node.tokens for node in trajectory.sampled() if node.tokens is not None]
-    assert found and len(found) == len([*trajectory.sampled()])
-    assert all(len(one.logprobs) == len(one.sampled_ids) > 0 for one in found)
-    return found
+    return [node.tokens for node in trajectory.sampled()]
 
 
-async def rolled_out(url: str, seed: int, options: ToolOptions) -> Trajectory:
-    """The episode as training plays it."""
-    engine = OpenAIEngine("caller", url)
+def asked_of(server: RawServer) -> list[Any]:
+    """The requests since the last call."""
+    taken, server.requests[:] = list(server.requests), []
+    return [{name: value for name, value in body.items() if not name.startswith("stream")} for _, body in taken]
+
+
+async def rolled_out(server: RawServer, seed: int) -> tuple[list[Tokens | None], list[Any]]:
+    """The episode as training plays it: its tokens, and what the model was asked."""
+    engine = OpenAIEngine("caller", f"{server.url}/v1")
     runner = SessionRunner(
-        make_environment=lambda request: ToolEnvironment(options, tools=tools()),
+        make_environment=lambda request: ToolEnvironment(tools=TOOLS),
         make_strategy=lambda request: StandardReActStrategy(),
         make_engine=lambda request: SeededEngine(engine, request.sampling, request.seed),
         strategy_spec=StrategySpec(name="StandardReAct"),
@@ -61,73 +95,53 @@ async def rolled_out(url: str, seed: int, options: ToolOptions) -> Trajectory:
     task = Task(id="add", environment="tools", data={"messages": WIRE, "label": "42"})
     trajectory = await runner.run(EpisodeRequest(task=task, run_id="train", group_id="g", seed=seed, sampling=SAMPLING))
     await engine.aclose()
-    return trajectory
+    return tokens_of(trajectory), asked_of(server)
 
 
-def runtime(url: str, options: ToolOptions, own: Sequence[ToolBase] | None, **more: Any) -> AgentRuntime:
-    engine, policy = OpenAIEngine("caller", url), PolicyRef(base_model="caller")
-    return AgentRuntime(engine, own, policy=policy, options=options, limits=LIMITS, sampling=SAMPLING, **more)
+def runtime(server: RawServer, **more: Any) -> AgentRuntime:
+    engine, policy = OpenAIEngine("caller", f"{server.url}/v1"), PolicyRef(base_model="caller")
+    return AgentRuntime(engine, TOOLS, policy=policy, limits=LIMITS, sampling=SAMPLING, **more)
 
 
-@pytest.mark.parametrize(("seed", "template"), [(0, ""), (2, ""), (0, "qwen3")])
-async def test_run_and_stream_sample_what_a_rollout_samples(model_url: str, seed: int, template: str) -> None:
-    options = ToolOptions(template=template)
-    expected = tokens_of(await rolled_out(model_url, seed, options))
-    wanted = SamplingParams(seed=seed)
-    async with aclosing(runtime(model_url, options, tools())) as agent:
+async def test_run_and_stream_sample_what_a_rollout_samples() -> None:
+    async with raw_server(reply) as server, aclosing(runtime(server)) as agent:
+        expected, asked = await rolled_out(server, 3)
+        assert len(expected) == len(asked) == 2 and all(expected)
+        wanted = SamplingParams(seed=3)
         assert tokens_of((await agent.run(ASKED, sampling=wanted)).trajectory) == expected
+        assert asked_of(server) == asked
         last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
-        assert isinstance(last, AgentResult)
-        assert tokens_of(last.trajectory) == expected
-
-
-@pytest.mark.parametrize("seed", SEEDS[:1])
-async def test_a_spoken_answer_is_streamed_from_the_same_tokens(model_url: str, seed: int) -> None:
-    """Without a final tool the text itself is streamed, through the server's event stream."""
-    options = ToolOptions(tools=("think", "caller_model:add"))
-    wanted = SamplingParams(seed=seed, temperature=1.5)
-    async with aclosing(runtime(model_url, options, None)) as agent:
-        whole = await agent.run(ASKED, sampling=wanted)
-        last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
-    assert isinstance(last, AgentResult)
-    assert tokens_of(last.trajectory) == tokens_of(whole.trajectory)
-    assert last.answer == whole.answer
-    assert [m.content for m in last.messages] == [m.content for m in whole.messages]
+        assert isinstance(last, AgentResult) and last.answer == ANSWER
+        assert tokens_of(last.trajectory) == expected and asked_of(server) == asked
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-async def test_the_endpoint_samples_what_a_rollout_samples(model_url: str, tmp_path: Path, streamed: bool) -> None:
-    storage, answered = FileTrajectoryStorage(tmp_path), {}
-    policy = PolicyConfig(base_url=model_url, model="caller")
-    agent = runtime(model_url, ToolOptions(), tools(), storage=storage)
-    with running_agent(ServerConfig(model="caller", port=0), policy, agent) as url:
-        async with httpx.AsyncClient(timeout=60) as client:
-            for seed in SEEDS:
-                body = {"messages": WIRE, "seed": seed, "stream": streamed}
-                answer = await client.post(f"{url}/v1/chat/completions", json=body)
-                answered[seed] = answer.text
-    recorded = {found.task.id: found async for found, _ in storage.find()}
+async def test_the_endpoint_samples_and_records_what_a_rollout_samples(tmp_path: Path, streamed: bool) -> None:
+    async with raw_server(reply) as server:
+        expected, asked = await rolled_out(server, 5)
+        agent = runtime(server, storage=FileTrajectoryStorage(tmp_path))
+        policy = PolicyConfig(base_url=f"{server.url}/v1", model="caller")
+        body = {"messages": WIRE, "seed": 5, "stream": streamed}
+
+        def post() -> str:
+            with running_agent(ServerConfig(model="caller", port=0), policy, agent) as url:
+                return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).text
+
+        answer = await asyncio.to_thread(post)
+        assert asked_of(server) == asked and ANSWER in answer and NOTES not in answer
+    storage = FileTrajectoryStorage(tmp_path)
+    (recorded,) = [found async for found, _ in storage.find()]
     await storage.close()
-    for seed in SEEDS:
-        found = [one for name, one in recorded.items() if f"chatcmpl-{name}" in answered[seed]]
-        expected = await rolled_out(model_url, seed, ToolOptions())
-        assert [tokens_of(one) for one in found] == [tokens_of(expected)]
-        assert found[0].stop == expected.stop and found[0].evidence["answer"] == expected.evidence["answer"]
-        assert found[0].tools == expected.tools and len(expected.tools) == 3
-        assert NOTES not in answered[seed]
-        assert (ANSWER in answered[seed]) == (expected.evidence["answer"] == ANSWER)
-    assert any(ANSWER in answer for answer in answered.values())
+    assert f"chatcmpl-{recorded.task.id}" in answer and tokens_of(recorded) == expected
+    assert recorded.evidence["answer"] == ANSWER and len(recorded.tools) == 3
 
 
-async def test_a_second_question_goes_on_with_the_whole_conversation(model_url: str) -> None:
+async def test_a_second_question_goes_on_with_the_whole_conversation() -> None:
     """What a chat appends is what a rollout over the same messages is given."""
-    greedy = SamplingParams(temperature=0.0)
-    async with aclosing(runtime(model_url, ToolOptions(), tools())) as agent:
-        first = await agent.run(ASKED, sampling=greedy)
-        assert first.answer == ANSWER and add(17, 25) in [message.content for message in first.messages]
-        again = (*ASKED, *first.messages, Message(role="user", content=QUESTION))
-        second = await agent.run(again, sampling=greedy)
-    opening = [message for message in second.trajectory.messages() if message.role != "assistant"]
-    assert [message.role for message in second.trajectory.messages()].count("system") == 1
-    assert opening[0].content == first.trajectory.messages()[0].content
-    assert second.trajectory.messages()[1 : 1 + len(again) - 1] == again[1:]
+    async with raw_server(reply) as server, aclosing(runtime(server)) as agent:
+        first = await agent.run(ASKED)
+        assert add(17, 25) in [message.content for message in first.messages]
+        again = (*ASKED, *first.messages, Message(role="user", content="Sure?"))
+        second = await agent.run(again)
+    assert second.trajectory.messages()[0].content == first.trajectory.messages()[0].content
+    assert second.trajectory.messages()[1 : len(again)] == again[1:]

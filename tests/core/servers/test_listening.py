@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -10,7 +9,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.core.servers import PortUnavailableError, listening, serving, url_of
+from openhands_rl_plugin.core.servers import PortUnavailableError, listening, serving
 
 
 async def _hello(_: Request) -> PlainTextResponse:
@@ -18,15 +17,6 @@ async def _hello(_: Request) -> PlainTextResponse:
 
 
 APP = Starlette(routes=[Route("/", _hello)])
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_an_application_answers_as_long_as_the_block_lasts(host: str) -> None:
-    with listening(host, 0) as listener, serving(APP, listener) as url:
-        assert url == url_of(listener) and url.startswith("http://127.0.0.1:")
-        assert httpx.get(url, trust_env=False).text == "hello"
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(url, trust_env=False)
 
 
 def test_an_application_that_cannot_start_is_one_clear_line() -> None:

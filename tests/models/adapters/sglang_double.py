@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -41,8 +40,6 @@ class SGLangDouble:
     loads: int = 0
     answers_as: dict[str, str] = field(default_factory=dict)
     """Adapters that it says it serves, and those whose answers it gives instead."""
-    top_k: int = 0
-    """Samples with this one, whatever a request says."""
 
     def app(self) -> Starlette:
         return Starlette(
@@ -96,8 +93,6 @@ class SGLangDouble:
         if body["lora_path"] not in self.adapters:
             return JSONResponse({"error": {"message": "The following requested LoRA adapters are not loaded"}}, 400)
         assert body["return_logprob"] is True
-        if body["sampling_params"].get("n", 1) > 1:
-            return JSONResponse(await run_in_threadpool(self._sampled, body))
         assert body["logprob_start_len"] == 0
         params = DecodingParams(
             temperature=0.0, max_tokens=body["sampling_params"]["max_new_tokens"], prompt_logprobs=0
@@ -108,20 +103,6 @@ class SGLangDouble:
         seen = [None if each is None else each.logprob for each in made.prompt or ()]
         logprobs = [[logprob, token, None] for logprob, token in zip(seen, ids, strict=True)]
         return JSONResponse({"text": "", "meta_info": {"prompt_tokens": len(ids), "input_token_logprobs": logprobs}})
-
-    def _sampled(self, body: dict[str, Any]) -> list[dict[str, object]]:
-        asked = body["sampling_params"]
-        top_k = self.top_k or max(asked["top_k"], 0)
-        assert (asked["top_p"], asked["min_p"], asked["repetition_penalty"], asked["ignore_eos"]) == (1, 0, 1, True)
-        answers = []
-        for seed in range(asked["n"]):
-            params = DecodingParams(
-                temperature=asked["temperature"], max_tokens=asked["max_new_tokens"], top_k=top_k, seed=seed
-            )
-            made = self.generator.generate(tuple(body["input_ids"]), params, adapter=body["lora_path"])
-            sampled = [[logprob, token, None] for logprob, token in zip(made.logprobs, made.token_ids, strict=True)]
-            answers.append({"text": made.text, "meta_info": {"output_token_logprobs": sampled}})
-        return answers
 
 
 @contextmanager

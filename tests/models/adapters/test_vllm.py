@@ -15,14 +15,11 @@ from safetensors.torch import load_file, save_file
 from tiny_model import write_model
 
 from evaluation.performance.serving.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
-from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
-from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
@@ -125,41 +122,3 @@ async def test_what_is_not_the_trainers_is_refused_and_the_old_one_serves_on(
             assert served(vllm) == {NAME, in_use.name}
             assert store.current("live") == in_use
             assert sampled(vllm, in_use.name) == before
-
-
-async def test_a_rank_that_vllm_was_not_started_for_is_refused(vllm: str, model: Path, store: AdapterStore) -> None:
-    made = trainer(model, rank=32)
-    async with AdapterPublisher(vllm, store) as publisher:
-        with pytest.raises(PublishError, match="LoRA rank 32 is greater than max_lora_rank 16"):
-            await publisher.publish(stored(store, made.save_adapter), made.probe(CANARY))
-    assert served(vllm) == {NAME} and sampled(vllm, NAME)
-
-
-async def test_a_vllm_and_an_embedded_server_have_it_both_or_neither(
-    vllm: str, model: Path, store: AdapterStore
-) -> None:
-    config = ServerConfig(
-        model=str(model), served_model_name=NAME, port=0, dtype="float32", max_adapters=1, adapters="/"
-    )
-    with running_server(config) as embedded:
-        async with AdapterPublisher([vllm, embedded], store) as publisher:
-            made = trainer(model, 0)
-            first = stored(store, made.save_adapter)
-            await publisher.publish(first, made.probe(CANARY))
-            assert served(vllm) == served(embedded) == {NAME, first.name}
-            assert sampled(vllm, first.name) == sampled(embedded, first.name)
-            with pytest.raises(PublishError, match="1 of 2 servers failed"):
-                await publisher.publish(stored(store, made.save_adapter), made.probe(CANARY))
-            assert served(vllm) == served(embedded) == {NAME, first.name}
-
-
-def test_the_command_publishes_to_vllm(
-    vllm: str, model: Path, store: AdapterStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = trainer(model, 0)
-    store.keep_probe(store.create("policy", made.save_adapter, base_model=NAME), made.probe(CANARY))
-    where = ["--adapters", str(store.root), "--base-url", f"{vllm}/v1"]
-    assert cli.main(["adapters", "publish", *where]) == 0
-    assert "policy-v000001 is in use" in capsys.readouterr().out
-    assert cli.main(["adapters", "list", *where]) == 0
-    assert vllm in capsys.readouterr().out

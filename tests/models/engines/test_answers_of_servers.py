@@ -10,11 +10,9 @@ import pytest
 from raw_server import dripping_server, raw_server, respond
 from wire_shapes import AGAIN, MESSAGES, REFUSED, STREAMS
 
-from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError, PublishError
 from openhands_rl_plugin.core.types import Completion, Message
 from openhands_rl_plugin.models.adapters.servers import Connection
-from openhands_rl_plugin.models.engines.client import HttpUpstream, ServerError
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import listed_models
 
@@ -102,20 +100,6 @@ async def test_a_server_that_drips_is_given_up(stream: bool) -> None:
         with pytest.raises(InfrastructureError, match="did not answer within"):
             await sampled(engine, stream)
         await engine.aclose()
-
-
-async def test_a_session_gives_up_what_drips_and_reads_the_status_of_an_error() -> None:
-    def send(url: str) -> bytes:
-        return background().wait_for(HttpUpstream(f"{url}/v1", "k", 0.5).send({"model": "m", "messages": []}))
-
-    async with dripping_server("text/html") as url, asyncio.timeout(5):
-        with pytest.raises(ServerError, match="timed out"):
-            await asyncio.to_thread(send, url)
-    for given in (*AGAIN, *REFUSED):
-        async with raw_server(lambda path, body, given=given: respond(given)) as server:
-            with pytest.raises(ServerError, match="Provider returned error") as told:
-                await asyncio.to_thread(send, server.url)
-        assert told.value.is_temporary is (given in AGAIN) and told.value.status != 200
 
 
 @pytest.mark.parametrize("kind", ["", "text/html"])

@@ -85,12 +85,6 @@ async def test_ids_that_are_not_all_there_are_no_tokens() -> None:
     assert completion.message.content == "Helld" and completion.tokens is None
 
 
-async def test_a_server_that_does_not_stream_is_read_as_it_answers() -> None:
-    choice = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
-    (completion,), _ = await ask(respond({"id": "r", "choices": [choice]}))
-    assert completion.message.content == "hello"
-
-
 async def test_what_had_not_begun_is_asked_for_again_without_what_was_refused() -> None:
     refused = respond({"error": {"message": "return_token_ids: unknown"}}, "400 Bad Request")
     (*texts, completion), asked = await ask(respond("busy", "503 Service Unavailable"), refused, events(*WHOLE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -73,43 +72,6 @@ async def test_tokens_and_logprobs_are_the_model_s_own(engine: TransformersEngin
     expected = [float(logprobs[at + step - 1, token]) for step, token in enumerate(tokens.sampled_ids)]
     assert [*tokens.logprobs] == pytest.approx(expected, abs=1e-4)
     assert completion.usage.completion_tokens == len(tokens.sampled_ids)
-
-
-async def test_stop_and_length(engine: TransformersEngine):
-    whole = (await engine.complete(ASK, sampling=GREEDY))[0]
-    text = whole.message.content or ""
-    stop = text[len(text) // 2 : len(text) // 2 + 2]
-    cut = (await engine.complete(ASK, sampling=GREEDY.model_copy(update={"stop": (stop,)})))[0]
-    assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
-    short = (await engine.complete(ASK, sampling=GREEDY.model_copy(update={"max_tokens": 3})))[0]
-    assert (len(tokens_of(short).sampled_ids), short.finish_reason) == (3, "length")
-
-
-async def test_an_answer_ends_where_the_model_s_context_does(engine: TransformersEngine):
-    message = Message(role="user", content="x" * 480)
-    tokens = tokens_of((await engine.complete([message], sampling=SamplingParams(temperature=0.0)))[0])
-    assert len(tokens.prompt_ids) + len(tokens.sampled_ids) <= 512
-    with pytest.raises(ModelError, match="maximum context length is 512"):
-        await engine.complete([Message(role="user", content="xyz " * 400)], sampling=GREEDY)
-
-
-async def test_concurrent_calls_get_their_own_answers(engine: TransformersEngine):
-    texts = [f"{word} jumps over" for word in ("one", "two", "three", "four", "five", "six")]
-    alone = [await engine.complete([Message(role="user", content=text)], sampling=GREEDY) for text in texts]
-    together = await asyncio.gather(
-        *(engine.complete([Message(role="user", content=text)], sampling=GREEDY) for text in texts)
-    )
-    assert [tokens_of(c[0]).prompt_ids for c in together] == [tokens_of(c[0]).prompt_ids for c in alone]
-    assert [tokens_of(c[0]).sampled_ids for c in together] == [tokens_of(c[0]).sampled_ids for c in alone]
-
-
-async def test_giving_up_leaves_the_engine_usable(engine: TransformersEngine):
-    before = (await engine.complete(ASK, sampling=GREEDY))[0]
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await engine.complete(ASK, n=4, sampling=SamplingParams(max_tokens=400, seed=0, temperature=2.0))
-    after = (await engine.complete(ASK, sampling=GREEDY))[0]
-    assert tokens_of(after).sampled_ids == tokens_of(before).sampled_ids
 
 
 async def test_turns_extend_in_the_tree(engine: TransformersEngine):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -40,19 +39,6 @@ def test_a_listener_that_fails_ends_its_own_sequence_only(generator: Generator) 
     with pytest.raises(GenerationFailed):
         failed.result(30)
     assert len(other.result(30).token_ids) == LENGTH
-
-
-@pytest.mark.parametrize("top_k", [2**31 - 1, 2**63 - 1, 2**70])
-def test_any_top_k_is_at_most_the_vocabulary(generator: Generator, top_k: int) -> None:
-    params = DecodingParams(max_tokens=3, seed=1, top_k=top_k, ignore_eos=True)
-    whole = replace(params, top_k=generator.model.vocabulary)
-    assert generator.generate((5, 6), params).token_ids == generator.generate((5, 6), whole).token_ids
-
-
-def test_a_temperature_next_to_nothing_is_greedy(generator: Generator) -> None:
-    greedy = generator.generate((5, 6), DecodingParams(max_tokens=9, temperature=0.0, ignore_eos=True)).token_ids
-    cold = DecodingParams(max_tokens=9, temperature=1e-300, ignore_eos=True)
-    assert generator.generate((5, 6), cold).token_ids == greedy
 
 
 def test_a_model_that_computes_nothing_any_more_stops_the_generator(tiny_model: Path) -> None:

@@ -189,15 +189,6 @@ def test_stop_strings_are_cut_and_their_tokens_reported(generator: Generator) ->
     assert "".join(deltas) == answer.text
 
 
-def test_stop_tokens(generator: Generator) -> None:
-    whole = generator.generate(prompt(25), GREEDY)
-    stop = whole.token_ids[5]
-    params = DecodingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=(stop,))
-    answer = generator.generate(prompt(25), params)
-    assert answer.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
-    assert answer.stop_reason == stop
-
-
 def test_answers_end_where_the_context_ends(generator: Generator) -> None:
     answer = generator.generate(prompt(500), DecodingParams(max_tokens=100, ignore_eos=True))
     assert len(answer.token_ids) == 12
@@ -247,11 +238,3 @@ def test_slots_take_memory_where_they_are_written(dtype: torch.dtype) -> None:
     store.ensure(1100)
     assert torch.equal(store.read(3, 100, 116), block)
     assert not store.read(3, 116, 132).any() and not store.read(2, 100, 116).any()
-
-
-def test_the_number_of_threads_changes_nothing_but_the_pace(tiny_model: Path, generator: Generator) -> None:
-    with Generator(GeneratorConfig(model=str(tiny_model), dtype="float32", threads=2)) as other:
-        params = DecodingParams(temperature=0, max_tokens=100, ignore_eos=True)
-        one, two = generator.generate(prompt(33), params), other.generate(prompt(33), params)
-    assert one.token_ids == two.token_ids and len(one.token_ids) == 100
-    assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)

@@ -1,4 +1,4 @@
-"""All weights of the served model are replaced in place: by the server's route and by the publisher of whole models."""
+"""All weights of the served model are replaced in place: by the server's route and by the publisher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Probe
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, WeightsPublisher
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
@@ -131,8 +131,8 @@ async def test_a_published_version_is_probed_and_a_wrong_one_gives_way_to_what_w
 ) -> None:
     store = AdapterStore(tmp_path / "adapters")
     good, wrong = version(store, other), version(store, write_model(tmp_path / "third", seed=9))
-    async with WeightsPublisher(str(served.base_url), store) as publisher:
-        await publisher.require_servers(("tiny", str(tiny_model)))
+    async with AdapterPublisher(str(served.base_url), store) as publisher:
+        await publisher.require_weights(("tiny", str(tiny_model)))
         probe = Probe(token_ids=IDS, logprobs=logprobs(other), max_difference=0.01)
         report = await publisher.publish(good, probe)
         assert report.difference is not None and report.difference < 0.01
@@ -142,77 +142,39 @@ async def test_a_published_version_is_probed_and_a_wrong_one_gives_way_to_what_w
         assert (await asyncio.to_thread(listed, served)) == [(good.name, good.path)]
         assert store.current("policy") == good
         assert (await asyncio.to_thread(said, served, good.name)) == greedy(other)
-        await publisher.require_servers(("tiny", str(tiny_model)))
+        await publisher.require_weights(("tiny", str(tiny_model)))
         assert (await asyncio.to_thread(listed, served)) == [("tiny", str(tiny_model))]
-        (Path(good.path) / "model.safetensors").write_bytes(b"other")
-        with pytest.raises(PublishError, match="is damaged"):
-            await publisher.publish(good)
 
 
-@pytest.fixture
-def hub_name(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model in the cache of the hub, as a download leaves it."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    cached = tmp_path / "hub" / "models--lab--tiny"
-    shutil.copytree(tiny_model, cached / "snapshots" / "0123abcd")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0123abcd")
-    return "lab/tiny"
-
-
-async def test_a_server_that_was_started_with_a_hub_name_gets_its_weights_back(
-    hub_name: str, tiny_model: Path, other: Path, tmp_path: Path
-) -> None:
-    store = AdapterStore(tmp_path / "adapters")
-    wrong = Probe(token_ids=IDS, logprobs=logprobs(tiny_model), max_difference=0.01)
-    config = ServerConfig(model=hub_name, port=0, dtype="float32", threads=1, max_batch=4, adapters="/")
-    with running_server(config) as url, httpx.Client(base_url=url, timeout=60) as http:
-        begun = await asyncio.to_thread(listed, http)
-        async with WeightsPublisher(url, store) as publisher:
-            with pytest.raises(PublishError) as refused:
-                await publisher.publish(version(store, other), wrong)
-        assert "put back" not in str(refused.value)
-        ((name, root),) = await asyncio.to_thread(listed, http)
-        assert [(name, root)] == begun and Path(root).name == "0123abcd"
-        assert await asyncio.to_thread(said, http, name) == greedy(tiny_model)
-
-
-async def test_weights_that_cannot_be_put_back_are_said(
-    served: httpx.Client, tiny_model: Path, other: Path, tmp_path: Path
+async def test_weights_that_cannot_be_put_back_are_named(
+    served: httpx.Client, tiny_model: Path, other: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = AdapterStore(tmp_path / "adapters")
     begun = shutil.copytree(tiny_model, tmp_path / "begun")
     assert (await asyncio.to_thread(replace, served, "begun", begun)).status_code == 200
     shutil.rmtree(begun)
     wrong = Probe(token_ids=IDS, logprobs=logprobs(tiny_model), max_difference=0.01)
-    async with WeightsPublisher(str(served.base_url), store) as publisher:
-        with pytest.raises(PublishError) as refused:
+    async with AdapterPublisher(str(served.base_url), store) as publisher:
+        with pytest.raises(PublishError, match="policy-v000001 was refused"):
             await publisher.publish(version(store, other), wrong)
-    told = str(refused.value)
-    assert told.startswith("the former weights begun could not be put back (") and "\n" not in told
-    assert "It was not accepted because policy-v000001 was refused" in told and f"There is no model in {begun}" in told
-    assert f"restart it (`openhands-rl serve --model {begun}`)" in told
+    assert "the former weights begun could not be put back (" in caplog.text and f"no model in {begun}" in caplog.text
+    assert f"restart it (`openhands-rl serve --model {begun}`)" in caplog.text
     assert store.current("policy") is None, "no rollout uses it"
 
 
-async def test_a_server_of_adapters_is_refused_before_anything_is_computed(
-    served: httpx.Client, other: Path, tmp_path: Path
+async def test_a_server_that_cannot_take_a_checkpoint_is_refused_before_anything_is_computed(
+    served: httpx.Client, tiny_model: Path, other: Path, tmp_path: Path
 ) -> None:
     store = AdapterStore(tmp_path / "adapters")
-    async with WeightsPublisher(str(served.base_url), store, server="vllm") as publisher:
-        with pytest.raises(PublishError, match=r'takes adapters only: .* method = "full" .* or set method = "lora"'):
-            await publisher.require_servers()
-    async with AdapterPublisher(str(served.base_url), store) as publisher:
-        with pytest.raises(PublishError, match="it is a whole model and no adapter; start a server with"):
-            await publisher.publish(version(store, other))
-
-
-async def test_a_server_that_holds_adapters_is_refused_before_anything_is_computed(
-    served: httpx.Client, tiny_model: Path, tmp_path: Path
-) -> None:
+    async with AdapterPublisher(str(served.base_url), store, server="vllm") as publisher:
+        for refused in (publisher.require_weights(), publisher.publish(version(store, other))):
+            with pytest.raises(
+                PublishError, match=r'takes adapters only: .* method = "full" .* or set method = "lora"'
+            ):
+                await refused
     adapter = write_adapter(tmp_path / "held", tiny_model, seed=1)
     body = {"lora_name": "held", "lora_path": str(adapter)}
     assert (await asyncio.to_thread(served.post, "/v1/load_lora_adapter", json=body)).status_code == 200
-    async with WeightsPublisher(str(served.base_url), AdapterStore(tmp_path / "adapters")) as publisher:
+    async with AdapterPublisher(str(served.base_url), store) as publisher:
         with pytest.raises(PublishError, match=r"holds adapters \(held\)"):
-            await publisher.require_servers()
+            await publisher.require_weights()

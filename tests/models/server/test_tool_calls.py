@@ -1,10 +1,6 @@
 """Hermes-style tool calls in the model's text."""
 
-import json
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.templates.chat import template_for
 from openhands_rl_plugin.core.templates.parsing import render_tool_call
@@ -28,22 +24,11 @@ def test_calls_and_the_text_before_them() -> None:
     assert parsed.calls == (call_of("search", '{"q":  "a b"}'), call_of("think", "{}"))
 
 
-def test_an_unclosed_last_call_counts() -> None:
-    assert parse_tool_calls('<tool_call>{"name": "f", "arguments": {"x": 1}}', TOOLS).calls == (
-        call_of("f", '{"x": 1}'),
-    )
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "plain",
-        "",
-        "<tool_call>{broken}</tool_call>",
-        '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>oops</tool_call>',
         "<tool_call>",
         '<think><tool_call>{"name": "f", "arguments": {}}</tool_call></think>',
@@ -72,23 +57,6 @@ def test_an_answer_that_is_one_fenced_object_naming_an_offered_tool_is_a_call(op
     assert parse_tool_calls(text, ()) == ParsedText(text, (), text)
 
 
-def test_a_string_may_hold_the_closing_tag() -> None:
-    text = '<TOOL_CALL>{"name": "f", "arguments": {"x": "a\\n</tool_call>"}}</TOOL_CALL>'
-    assert parse_tool_calls(text, TOOLS).calls == (call_of("f", json.dumps({"x": "a\n</tool_call>"})),)
-
-
 def test_text_after_a_call_is_content() -> None:
     parsed = parse_tool_calls(f"first {render_tool_call(call_of('f', '{}'))} then\n", TOOLS)
     assert parsed.content == "first  then" and parsed.text == "first  then\n"
-
-
-def test_arguments_that_mention_arguments() -> None:
-    raw = '{"arguments": {"arguments": 1}}'
-    (call,) = parse_tool_calls(render_tool_call(call_of("f", raw)), TOOLS).calls
-    assert call == call_of("f", raw)
-
-
-@given(st.text(min_size=1), st.dictionaries(st.text(), st.integers() | st.text() | st.none()))
-def test_rendered_calls_are_read_back(name: str, arguments: dict[str, object]) -> None:
-    raw = json.dumps(arguments)
-    assert parse_tool_calls(render_tool_call(call_of(name, raw)), TOOLS).calls == (call_of(name, raw),)

@@ -13,7 +13,7 @@ from small_shop import running_shop
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.models.adapters.publisher import WeightsPublisher
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
@@ -38,7 +38,7 @@ class KillWhilePublishing(LoopListener):
 def whole(parts: LoopParts, url: str, model: Path) -> LoopParts:
     return replace(
         parts,
-        publisher=WeightsPublisher(url, parts.adapters),
+        publisher=AdapterPublisher(url, parts.adapters),
         make_trainer=lambda settings, adapter: FullTrainer(model, settings, adapter=adapter),
     )
 
