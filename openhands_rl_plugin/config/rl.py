@@ -30,7 +30,7 @@ class SamplingSettings(Settings):
     """``[rl.sampling]``: sampling of rollouts. All but the temperature and the seed are neutral by default.
 
     Reinforcement learning divides the logits by the temperature, and has no gradient for the others: answers sampled
-    with a ``top_p``, ``top_k``, ``min_p`` or a penalty are imitated or preferred, not reinforced.
+    with a ``top_p``, ``top_k`` or ``min_p`` are imitated or preferred, not reinforced.
     """
 
     temperature: float = Field(
@@ -41,21 +41,12 @@ class SamplingSettings(Settings):
     min_p: float = Field(
         default=0.0, ge=0, le=1, description="least probability of a token, as a share of the likeliest's; RL needs 0"
     )
-    repetition_penalty: float = Field(
-        default=1.0, gt=0, le=10, description="divides logits of tokens in prompt and answer so far; RL needs 1"
-    )
-    presence_penalty: float = Field(
-        default=0.0, ge=-2, le=2, description="subtracted from logits of tokens in the answer so far; RL needs 0"
-    )
-    frequency_penalty: float = Field(
-        default=0.0, ge=-2, le=2, description="subtracted for each time a token is in the answer so far; RL needs 0"
-    )
     seed: int = Field(default=0, ge=0, description="seed of the run; every episode derives its own from it")
 
     def params(self, *, max_tokens: int | None, seed: int | None) -> SamplingParams:
         """The sampling parameters of one episode."""
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", *NEUTRAL_PARAMETERS)}
-        return SamplingParams(**own, max_tokens=max_tokens, seed=seed)
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return SamplingParams(**{**NEUTRAL_PARAMETERS, **own}, max_tokens=max_tokens, seed=seed)
 
 
 class VerifierSettings(Settings):
@@ -400,42 +391,34 @@ def _with_sections(data: Any, model: type[BaseModel], locate: Locate) -> tuple[A
 
 
 def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
-    """One line per wrong option of a plugin. A strategy or environment is imported only if it has options; a reward
-    also if it was chosen, as it may require some."""
-    strategy, environment, reward = settings.rollout_strategy, settings.env_name, settings.reward
-    if settings.strategy:
-        yield from _wrong_section(("strategy",), "strategies", strategy, settings.strategy, locate)
-    if settings.environment:
-        yield from _wrong_section(("environment",), "environments", environment, settings.environment, locate)
-    if settings.engine in (AUTO, IN_PROCESS):
-        for key in settings.engine_options:
-            yield f"{locate(('engine_options', key))} {key}: the engine {settings.engine!r} has no options"
-    else:
-        given = _known(_KNOWN_TO_ENGINES, "engines", settings.engine) | settings.engine_options
-        yield from _wrong_section(("engine_options",), "engines", settings.engine, given, locate)
-    if settings.storage_backend in _BUILT_IN_STORAGES:
-        for key in settings.storage.options:
-            yield f"{locate(('storage', 'options', key))} {key}: its options are those of [rl.storage] itself"
-    else:
-        given = _known(_KNOWN_TO_STORAGES, "storages", settings.storage_backend) | settings.storage.options
-        yield from _wrong_section(("storage", "options"), "storages", settings.storage_backend, given, locate)
-    if reward != RewardSettings():
-        yield from _wrong_section(("reward", "options"), "rewards", reward.name, reward.options, locate)
+    """One line per wrong option of a plugin.
 
-
-def _known(known: JsonObject, kind: registry.Kind, name: str) -> JsonObject:
-    try:
-        declared = registry.option_names(kind, name)
-    except ConfigError:
-        return {}  # ``_wrong_section`` says why it cannot be loaded
-    return {key: value for key, value in known.items() if key in declared}
+    A plugin is imported only if it has options here; a reward also if it was chosen, as it may require some.
+    """
+    reward, storage = settings.reward, settings.storage
+    engine = "" if settings.engine in (AUTO, IN_PROCESS) else settings.engine
+    backend = "" if settings.storage_backend in _BUILT_IN_STORAGES else settings.storage_backend
+    plugins: tuple[tuple[Location, registry.Kind, str, JsonObject, JsonObject, bool], ...] = (
+        (("strategy",), "strategies", settings.rollout_strategy, settings.strategy, {}, False),
+        (("environment",), "environments", settings.env_name, settings.environment, {}, False),
+        (("engine_options",), "engines", engine, settings.engine_options, _KNOWN_TO_ENGINES, True),
+        (("storage", "options"), "storages", backend, storage.options, _KNOWN_TO_STORAGES, True),
+        (("reward", "options"), "rewards", reward.name, reward.options, {}, reward != RewardSettings()),
+    )
+    for section, kind, name, options, known, always in plugins:
+        if not name:
+            for key in options:
+                yield f"{locate((*section, key))} {key}: built-in {kind} have no options but those of [rl] itself"
+        elif options or always:
+            yield from _wrong_section(section, kind, name, options, known, locate)
 
 
 def _wrong_section(
-    section: Location, kind: registry.Kind, name: str, options: JsonObject, locate: Locate
+    section: Location, kind: registry.Kind, name: str, options: JsonObject, known: JsonObject, locate: Locate
 ) -> Iterator[str]:
     try:
-        registry.check_options(kind, name, options)
+        declared = registry.option_names(kind, name)
+        registry.check_options(kind, name, {key: known[key] for key in known if key in declared} | options)
     except ConfigError as error:
         for line in str(error).splitlines():
             where, _, what = line.removeprefix(f"{registry.singular(kind)} {name!r}: ").partition(": ")

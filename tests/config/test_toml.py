@@ -238,4 +238,4 @@ def test_a_storage_of_another_package_has_options_of_its_own(tmp_path: Path) -> 
     wrong = refusal(tmp_path, f'{own}\noptions = {{ labl = "night", label = "" }}')
     assert wrong == ["[rl.storage.options] labl: unknown key; did you mean 'label'? available: label, path"]
     (line,) = refusal(tmp_path, "[rl.storage]\noptions = { durable = true }")
-    assert line == "[rl.storage.options] durable: its options are those of [rl.storage] itself"
+    assert line == "[rl.storage.options] durable: built-in storages have no options but those of [rl] itself"

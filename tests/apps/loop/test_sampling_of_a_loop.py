@@ -52,7 +52,6 @@ def test_any_temperature_above_zero_can_be_trained(sections: dict[str, Any]) -> 
         ({"sampling": {"temperature": 0.0}}, r"\[rl.sampling\] temperature = 0: greedy answers"),
         ({"sampling": {"top_p": 0.9}}, r"\[rl.sampling\] top_p = 0.9: .* set 1"),
         ({"sampling": {"top_k": 20}}, r"\[rl.sampling\] top_k = 20: .* set -1"),
-        ({"sampling": {"repetition_penalty": 1.05}}, r"repetition_penalty = 1.05: .* set 1"),
         ({"strategy": {"sampling": {"min_p": 0.1}}}, r"\[rl.strategy\] sampling.min_p = 0.1: .* set 0"),
     ],
 )
