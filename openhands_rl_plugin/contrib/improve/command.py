@@ -147,7 +147,7 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
     settings = settings.model_copy(update={"loop": loop.model_copy(update=sizes)})
     _say(args, *gym_lines(gym), f"model: {model}", *(f"  {reason}" for reason in choice.reasons))
     with served_policy(settings, model, directory) as (served, weights):
-        price = price_of(served, gym, weights, lengths, directory)
+        price = price_of(served, gym, weights, lengths)
         about = "the run costs at most (episodes that end earlier cost less)"
         _say(args, about, *price_lines(price, gym.grading, machine()))
         found: JsonObject = {"tasks": gym.model_dump(mode="json"), "prompt": choice.model_dump(mode="json")}
@@ -176,8 +176,8 @@ def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSet
 
 def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> Gym:
     """The tasks, made or found. A run keeps the commit that it began with."""
-    from openhands_rl_plugin.apps.loop.checks import OPTIONS, claim
-    from openhands_rl_plugin.contrib.improve.gym import WantedTasks, make_gym, pinned, resize
+    from openhands_rl_plugin.apps.loop.checks import claim
+    from openhands_rl_plugin.contrib.improve.gym import WantedTasks, forget_unsurveyed, make_gym, pinned
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.packages import repository_lines
     from openhands_rl_plugin.trajectories.view.terminal import progress_bar
@@ -189,8 +189,7 @@ def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -
     )
     folder = directory / "tasks"
     there = {"repository": str(repository.root), "commit": args.commit, **options.model_dump(mode="json")}
-    if not (directory / OPTIONS).exists() and resize(folder, there):
-        _say(args, "other options than before: tasks are made anew")
+    forget_unsurveyed(folder)
     claim(folder, there)
     of = pinned(repository, folder)
     _say(args, *repository_lines(of, repository.commit))
@@ -215,7 +214,6 @@ def _train(
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     from openhands_rl_plugin.contrib.improve.gym import earned, earned_lines, use_lines
-    from openhands_rl_plugin.contrib.improve.price import took_line
 
     folder = directory / "tasks"
     source = TaskSource(suite=str(folder / gym.training), held_out_rows=folder / gym.held_out)
@@ -234,7 +232,7 @@ def _train(
         result = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state))
     used = use_lines(result, model, adapters, server=settings.serving.base_url)
-    _say(args, *earned_lines(result), took_line(result.state), f"report: {result.report}", *used)
+    _say(args, *earned_lines(result), f"report: {result.report}", *used)
     return _done(args, {**found, "result": earned(result)})
 
 

@@ -15,7 +15,6 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.apps.loop.checks import OPTIONS, noted_options
 from openhands_rl_plugin.apps.loop.reporting import evaluations
 from openhands_rl_plugin.apps.loop.run import LoopResult
 from openhands_rl_plugin.cli.terminal import ENDING
@@ -187,16 +186,10 @@ def pinned(repository: OwnRepository, folder: Path) -> OwnRepository:
     return repository if before is None else repository.model_copy(update={"commit": before.commit})
 
 
-def resize(folder: Path, identity: JsonObject) -> bool:
-    """Empty a folder of tasks that nothing was trained on, where other numbers of tasks are wanted, or, before a
-    survey, anything else; whether it was emptied. ``identity``: what ``claim`` will note."""
-    if not (folder / OPTIONS).exists():
-        return False
-    before, sizes = noted_options(folder), {name: identity[name] for name in ("tasks", "held_out")}
-    if before == identity or ((folder / _SURVEY).exists() and {**before, **sizes} != identity):
-        return False
-    shutil.rmtree(folder)
-    return True
+def forget_unsurveyed(folder: Path) -> None:
+    """Empty a folder of tasks in which no survey has succeeded, so that other options, and a newer commit, count."""
+    if not (folder / _SURVEY).exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cache: Path, bar: ProgressBar) -> Gym:
@@ -262,7 +255,8 @@ def _divided(
 ) -> Gym:
     """Split what passed the gate, and write the rows of both parts."""
     good = [each for each in instances if not _problems(checked[each.instance_id])]
-    reasons, tried = _reasons(folder / _TRIED)
+    lines = (folder / _TRIED).read_text(encoding="utf-8").splitlines() if (folder / _TRIED).exists() else []
+    reasons = Counter(_without_counts(line) for line in lines if line)
     bad = map(_problems, checked.values())
     reasons += Counter(_without_counts(problems[0]) for problems in bad if problems)
     fixes = {each.instance_id: _commit(each) for each in good if checked[each.instance_id].modifier == REOPENED}
@@ -280,7 +274,7 @@ def _divided(
     try:
         split = split_tasks(described_tasks, options.tasks, options.held_out, seed=options.seed)
     except ConfigError as error:
-        raise ConfigError(f"{repository.name}: {error}; of {tried} changes tried, {said(reasons)}") from error
+        raise ConfigError(f"{repository.name}: {error}; of {len(lines)} changes tried, {said(reasons)}") from error
     parts: list[str] = []
     for part, ids, suffix in ((TRAIN, split.training, ""), (HELD_OUT, split.held_out, "-heldout")):
         chosen = [each for each in good if each.instance_id in ids]
@@ -295,7 +289,7 @@ def _divided(
         counts=(len(split.training), len(split.held_out)),
         fixes=(sum(name in fixes for name in sides[0]), sum(name in fixes for name in sides[1])),
         files=(_files(described_tasks, sides[0]), _files(described_tasks, sides[1])),
-        tried=tried,
+        tried=len(lines),
         dropped=dict((reasons + Counter(split.dropped.values())).most_common()),
         grading=grading,
         longest=max((each.problem_statement for each in good), key=len),
@@ -308,12 +302,6 @@ def said(reasons: Mapping[str, int]) -> str:
     return (
         "; ".join(f"{count}: {reason:.120}" for reason, count in Counter(reasons).most_common()) or "none was dropped"
     )
-
-
-def _reasons(file: Path) -> tuple[Counter[str], int]:
-    """Why changes gave no task, and how many changes were tried."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return Counter(_without_counts(line) for line in lines if line), len(lines)
 
 
 def _without_counts(reason: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.training.learn import check_fits
-from openhands_rl_plugin.training.loop.plan import LoopState
 
 STANDARD_NEEDS = 16_384
 """Tokens of context from which on OpenHands' own prompt (4,700 to 8,500 tokens, with its tools) leaves room to work."""
@@ -150,55 +148,29 @@ def _template_knows_tools(model: Path) -> bool:
     return any("tools" in text for text in texts)
 
 
-_EPISODE_BYTES = 24  # of a stored token: its text, its id, and the logprob of a sampled one
-
-
-def price_of(settings: RLSettings, gym: Gym, model: Path, lengths: Lengths, directory: Path) -> dict[str, int]:
-    """What the run costs at most: episodes, tokens, and bytes of disk; ``directory``: of the run.
-
-    Raises ``TrainingError`` where the model does not fit into memory, ``ConfigError`` where the disk is too full.
-    """
+def price_of(settings: RLSettings, gym: Gym, model: Path, lengths: Lengths) -> dict[str, int]:
+    """What the run costs at most: episodes and tokens. Raises ``TrainingError`` where the model does not fit."""
     loop, training = settings.loop, settings.training
     rollouts, evaluations = loop.iterations * loop.tasks_per_iteration * loop.samples_per_task, 2 * gym.counts[1]
     turns = max(settings.max_turns, loop.training_max_turns)
     sampled = min(turns * settings.max_response_length, lengths.episode - lengths.prompt)
     episodes = rollouts + evaluations
     check_fits(model, training, lengths.episode, free_memory())
-    checkouts = (sum(gym.counts) + settings.max_workers) * gym.survey.size
-    disk = episodes * lengths.episode * _EPISODE_BYTES + checkouts
-    there = next(each for each in (directory, *directory.parents) if each.exists())
-    if disk > (free := shutil.disk_usage(there).free):
-        raise ConfigError(
-            f"the disk of {directory} has {free / 1e9:.1f} GB free, and the run needs about {disk / 1e9:.1f} GB: free "
-            "some, or choose another --run-dir"
-        )
     return {
         "episodes": rollouts,
         "evaluations": evaluations,
         "read": episodes * settings.max_prompt_length,  # of an episode whose answers are short
         "sampled": episodes * sampled,
         "trained": rollouts * lengths.episode * training.num_epochs,
-        "disk": disk,
     }
 
 
 def price_lines(price: Mapping[str, int], grading: float, where: str) -> list[str]:
     """The price for a person. ``grading``: seconds in which one patch is graded; ``where``: the machine."""
-    tests = hours_in_words((price["episodes"] + price["evaluations"]) * grading / 3600)
+    hours = (price["episodes"] + price["evaluations"]) * grading / 3600
     return [
         f"  episodes: {price['episodes']:,} to train on, {price['evaluations']:,} to evaluate",
         f"  tokens:   {price['read']:,} read, {price['sampled']:,} sampled, {price['trained']:,} trained (all passes)",
-        f"  tests:    {tests} on one processor",
-        f"  disk:     {price['disk'] / 1e9:.1f} GB for episodes and checkouts",
+        f"  tests:    {hours:.1f} h on one processor",
         f"  on:       {where}",
     ]
-
-
-def hours_in_words(hours: float) -> str:
-    """``"12 min"`` or ``"3.4 h"``."""
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"
-
-
-def took_line(state: LoopState) -> str:
-    """How long the finished stages took, each from its last start."""
-    return f"the run took {hours_in_words(sum(record.finished - record.started for record in state.records) / 3600)}"

@@ -183,7 +183,7 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     assert "4 to train on (1 past fixes; they change 2 files), 4 held out" in said
     assert "1 of 30 tests fail before any bug" in said and "4: no test notices it" in said
     assert "compact prompt: the model reads 8,192 tokens" in said and "tool calls in the text" in said
-    assert "24 to train on, 8 to evaluate" in said and "GB" in said
+    assert "24 to train on, 8 to evaluate" in said
 
     commit(repository, "later", shapes=(repository / "shapes.py").read_text() + "\n\nPI = 3\n")
     assert cli.main(words(repository, tmp_path, *given, "--json")) == 0
@@ -194,9 +194,6 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     assert "by now: --fresh makes tasks of that" in printed.err
     assert not (tmp_path / "run/state.json").exists() and not (tmp_path / "trajectories").exists()
 
-    huge = ["--iterations", "100000000", "--tasks-per-iteration", "100"]
-    assert cli.main(words(repository, tmp_path, *given, *huge)) == 1
-    assert "free some, or choose another --run-dir" in error_of(capsys)
     given[1] = str(config(tmp_path, server, 'rollout_strategy = "StandardReAct"\nmax_obs_length = 100'))
     (tmp_path / "config.toml").write_text((tmp_path / "config.toml").read_text().replace("7000", "8000"))
     assert cli.main(words(repository, tmp_path, *given)) == 1
