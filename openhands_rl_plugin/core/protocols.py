@@ -99,18 +99,16 @@ class EnvInfo:
     """What an environment can do, beside the methods that all have.
 
     ``emits_rewards``: its steps can have rewards; if not, only a judgement gives the value of an ended episode.
-    ``fork_steps``: how many steps its next fork replays; 0 where a fork is a copy. ``max_forks``: how many forks its
-    server has room for; ``None`` where there is no known bound. ``tools``: the functions that the model may call, in
-    OpenAI's form; none where its actions are text.
+    ``fork_steps``: how many steps its next fork replays; 0 where a fork is a copy. ``tools``: the functions that the
+    model may call, in OpenAI's form; none where its actions are text.
 
     Examples:
-        >>> EnvInfo(emits_rewards=False, max_forks=4).fork_steps
+        >>> EnvInfo(emits_rewards=False).fork_steps
         0
     """
 
     emits_rewards: bool = True
     fork_steps: int = 0
-    max_forks: int | None = None
     tools: tuple[JsonObject, ...] = ()
 
 
@@ -122,10 +120,9 @@ def info_of(environment: object) -> EnvInfo:
 class Environment(Protocol):
     """One episode of one task. Single use: reset once, close once.
 
-    It may have more: ``info`` (see ``EnvInfo``); ``reserve(forks)``, called before ``reset`` with the number of forks
-    that the strategy holds at a time, for a server with room for a limited number of episodes; and ``cut_short()``,
-    awaited where a limit ends the episode, for an environment that gives its reward at the end: it returns an
-    observation without messages, whose reward is the last action's, or ``None``.
+    It may have more: ``info`` (see ``EnvInfo``); and ``cut_short()``, awaited where a limit ends the episode, for an
+    environment that gives its reward at the end: it returns an observation without messages, whose reward is the last
+    action's, or ``None``.
 
     Examples:
         >>> async def episode(environment: Environment) -> float:

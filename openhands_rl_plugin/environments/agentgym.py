@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
-from openhands_rl_plugin.core.types import Frozen, JsonObject, Task
+from openhands_rl_plugin.core.types import JsonObject, Task
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
     EndpointMissingError,
@@ -23,7 +24,7 @@ from openhands_rl_plugin.environments.http.client import (
 _ROUNDING = 1e-9
 
 
-class AgentGymDialect(Frozen):
+class AgentGymDialect(NamedTuple):
     """The request format of one server.
 
     ``id_key`` names the episode in every request and ``index_key`` the task in ``/reset``; ``reset_extra`` is added
@@ -34,28 +35,26 @@ class AgentGymDialect(Frozen):
 
     id_key: str
     index_key: str
-    reset_extra: JsonObject = Field(default_factory=dict)
+    reset_extra: Mapping[str, str] = {}
     reward_is_level: bool = False
-    full_score: float = Field(default=1.0, gt=0)
+    full_score: float = 1.0
     cuts_short: bool = False
 
 
 DIALECTS = {
-    "webshop": AgentGymDialect(id_key="env_idx", index_key="session_id"),
-    "textcraft": AgentGymDialect(id_key="id", index_key="data_idx"),
-    "sciworld": AgentGymDialect(id_key="id", index_key="data_idx", full_score=100.0, cuts_short=True),
-    "babyai": AgentGymDialect(id_key="id", index_key="data_idx", reward_is_level=True),
-    "alfworld": AgentGymDialect(id_key="id", index_key="game", reset_extra={"world_type": "Text"}),
+    "webshop": AgentGymDialect("env_idx", "session_id"),
+    "textcraft": AgentGymDialect("id", "data_idx"),
+    "sciworld": AgentGymDialect("id", "data_idx", full_score=100.0, cuts_short=True),
+    "babyai": AgentGymDialect("id", "data_idx", reward_is_level=True),
+    "alfworld": AgentGymDialect("id", "game", reset_extra={"world_type": "Text"}),
 }
 
 
 class AgentGymOptions(HttpEnvironmentOptions):
-    """``preset`` names one of ``DIALECTS`` and ``dialect`` spells one out. With neither, the last part of the task's
-    environment (``agentgym/babyai``) is tried as a preset; then the answer to ``/create`` determines the keys."""
+    """``preset`` names one of ``DIALECTS``. Without it, the last part of the task's environment (``agentgym/babyai``)
+    is tried as one; then the answer to ``/create`` determines the keys."""
 
     preset: str | None = None
-    dialect: AgentGymDialect | None = None
-    create_body: JsonObject = Field(default_factory=dict)
 
 
 class AgentGymClient(BaseEnvClient):
@@ -66,9 +65,8 @@ class AgentGymClient(BaseEnvClient):
     def __init__(self, options: AgentGymOptions | None = None) -> None:
         options = options or AgentGymOptions()
         super().__init__(options)
-        self._create_body = options.create_body
         self._preset = options.preset
-        self._dialect = options.dialect
+        self._dialect = DIALECTS["textcraft"]
         self._episode: int | str | None = None
         self._level = 0.0
         if self._preset is not None and self._preset not in DIALECTS:
@@ -77,20 +75,16 @@ class AgentGymClient(BaseEnvClient):
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /create`` (once) and ``POST /reset``."""
         index = episode_index(task)
-        preset = DIALECTS.get(self._preset or task.environment.rsplit("/", 1)[-1])
         if self._episode is None:
-            self._episode, told = _read_created(await self.post("/create", self._create_body))
-            self._dialect = self._dialect or preset or told
-        dialect = self._known_dialect()
-        body: JsonObject = {**self._key(), dialect.index_key: index, **dialect.reset_extra}
+            self._episode, implied = _read_created(await self.post("/create", {}))
+            self._dialect = DIALECTS.get(self._preset or task.environment.rsplit("/", 1)[-1], implied)
+        body: JsonObject = {**self._key(), self._dialect.index_key: index, **self._dialect.reset_extra}
         return ServerAnswer.parse(_opening_answer(await self.post("/reset", body)), "/reset")
 
     async def act(self, action: str) -> ServerAnswer:
         """``POST /step``."""
-        answer = ServerAnswer.parse(await self.post("/step", {**self._key(), "action": action}), "/step").as_step(
-            "/step"
-        )
-        dialect = self._known_dialect()
+        answer = ServerAnswer.parse(await self.post("/step", {**self._key(), "action": action}), "/step")
+        dialect = self._dialect
         earned = answer.reward / dialect.full_score
         gained = earned - self._level if dialect.reward_is_level else earned
         self._level = earned if dialect.reward_is_level else self._level + earned
@@ -107,13 +101,8 @@ class AgentGymClient(BaseEnvClient):
         """The preset's action language, or that of the task's environment."""
         return action_language(self._preset or task.environment)
 
-    def _known_dialect(self) -> AgentGymDialect:
-        if self._dialect is None:
-            raise RuntimeError("the dialect is known only after /create")
-        return self._dialect
-
     def _key(self) -> JsonObject:
-        return {self._known_dialect().id_key: self._episode}
+        return {self._dialect.id_key: self._episode}
 
 
 def _read_created(answer: JsonValue) -> tuple[int | str, AgentGymDialect]:

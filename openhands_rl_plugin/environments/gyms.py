@@ -12,11 +12,11 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import Field
+from pydantic_core import to_jsonable_python
 
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
@@ -31,13 +31,7 @@ from openhands_rl_plugin.core.errors import (
 )
 from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Message, Task
-from openhands_rl_plugin.environments.http.client import (
-    WITHOUT_FORKS,
-    Episode,
-    RefusedActionError,
-    ServerAnswer,
-    episode_index,
-)
+from openhands_rl_plugin.environments.http.client import Episode, RefusedActionError, ServerAnswer, episode_index
 
 
 class GymOptions(Frozen):
@@ -48,13 +42,13 @@ class GymOptions(Frozen):
 
     ``fork``: how a search copies an episode. "copy" makes a deep copy, for classes whose state is in their attributes;
     "replay" executes the actions again in a new episode of the same seed and compares every observation; "auto" copies
-    where that is known to be safe and replays elsewhere; "none" refuses.
+    where that is known to be safe and replays elsewhere.
     """
 
     id: str = ""
     arguments: JsonObject = Field(default_factory=dict)
     timeout: float = Field(default=60.0, gt=0)
-    fork: Literal["auto", "copy", "replay", "none"] = "auto"
+    fork: Literal["auto", "copy", "replay"] = "auto"
 
 
 class TextGymOptions(GymOptions):
@@ -65,27 +59,10 @@ class TextGymOptions(GymOptions):
     action_language: str | None = None
 
 
-class Seen(ServerAnswer):
-    """What ``reset`` or ``step`` returned, as messages for the model. ``info`` is JSON."""
-
-    shown: tuple[Message, ...]
-
-    def __init__(
-        self,
-        messages: tuple[Message, ...],
-        reward: float = 0.0,
-        terminated: bool = False,
-        truncated: bool = False,
-        info: JsonValue = None,
-    ) -> None:
-        state = "\n\n".join(message.content or "" for message in messages)
-        given = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info, "shown": messages}
-        super().__init__(state=state, **given)
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The observation."""
-        return self.shown
+def seen(messages: tuple[Message, ...], reward: float = 0.0, **more: Any) -> ServerAnswer:
+    """What ``reset`` or ``step`` returned, as messages for the model. ``more``: other fields of ``ServerAnswer``."""
+    state = "\n\n".join(message.content or "" for message in messages)
+    return ServerAnswer(state=state, reward=reward, messages=messages, **more)
 
 
 class GymEpisode(Episode):
@@ -110,11 +87,11 @@ class GymEpisode(Episode):
         self._one_at_a_time = asyncio.Lock()
 
     @abstractmethod
-    def open(self, name: str, task: Task) -> Seen:
+    def open(self, name: str, task: Task) -> ServerAnswer:
         """Make the environment ``name`` and start the episode of ``task``; called once."""
 
     @abstractmethod
-    def execute(self, action: str) -> Seen:
+    def execute(self, action: str) -> ServerAnswer:
         """Execute one action. Raises ``RefusedActionError`` for an invalid one."""
 
     @abstractmethod
@@ -153,11 +130,11 @@ class GymEpisode(Episode):
                 f'env_name = "{self.library}/NAME", or as id in [rl.environment]'
             )
         self.name = f"{self.library}/{name}"
-        return await self._call(lambda: _checked(self.open(name, task), self.name), "reset")
+        return await self._call(lambda: self.open(name, task), "reset")
 
     async def act(self, action: str) -> ServerAnswer:
         """``execute``."""
-        return await self._call(lambda: _checked(self.execute(action), self.name), "step")
+        return await self._call(lambda: self.execute(action), "step")
 
     async def release(self) -> None:
         """``shut``, unless a call still runs."""
@@ -165,13 +142,11 @@ class GymEpisode(Episode):
             await self._call(self.shut, "close")
 
     async def fork_episode(self, twin: Episode) -> bool:
-        """A deep copy. Raises ``BadEnvironmentError`` where that is not possible or the options allow no fork."""
-        if self.options.fork == "none":
-            raise BadEnvironmentError(f"{self.name} is not forked, as [rl.environment] fork says; {WITHOUT_FORKS}")
+        """A deep copy, where the options and the environment allow one. Raises ``BadEnvironmentError``."""
         assert isinstance(twin, GymEpisode), "a twin is of the same class"
         if self.copies:
             twin.name = self.name
-            await self._call(lambda: self._copy(twin), "copy")
+            vars(twin).update(await self._call(self.copied, "copy"))
         return self.copies
 
     async def evidence(self) -> JsonObject:
@@ -181,42 +156,42 @@ class GymEpisode(Episode):
             found |= await self._call(lambda: plain_object(self.final()), "evidence")
         return found
 
-    def _copy(self, twin: GymEpisode) -> None:
-        try:
-            for name, value in self.copied().items():
-                setattr(twin, name, value)
-        except (TypeError, ValueError, AttributeError, copy.Error, NotImplementedError) as error:
-            raise BadEnvironmentError(
-                f'{self.name} cannot be copied ({error}): set fork = "replay" in [rl.environment], or {WITHOUT_FORKS}'
-            ) from error
-
     async def _call[T](self, call: Callable[[], T], what: str) -> T:
+        """The result of foreign code, in a thread of its own.
+
+        Raises ``EpisodeError`` for whatever it raises, and ``InfrastructureError`` after the timeout: the thread then
+        goes on by itself, because Python cannot end it, so what it works on is not used again.
+        """
+        done: Future[T] = Future()
+        done.set_running_or_notify_cancel()  # so that nobody cancels it before the thread ends
+
+        def run() -> None:
+            try:
+                with boundary(FailureKind.ENVIRONMENT, f"{self.name}.{what}"):
+                    done.set_result(call())
+            except CaughtFailure as caught:
+                cause = caught.__cause__
+                done.set_exception(cause if isinstance(cause, EpisodeError) else caught)
+            except RLError as error:
+                done.set_exception(error)
+            except SystemExit as error:
+                done.set_exception(BadEnvironmentError(f"{self.name} asked its process to end: {describe(error)}"))
+
         async with self._one_at_a_time:
             if self._lost:
                 raise InfrastructureError(f"{self.name} still executes an earlier call, which took too long")
-            # Until the call has returned, the environment is in another thread's hands: after a timeout, for ever.
-            self._lost = True
-            result = await off_loop(lambda: _outcome(call), f"{self.name}.{what}", self.options.timeout)
-            self._lost = False
-        if isinstance(result, EpisodeError):
-            raise result
-        return result
-
-
-def _outcome[T](call: Callable[[], T]) -> T | EpisodeError:
-    """The result of foreign code, or its failure: either way the call has returned."""
-    try:
-        with boundary(FailureKind.ENVIRONMENT, "environment"):
-            return call()
-    except CaughtFailure as caught:
-        cause = caught.__cause__
-        return cause if isinstance(cause, EpisodeError) else caught
-
-
-def _checked(seen: Seen, name: str) -> Seen:
-    if not seen.messages and not seen.ended:
-        raise BadEnvironmentError(f"{name} answered no observation although the episode goes on")
-    return seen
+            # A daemon, so that a call that hangs does not keep the process from ending.
+            threading.Thread(target=run, daemon=True).start()
+            try:
+                async with asyncio.timeout(self.options.timeout):
+                    return await asyncio.wrap_future(done)
+            except TimeoutError as error:
+                raise InfrastructureError(
+                    f"{self.name}.{what} did not return within {self.options.timeout:g} s: raise timeout in "
+                    "[rl.environment], or mend the environment"
+                ) from error
+            finally:
+                self._lost = not done.done()
 
 
 def number(reward: object, name: str) -> float:
@@ -230,19 +205,14 @@ def number(reward: object, name: str) -> float:
     return value
 
 
-def plain(value: Any) -> JsonValue:
+def plain(value: Any) -> Any:
     """Any value as JSON: arrays and tuples as lists, what JSON does not have as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value if type(value) in (type(None), bool, int, float, str) else json.loads(json.dumps(value))
-    if isinstance(value, dict):
-        return {str(plain(key)): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
-    if hasattr(value, "tolist"):  # arrays and numbers of NumPy
-        return plain(value.tolist())
-    return str(value)
+
+    def listed(other: Any) -> Any:
+        return other.tolist() if hasattr(other, "tolist") else str(other)  # arrays and numbers of NumPy
+
+    found = to_jsonable_python(value, fallback=listed, bytes_mode="base64")
+    return json.loads(json.dumps(found), parse_constant=str)
 
 
 def plain_object(value: Any) -> JsonObject:
@@ -261,37 +231,6 @@ def load_function(option: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f'{option} = {name!r}: give "module:function"')
     return found
-
-
-async def off_loop[T](call: Callable[[], T], what: str, seconds: float) -> T:
-    """The result of ``call``, made in a thread of its own.
-
-    Raises ``EpisodeError`` for whatever ``call`` raises, and ``InfrastructureError`` after ``seconds``: the thread then
-    goes on by itself, because Python cannot end it, so what it works on must not be used again.
-    """
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # so that nobody cancels it before the thread ends
-
-    def run() -> None:
-        try:
-            with boundary(FailureKind.ENVIRONMENT, what):
-                result = call()
-        except RLError as error:
-            done.set_exception(error)
-        except SystemExit as error:
-            done.set_exception(BadEnvironmentError(f"{what} asked its process to end: {describe(error)}"))
-        else:
-            done.set_result(result)
-
-    # A daemon, so that a call that hangs does not keep the process from ending.
-    threading.Thread(target=run, name=what, daemon=True).start()
-    try:
-        async with asyncio.timeout(seconds):
-            return await asyncio.wrap_future(done)
-    except TimeoutError as error:
-        raise InfrastructureError(
-            f"{what} did not return within {seconds:g} s: raise timeout in [rl.environment], or mend the environment"
-        ) from error
 
 
 _COLOURED = re.compile(r"\x1b\[[\d;]*[1-9][\d;]*m(.*?)\x1b\[0?m", re.DOTALL)
@@ -322,49 +261,39 @@ class ActionSpace:
 
     def read(self, text: str) -> Any:
         """The element that ``text`` names. Raises ``RefusedActionError``, which describes the actions."""
-        text = text.strip()
-        if self._kind == "Text":
-            action: Any = text
-        elif self._kind == "Discrete":
-            action = self._names.get(text.lower().strip("\"'.!"), _whole(text))
-        else:
-            action = _element(self._space, _json(text))
-        if action is None or not self._space.contains(action):
+        text, action = text.strip(), None
+        try:
+            if self._kind == "Text":
+                action = text
+            elif self._kind == "Discrete":
+                action = self._names.get(text.lower().strip("\"'.!"))
+                action = int(text) if action is None else action
+            else:
+                action = _element(self._space, json.loads(text))
+            known = bool(self._space.contains(action))
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+            known = False
+        if not known:
             raise RefusedActionError(f"Invalid action: it must be {self.language()}.")
         return action
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"[+-]?\d{1,18}", text) else None
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _element(space: Any, value: Any) -> Any:
     """JSON as a value of ``space``: arrays where it has them, tuples and mappings part by part."""
     kind = type(space).__name__
-    if kind == "Dict" and isinstance(value, dict) and value.keys() == space.spaces.keys():
+    if kind == "Dict":
         return {name: _element(part, value[name]) for name, part in space.spaces.items()}
-    if kind == "Tuple" and isinstance(value, list) and len(value) == len(space.spaces):
+    if kind == "Tuple":
         return tuple(_element(part, each) for part, each in zip(space.spaces, value, strict=True))
-    if kind in ("Discrete", "Text"):
+    if kind in ("Discrete", "Text") or space.shape is None:
         return value
-    if getattr(space, "shape", None) is not None and isinstance(value, list | int | float):
-        import numpy
+    import numpy
 
-        try:
-            found = numpy.asarray(value)
-            # A fraction that an integer space would cut off is no element of it.
-            kept = found.astype(space.dtype)
-            return kept if (kept.shape == space.shape and (kept == found).all()) or space.dtype.kind == "f" else None
-        except (TypeError, ValueError, OverflowError):
-            return None
-    return None
+    found = numpy.asarray(value)
+    kept = found.astype(space.dtype)
+    if space.dtype.kind != "f" and not (kept == found).all():
+        raise ValueError("a fraction that an integer space would cut off is no element of it")
+    return kept
 
 
 def as_text(value: Any) -> str:
@@ -382,15 +311,14 @@ def without_colours(drawing: str) -> str:
     return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawing)).strip("\n")
 
 
-@dataclass(frozen=True, slots=True)
-class GymnasiumPreset:
+class GymnasiumPreset(NamedTuple):
     """``goal`` is the task for the model, ``actions`` are the names of a ``Discrete`` space in its order, and ``words``
-    says what an observation and its info mean. ``success`` is when an episode is one."""
+    make the text of an observation and its info. ``success`` is when an episode is one."""
 
     goal: str = ""
     actions: tuple[str, ...] = ()
     words: Callable[[Any, dict[str, Any]], str] | None = None
-    success: SuccessRule = field(default_factory=SuccessRule)
+    success: SuccessRule = SuccessRule()
 
 
 def preset_of(name: str) -> GymnasiumPreset:
@@ -478,7 +406,7 @@ class GymnasiumEnvironment(GymEpisode):
         """When an episode of ``name`` is a success, by its preset; else a return of at least 1."""
         return preset_of(name).success
 
-    def open(self, name: str, task: Task) -> Seen:
+    def open(self, name: str, task: Task) -> ServerAnswer:
         """``make`` and ``reset(seed=...)``."""
         seed, row, preset = episode_index(task), task.data.get("row"), preset_of(name)
         self._words = load_function("formatter", self._settings.formatter) if self._settings.formatter else preset.words
@@ -486,17 +414,15 @@ class GymnasiumEnvironment(GymEpisode):
         names = self._settings.action_names or preset.actions or _own_names(self._env)
         self._actions = ActionSpace(self._env.action_space, names)
         found = self._env.reset(seed=seed, options=row)
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
-            raise BadEnvironmentError(f"{self.name}: reset must return (observation, info), as in Gymnasium 1.0")
         described = task if task.instruction else task.model_copy(update={"instruction": preset.goal})
-        return Seen(self.opening(described, self._shown(*found)), info=plain(found[1]))
+        return seen(self.opening(described, self._shown(*found)), info=plain(found[1]))
 
     def actions(self, task: Task) -> str:
         """The action space, in words."""
         assert self._actions is not None
         return self._actions.language()
 
-    def execute(self, action: str) -> Seen:
+    def execute(self, action: str) -> ServerAnswer:
         """``step``."""
         assert self._actions is not None
         found = self._env.step(self._actions.read(action))
@@ -507,12 +433,12 @@ class GymnasiumEnvironment(GymEpisode):
                 "old Gym with shimmy"
             )
         observation, reward, terminated, truncated, info = found
-        return Seen(
+        return seen(
             (Message(role="user", content=self._shown(observation, info)),),
             number(reward, self.name),
-            bool(terminated),
-            bool(truncated),
-            plain(info),
+            terminated=bool(terminated),
+            truncated=bool(truncated),
+            info=plain(info),
         )
 
     def shut(self) -> None:

@@ -254,19 +254,16 @@ class LiveEnvironment:
     """One episode of one environment, for the host that steps it.
 
     ``failure`` is its first. After ``conclude`` there are ``evidence`` and ``owed``, the reward of the last action of
-    an episode that a limit cut, where the environment pays at the end only. ``forks``: how many the strategy holds at
-    a time.
+    an episode that a limit cut, where the environment gives its reward at the end only.
     """
 
-    def __init__(self, environment: Environment, *, forks: int = 0) -> None:
+    def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self.evidence: JsonObject | None = None
         self.failure: Failure | None = None
         self.owed: float | None = None
         self._begun = self._answered = self._ended = self._closed = False
         self._concluding = asyncio.Lock()
-        if (reserve := getattr(environment, "reserve", None)) is not None:
-            reserve(forks)
 
     def world(self, limits: Limits) -> Forkable | None:
         """The episode, for search to fork; ``None`` when the environment cannot be forked."""
@@ -343,7 +340,7 @@ class AgentSession:
         tools: Sequence[JsonObject] = (),
         storage: TrajectoryStorage | None = None,
     ) -> None:
-        self._live = LiveEnvironment(environment, forks=getattr(strategy, "forks", 0))
+        self._live = LiveEnvironment(environment)
         self._episode = partial(
             Episode,
             strategy=strategy,

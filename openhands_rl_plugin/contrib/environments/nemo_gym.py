@@ -16,9 +16,7 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Tas
 from openhands_rl_plugin.environments.http.calls import CalledAction, ServerTools, arguments_of, replies
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
-    CookieTransport,
     HttpEnvironmentOptions,
-    JsonTransport,
     ServerAnswer,
     episode_index,
     excerpt,
@@ -135,6 +133,7 @@ class NeMoGymClient(BaseEnvClient):
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = NeMoGymOptions
+    shares_connection = False
 
     def __init__(self, options: NeMoGymOptions | None = None) -> None:
         options = options or NeMoGymOptions()
@@ -145,7 +144,7 @@ class NeMoGymClient(BaseEnvClient):
         self._verifies = False
         self._acted = 0
         self._output: list[JsonValue] = []
-        self._results: tuple[tuple[ToolCall, str], ...] = ()
+        self._results: list[tuple[ToolCall, str]] = []
         self._verified_as: ServerAnswer | None = None
 
     @property
@@ -154,10 +153,6 @@ class NeMoGymClient(BaseEnvClient):
         tools = self._row.tools.offered if self._row is not None and not self.options.react_format else ()
         return replace(super().info, tools=tools)
 
-    def make_transport(self) -> JsonTransport:
-        """A transport with cookies; a copy of the episode gets its own."""
-        return CookieTransport(self.options)
-
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``, or ``POST /seed_session``."""
         row = self._row = GymRow.of(self._row_of(task), task.id, task.environment)
@@ -165,8 +160,7 @@ class NeMoGymClient(BaseEnvClient):
         self._verifies = await self._has_no_reset()
         path = "/seed_session" if self._verifies else "/reset"
         answer = await self.post(path, row.body)
-        transport = self._open_transport()
-        if not isinstance(transport, CookieTransport) or not transport.has_session:
+        if not self.open_transport().client.cookies:
             raise BadEnvironmentError(f"{path} set no cookie, so the server cannot distinguish episodes")
         observation = _observed(answer, path)
         if not row.turns and not row.system and not observation:
@@ -192,45 +186,40 @@ class NeMoGymClient(BaseEnvClient):
 
     def actions(self, task: Task) -> str:
         """The row's tools, where they are described in the prompt."""
-        if self._row is None or not self._row.tools:
+        if self._row is None or not self._row.tools.functions:
             return super().actions(task)
         return f"{self._row.tools.language()}\nor your answer, as text." if self.options.react_format else ""
 
     def parse(self, action: Message) -> ParsedAction:
         """The calls of the row's tools, or the text: that which is verified with its fences, which graders look for."""
-        row = self._known_row()
-        if row.tools and action.tool_calls:
-            return ParsedAction(row.tools.of_message(action, action.content).written(), None)
+        tools, called = self._known_row().tools, CalledAction()
         read = parse_react if self.options.react_format else parse_plain
-        if row.tools and (called := row.tools.read(read(action.content).action or "")).calls:
-            return ParsedAction(called.written(), None)
-        return read(action.content, unwrap=not self._verifies)
+        if tools.functions:
+            called = tools.read(action, (action.content if action.tool_calls else read(action.content).action) or "")
+        if called.calls:
+            return ParsedAction(called, None)
+        text, error = read(action.content, unwrap=not self._verifies)
+        return ParsedAction(None if text is None else CalledAction(text=text), error)
 
-    async def act(self, action: str) -> ServerAnswer:
+    async def act(self, action: CalledAction) -> ServerAnswer:
         """``POST /step``, or the action's calls, or ``POST /verify``."""
-        row = self._known_row()
-        called = row.tools.read(action) if row.tools else CalledAction(said=action)
-        if unknown := [call.name for call in called.calls if call.name not in row.tools]:
-            raise row.tools.refused(unknown[0])
         self._acted += 1
-        items, self._results = _items(called, self._acted), ()
+        items, self._results = _items(action, self._acted), []
         if not self._verifies:
-            return self._stepped(await self._graded("/step", items), called)
+            return self._stepped(await self._graded("/step", items), action)
         self._output += items
-        if not called.calls or self._call_is_answer(row):
+        if not action.calls or self._call_is_answer(self._known_row()):
             return await self._verified()
-        outputs = [await self._output_of(call) for call in called.calls]
-        self._results = tuple(zip(called.calls, outputs, strict=True))
-        for at, output in enumerate(outputs, 1):
+        for at, call in enumerate(action.calls, 1):
+            self._results.append((call, output := await self._output_of(call)))
             self._output.append({"type": "function_call_output", "call_id": _id(self._acted, at), "output": output})
-        return ServerAnswer(state="\n\n".join(outputs), reward=0.0, done=False)
+        return ServerAnswer(state="\n\n".join(output for _, output in self._results))
 
     def reply(self, action: Message, state: str) -> tuple[Message, ...]:
         """The outputs of calls, of a tool's where the response had calls of its own; then what else was observed."""
         if not self._results:
             return super().reply(action, state)
-        outputs = [output or _SILENCE for _, output in self._results]
-        shown = replies(action, [call for call, _ in self._results], outputs)
+        shown = replies(action, [(call, output or _SILENCE) for call, output in self._results])
         return (*shown, Message(role="user", content=state)) if state and not self._verifies else shown
 
     async def cut_short(self) -> Observation | None:
@@ -250,7 +239,7 @@ class NeMoGymClient(BaseEnvClient):
     async def _has_no_reset(self) -> bool:
         """By the server's own description of its routes, which NeMo Gym's servers all have."""
         try:
-            described = await self._open_transport().get("/openapi.json")
+            described = await self.open_transport().request("/openapi.json")
         except BadEnvironmentError:
             return False
         paths = described.get("paths") if isinstance(described, dict) else None
@@ -265,7 +254,8 @@ class NeMoGymClient(BaseEnvClient):
             arguments = arguments_of(call)
         except ValueError as error:
             return json.dumps({"error": f"Invalid tool call arguments: {error!r}"})
-        status, text = await self._open_transport().ask(f"/{call.name}", arguments)
+        status, content = await self.open_transport().ask(f"/{call.name}", arguments)
+        text = content.decode("utf-8", errors="replace")
         if status == 404 and text.replace(" ", "") == _NO_ROUTE:
             raise BadEnvironmentError(f"{self.options.base_url} has no endpoint for the tool {call.name!r}")
         return text
@@ -285,7 +275,7 @@ class NeMoGymClient(BaseEnvClient):
         given = given if isinstance(given, list) else []
         outputs = [str(each.get("output")) for each in given if isinstance(each, dict)]
         if called.calls and len(outputs) == len(called.calls):
-            self._results = tuple(zip(called.calls, outputs, strict=True))
+            self._results = [*zip(called.calls, outputs, strict=True)]
         state = _observed(answer, "/step") or ("" if self._results else _SILENCE)
         return ServerAnswer.parse({**answer, "state": state}, "/step")
 
@@ -328,8 +318,8 @@ def _id(turn: int, number: int) -> str:
 def _items(called: CalledAction, turn: int) -> list[JsonValue]:
     """One turn of the model in OpenAI's format for responses: its text, then its calls."""
     items: list[JsonValue] = []
-    if called.said or not called.calls:
-        text: JsonObject = {"type": "output_text", "text": called.said, "annotations": []}
+    if called.text or not called.calls:
+        text: JsonObject = {"type": "output_text", "text": called.text, "annotations": []}
         items.append(
             {"id": f"msg_{turn}", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
         )

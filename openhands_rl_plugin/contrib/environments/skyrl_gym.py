@@ -10,7 +10,8 @@ from pydantic import Field
 from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.types import JsonObject, Message, Task
-from openhands_rl_plugin.environments.gyms import GymEpisode, GymOptions, Seen, number, plain, plain_object
+from openhands_rl_plugin.environments.gyms import GymEpisode, GymOptions, number, plain, plain_object, seen
+from openhands_rl_plugin.environments.http.client import ServerAnswer
 from openhands_rl_plugin.environments.http.react import ParsedAction
 
 
@@ -37,7 +38,7 @@ class SkyRLGymEnvironment(GymEpisode):
         self._settings = options or SkyRLGymOptions()
         self._env: Any = None
 
-    def open(self, name: str, task: Task) -> Seen:
+    def open(self, name: str, task: Task) -> ServerAnswer:
         """``make`` and ``init``."""
         import skyrl_gym
         from omegaconf import OmegaConf
@@ -58,9 +59,9 @@ class SkyRLGymEnvironment(GymEpisode):
         except (skyrl_gym.error.Error, AssertionError, ImportError, AttributeError, KeyError, TypeError) as error:
             raise BadEnvironmentError(f"{self.name} cannot be made with this row: {describe(error)}") from error
         messages, info = self._env.init(copy.deepcopy(prompt))
-        return Seen(self._messages(messages), info=plain(info))
+        return seen(self._messages(messages), info=plain(info))
 
-    def execute(self, action: str) -> Seen:
+    def execute(self, action: str) -> ServerAnswer:
         """``step``."""
         found = self._env.step(action)
         if not isinstance(found, dict) or not {"observations", "reward", "done"} <= found.keys():
@@ -71,7 +72,7 @@ class SkyRLGymEnvironment(GymEpisode):
         if not messages and not done:
             # The environment has no observation for this answer; the next answer follows.
             messages = (Message(role="user", content="(no observation)"),)
-        return Seen(messages, reward, terminated=done, info=info)
+        return seen(messages, reward, terminated=done, info=info)
 
     def parse(self, action: Message) -> ParsedAction:
         """The whole text."""

@@ -17,14 +17,14 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Task
 from openhands_rl_plugin.environments.gyms import (
     GymEpisode,
     GymOptions,
-    Seen,
     TextGymOptions,
     load_function,
     number,
     plain,
     plain_object,
+    seen,
 )
-from openhands_rl_plugin.environments.http.client import episode_index
+from openhands_rl_plugin.environments.http.client import ServerAnswer, episode_index
 
 Opponent = Callable[[str], str]
 _MOST_MOVES_OF_OTHERS = 64
@@ -104,7 +104,7 @@ class TextArenaEnvironment(GymEpisode):
         self._game: Any = None
         self._shown = ""
 
-    def open(self, name: str, task: Task) -> Seen:
+    def open(self, name: str, task: Task) -> ServerAnswer:
         """``make`` and ``reset``; moves of players before the model are made too."""
         import textarena
 
@@ -128,16 +128,16 @@ class TextArenaEnvironment(GymEpisode):
                 ) from error
             done = self._others_move()
         messages = self.opening(task, self._new_text())
-        return self._ended(messages) if done else Seen(messages)
+        return self._ended(messages) if done else seen(messages)
 
-    def execute(self, action: str) -> Seen:
+    def execute(self, action: str) -> ServerAnswer:
         """``step``, then the other players' moves."""
         with self._random.active():
             done, info = self._game.step(action)
             done = bool(done) or self._others_move()
             if done:
                 return self._ended((), info)
-            return Seen((Message(role="user", content=self._new_text() or "(no observation)"),), info=plain(info))
+            return seen((Message(role="user", content=self._new_text() or "(no observation)"),), info=plain(info))
 
     def shut(self) -> None:
         """Nothing is held."""
@@ -167,21 +167,21 @@ class TextArenaEnvironment(GymEpisode):
             if state.done or state.current_player_id == self._settings.seat:
                 return bool(state.done)
             assert self._opponent is not None
-            _, seen = self._game.get_observation()
-            action = self._opponent(_text(seen))
+            _, shown = self._game.get_observation()
+            action = self._opponent(_text(shown))
             if not isinstance(action, str):
                 raise BadEnvironmentError(f"the opponent {self._settings.opponent} returned no text")
             self._game.step(action)
         raise BadEnvironmentError(f"{self.name}: the others moved {_MOST_MOVES_OF_OTHERS} times without a turn of ours")
 
     def _new_text(self) -> str:
-        _, seen = self._game.get_observation()
-        text = _text(seen)
+        _, shown = self._game.get_observation()
+        text = _text(shown)
         new = text.removeprefix(self._shown) if self._shown else text
         self._shown = text
         return new.strip("\n")
 
-    def _ended(self, messages: tuple[Message, ...], info: object = None) -> Seen:
+    def _ended(self, messages: tuple[Message, ...], info: object = None) -> ServerAnswer:
         found: Any = self._game.close()
         rewards, details = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
         seat = self._settings.seat
@@ -189,7 +189,7 @@ class TextArenaEnvironment(GymEpisode):
         own = details.get(seat, {}) if isinstance(details, dict) else {}
         reason = str(own.get("reason") or "The game is over.") if isinstance(own, dict) else "The game is over."
         shown = messages or (Message(role="user", content=reason),)
-        return Seen(shown, reward, terminated=True, info={"game": plain(own), "step": plain(info)})
+        return seen(shown, reward, terminated=True, info={"game": plain(own), "step": plain(info)})
 
 
 def _text(seen: object) -> str:

@@ -1,20 +1,18 @@
-"""A client of a server with ``/reset`` and ``/step``: JSON over HTTP, answers, the record of an episode, the opening.
+"""Episodes over text, and the client of a server with ``/reset`` and ``/step``: JSON over HTTP, each request sent once.
 
 Every failure is a typed error. An unreachable, slow or failing server raises ``InfrastructureError``; an answer that
-violates the protocol raises ``BadEnvironmentError``. A request is sent once: only the caller knows whether it may be
-repeated.
+violates the protocol raises ``BadEnvironmentError``. Only the caller knows whether a request may be repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NamedTuple, Never, Self
 
 import httpx
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
@@ -27,6 +25,7 @@ from openhands_rl_plugin.core.servers import is_loopback, named_key
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
 
+_MOST_BYTES = 4 * 1024 * 1024
 _EXCERPT_CHARACTERS = 200
 _OVERLOADED = frozenset({408, 425, 429})
 _NOT_OFFERED = frozenset({404, 405})
@@ -42,12 +41,17 @@ class UnavailableError(InfrastructureError):
     """The request was certainly not executed: the server is unreachable, or reports that it is busy (503)."""
 
 
+class NoPlaceError(UnavailableError):
+    """The server has as many episodes as it may."""
+
+
 class HttpEnvironmentOptions(Frozen):
     """How an environment server is reached and how the model is told to act.
 
     ``timeout`` and ``backoff`` are in seconds. Only the opening of an episode is retried: a step that was sent may
     have been executed, so it is never sent twice. ``action_language`` of ``None`` means the known one of the task's
     environment. ``api_key_env`` names the environment variable with the server's key, for one that asks for it.
+    ``place_timeout``: seconds that an episode waits for a place on a server that is full.
     """
 
     base_url: str = "http://127.0.0.1:8000"
@@ -57,8 +61,8 @@ class HttpEnvironmentOptions(Frozen):
     react_format: bool = True
     system_prompt: str | None = None
     action_language: str | None = None
-    max_response_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     api_key_env: str = ""
+    place_timeout: float = Field(default=1800.0, ge=0)
 
     @field_validator("base_url")
     @classmethod
@@ -79,14 +83,14 @@ class HttpEnvironmentOptions(Frozen):
 
 
 class JsonTransport:
-    """POSTs JSON to one server and returns the JSON of the answer."""
+    """Sends JSON to one server and returns the JSON of its answers. Keeps the server's cookies."""
 
     def __init__(self, options: HttpEnvironmentOptions) -> None:
         self._users = 1
-        self._options = options
+        self._seconds = options.timeout
         self._base_url, key = options.base_url, options.key()
         url = httpx.URL(self._base_url)
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             base_url=self._base_url,
             timeout=options.timeout,
             follow_redirects=False,
@@ -98,34 +102,25 @@ class JsonTransport:
             | ({"authorization": f"Bearer {key}"} if key else {}),
         )
 
-    async def post(self, path: str, body: JsonObject) -> JsonValue:
-        """Send ``body`` to ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
-        return await self._exchange("POST", path, body)
+    async def request(self, path: str, body: JsonObject | None = None) -> JsonValue:
+        """POST ``body``, or GET without one, once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        status, content = await self.ask(path, body)
+        check_status(f"{self._base_url}{path}", status, content)
+        return decode_json(f"{self._base_url}{path}", content)
 
-    async def get(self, path: str) -> JsonValue:
-        """Read ``path`` once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
-        return await self._exchange("GET", path, None)
+    async def ask(self, path: str, body: JsonObject | None = None) -> tuple[int, bytes]:
+        """The status and the body of the server's own answer, refusals among them.
 
-    async def ask(self, path: str, body: JsonObject) -> tuple[int, str]:
-        """Send ``body`` to ``path`` once; the status and the text of the server's own answer, refusals among them.
-
-        Raises as ``post`` for what is not the server's own: overload, redirects, a broken connection.
+        Raises as ``request`` for what is not the server's own: overload, redirects, a broken connection.
         """
-        response, content = await self._send("POST", path, body)
-        if response.status_code in _NOT_ITS_OWN:
-            check_status(f"{self._base_url}{path}", response.status_code, content, response.headers.get("location"))
-        return response.status_code, content.decode("utf-8", errors="replace")
-
-    async def _exchange(self, method: str, path: str, body: JsonObject | None) -> JsonValue:
-        response, content = await self._send(method, path, body)
-        where = f"{self._base_url}{path}"
-        check_status(where, response.status_code, content, response.headers.get("location"))
-        return decode_json(where, content)
-
-    async def _send(self, method: str, path: str, body: JsonObject | None) -> tuple[httpx.Response, bytes]:
+        where, content = f"{self._base_url}{path}", bytearray()
+        method = "GET" if body is None else "POST"
         try:
-            async with asyncio.timeout(self._options.timeout), self._client.stream(method, path, json=body) as response:
-                return response, await self._read(response, path)
+            async with asyncio.timeout(self._seconds), self.client.stream(method, path, json=body) as response:
+                async for chunk in response.aiter_bytes():
+                    content += chunk
+                    if len(content) > _MOST_BYTES:
+                        raise BadEnvironmentError(f"{where} answered more than {_MOST_BYTES} bytes")
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise UnavailableError(
                 f"nothing answers at {self._base_url}: start the server (the embedded shop: `openhands-rl env webshop`)"
@@ -133,14 +128,16 @@ class JsonTransport:
             ) from error
         except (TimeoutError, httpx.TimeoutException) as error:
             raise InfrastructureError(
-                f"{self._base_url}{path} did not answer within {self._options.timeout:g} s: check the server's load or"
-                " raise the timeout"
+                f"{where} did not answer within {self._seconds:g} s: check the server's load or raise the timeout"
             ) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise InfrastructureError(
                 f"the connection to {self._base_url} broke during {path} ({type(error).__name__}):"
                 " check whether the server is still running"
             ) from error
+        if response.status_code in _NOT_ITS_OWN:
+            check_status(where, response.status_code, bytes(content), response.headers.get("location"))
+        return response.status_code, bytes(content)
 
     def share(self) -> Self:
         """This transport, with one more user; each user calls ``close``."""
@@ -151,55 +148,24 @@ class JsonTransport:
         """Close the connections when the last user is done."""
         self._users -= 1
         if self._users == 0:
-            await self._client.aclose()
-
-    async def _read(self, response: httpx.Response, path: str) -> bytes:
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise BadEnvironmentError(
-                f"{self._base_url}{path} sent a compressed answer, which was not requested: disable compression there"
-            )
-        content = bytearray()
-        async for chunk in response.aiter_raw():
-            content += chunk
-            if len(content) > self._options.max_response_bytes:
-                raise BadEnvironmentError(
-                    f"{self._base_url}{path} answered more than {self._options.max_response_bytes} bytes:"
-                    " make its observations shorter or raise max_response_bytes"
-                )
-        return bytes(content)
-
-
-class CookieTransport(JsonTransport):
-    """For servers that identify an episode by a cookie: ``share`` returns a transport with its own session.
-
-    The cookies of the answers are sent back with every request.
-    """
-
-    @property
-    def has_session(self) -> bool:
-        """Whether the server has set a cookie."""
-        return len(self._client.cookies) > 0
-
-    def share(self) -> Self:
-        """A new transport to the same server, without this one's cookies."""
-        return type(self)(self._options)
+            await self.client.aclose()
 
 
 def check_status(where: str, status: int, content: bytes, location: str | None = None) -> None:
     """Raise the typed error for an HTTP status of 300 or more. ``location``: the target of a redirect."""
     if status < 300:
         return
-    said = f"{where} answered {status}: {excerpt(content)}"
+    text = f"{where} answered {status}: {excerpt(content)}"
     if status == 503:
-        raise UnavailableError(said)
+        raise UnavailableError(text)
     if status in _NOT_OFFERED:
-        raise EndpointMissingError(f"{said} (is this the address of an environment server?)")
+        raise EndpointMissingError(f"{text} (is this the address of an environment server?)")
     if status in _OVERLOADED or status >= 500:
-        raise InfrastructureError(said)
+        raise InfrastructureError(text)
     if status < 400:
         target = (location or "elsewhere")[:_EXCERPT_CHARACTERS]
         raise BadEnvironmentError(f"{where} redirects to {target}, which is not followed: set the server's own address")
-    raise BadEnvironmentError(said)
+    raise BadEnvironmentError(text)
 
 
 def decode_json(where: str, content: bytes) -> JsonValue:
@@ -208,18 +174,13 @@ def decode_json(where: str, content: bytes) -> JsonValue:
         answer = json.loads(content, parse_constant=_refuse_constant)
         return whole_json(answer) if b"\\u" in content else answer
     except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, _ConstantError) else "something that is not valid JSON"
         raise BadEnvironmentError(
-            f"{where} answered {reason}: {excerpt(content)} (is this an environment server?)"
+            f"{where} answered what is not valid JSON ({error}): {excerpt(content)} (is this an environment server?)"
         ) from error
 
 
-class _ConstantError(ValueError):
-    pass
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _ConstantError(f"{name}, which is neither JSON nor a reward")
+def _refuse_constant(name: str) -> Never:
+    raise ValueError(f"{name} is no number")
 
 
 def excerpt(content: bytes | str) -> str:
@@ -234,7 +195,8 @@ class ServerAnswer(BaseModel):
     """The answer to ``/reset`` or ``/step``. Other keys are ignored; a wrong type is an error.
 
     ``reward`` and one of ``done``, ``terminated`` and ``truncated`` may be left out by ``/reset`` only: a step that
-    says nothing of its reward has none, which is not 0.0.
+    has no reward is not worth 0.0. ``session``: where the server can run several episodes of one task. ``messages``:
+    the observation, where it is not made of ``state``; a server gives none.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
@@ -245,6 +207,8 @@ class ServerAnswer(BaseModel):
     terminated: bool = False
     truncated: bool = False
     info: JsonValue = None
+    session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
+    messages: tuple[Message, ...] = ()
 
     @classmethod
     def parse(cls, answer: JsonValue, path: str) -> Self:
@@ -254,31 +218,21 @@ class ServerAnswer(BaseModel):
         if answer.get("error"):
             raise BadEnvironmentError(f"{path} answered an error: {excerpt(str(answer['error']))}")
         try:
-            return cls.model_validate(answer)
+            read = cls.model_validate({**answer, "messages": ()})
         except ValidationError as invalid:
             first = invalid.errors(include_url=False)[0]
             field = ".".join(str(part) for part in first["loc"][:3])
             raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
-
-    def as_step(self, path: str) -> Self:
-        """This answer to a step. Raises ``BadEnvironmentError`` when it does not say what the step was worth."""
-        if "reward" not in self.model_fields_set:
-            inside = isinstance(self.info, dict) and "reward" in self.info
-            hint = "the one in 'info' does not count: answer it beside 'state'" if inside else "answer a number"
-            raise BadEnvironmentError(f"{path} answered no 'reward': {hint}, 0.0 where a step earns nothing")
-        if not self.model_fields_set & {"done", "terminated", "truncated"}:
+        if path == "/step" and "reward" not in answer:
+            raise BadEnvironmentError(f"{path} answered no 'reward': answer it beside 'state', 0.0 where there is none")
+        if path == "/step" and not answer.keys() & {"done", "terminated", "truncated"}:
             raise BadEnvironmentError(f"{path} answered no 'done', so that no episode would end there")
-        return self
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The observation as messages; empty where they are made of ``state``."""
-        return ()
+        return read
 
     def same_as(self, other: ServerAnswer | None) -> bool:
         """Whether observation, reward and end of episode are equal; ``info`` and sessions may differ."""
-        mine = (self.state, self.reward, self.done, self.terminated, self.truncated)
-        return other is not None and mine == (other.state, other.reward, other.done, other.terminated, other.truncated)
+        kept = {"state", "reward", "done", "terminated", "truncated"}
+        return other is not None and self.model_dump(include=kept) == other.model_dump(include=kept)
 
     @property
     def ended(self) -> bool:
@@ -286,23 +240,11 @@ class ServerAnswer(BaseModel):
         return self.terminated or (self.done and not self.truncated)
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeStep:
-    """One executed action with the server's answer, or a malformed action that was not sent to the server."""
+class EpisodeStep(NamedTuple):
+    """An executed action with its answer; or ``None`` for both, for a malformed action, which was not sent."""
 
-    action: str | None
+    action: Any = None
     answer: ServerAnswer | None = None
-
-    @property
-    def reward(self) -> float:
-        """The reward of the step."""
-        return self.answer.reward if self.answer is not None else 0.0
-
-
-class SessionAnswer(ServerAnswer):
-    """The answer to ``/reset``, with a session where the server can run several episodes of one task."""
-
-    session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
 
 
 ACTION_LANGUAGES = {
@@ -360,13 +302,9 @@ def opening_messages(
     return Message(role="system", content=system), Message(role="user", content=state)
 
 
-_LONGEST_PAUSE = 5.0
-_POLL = 0.01
-# Servers that answer a reset with a session; and of the others, whose episode runs by server and index. A client that
-# was dropped without ``close`` blocks no other.
-_WITH_SESSIONS: set[str] = set()
-_HOLDERS: weakref.WeakValueDictionary[tuple[str, int], WebEnvClient] = weakref.WeakValueDictionary()
-_CLAIMS = threading.Lock()
+# Of servers without sessions: the episode that runs, by server and index. One that was dropped without ``close`` blocks
+# no other.
+_RUNNING: weakref.WeakValueDictionary[tuple[str, int], WebEnvClient] = weakref.WeakValueDictionary()
 WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
 
 
@@ -402,15 +340,15 @@ class Episode(ABC):
     @property
     def info(self) -> EnvInfo:
         """How many actions a fork replays; none for a copy."""
-        return EnvInfo(fork_steps=0 if self.copies else sum(step.action is not None for step in self.steps))
+        return EnvInfo(fork_steps=0 if self.copies else sum(step.answer is not None for step in self.steps))
 
     @abstractmethod
     async def open_episode(self, task: Task) -> ServerAnswer:
         """Start the episode and return its first observation. May be retried after a failure."""
 
     @abstractmethod
-    async def act(self, action: str) -> ServerAnswer:
-        """Execute one action, exactly once. Raises ``RefusedActionError`` for an invalid action."""
+    async def act(self, action: Any) -> ServerAnswer:
+        """Execute one action that ``parse`` read, exactly once. Raises ``RefusedActionError`` for an invalid one."""
 
     async def release(self) -> None:  # noqa: B027 - by default there is nothing to release
         """Release the episode. Called once, also after ``open_episode`` failed."""
@@ -457,7 +395,7 @@ class Episode(ABC):
             parsed = self.parse(action)
             if parsed.action is None:
                 return self._malformed(action, parsed.error)
-            answer = (await self.act(parsed.action)).as_step("/step")
+            answer = await self.act(parsed.action)
         except RefusedActionError as refused:
             return self._malformed(action, str(refused))
         self._last = answer
@@ -467,28 +405,41 @@ class Episode(ABC):
     async def fork(self) -> Self:
         """An independent copy of the open episode in its current state: a copy where that is possible, else by replay.
 
-        A replay executes the actions so far in a new episode. Raises ``BadEnvironmentError`` when the answers differ
-        from the original ones twice, because a search in such copies would explore another episode.
+        A replay executes the actions so far in a new episode. Raises ``BadEnvironmentError`` when an answer differs
+        from the original one, because a search in such copies would explore another episode.
         """
-        twin = await self._twin() or await self._twin()
-        if twin is None:
-            raise BadEnvironmentError(
-                f"{self.where} cannot be forked: it answered the same actions differently twice; {WITHOUT_FORKS}"
-            )
-        twin.steps, twin._last = list(self.steps), self._last
+        if self._task is None or self._opening is None or self._closed:
+            raise RuntimeError("only an open episode can be forked")
+        twin, steps, last = self._new_twin(), list(self.steps), self._last
+        twin._task, twin._opening = self._task, self._opening
+        try:
+            if not await self.fork_episode(twin):
+                same = (await twin._open(self._task)).same_as(self._opening)
+                for step in (step for step in steps if step.answer is not None):
+                    same = same and (await twin.act(step.action)).same_as(step.answer)
+                if not same:
+                    raise BadEnvironmentError(
+                        f"{self.where} cannot be forked: it answered the same actions differently; {WITHOUT_FORKS}"
+                    )
+        except BaseException:
+            with suppress(EpisodeError):
+                await twin.close()
+            raise
+        twin.steps, twin._last = steps, last
         return twin
 
     async def evidence(self) -> JsonObject:
         """Final state, return, per-step rewards and how the episode ended; empty when it never began."""
         if self._last is None or self._task is None:
             return {}
+        rewards = [0.0 if step.answer is None else step.answer.reward for step in self.steps]
         return {
             "idx": self._task.data.get("idx"),
             "final_state": self._last.state,
-            "return": sum(step.reward for step in self.steps),
-            "rewards": [step.reward for step in self.steps],
-            "steps": len(self.steps),
-            "malformed": sum(step.action is None for step in self.steps),
+            "return": sum(rewards),
+            "rewards": [*rewards],
+            "steps": len(rewards),
+            "malformed": sum(step.answer is None for step in self.steps),
             "done": self._last.ended or self._last.truncated,
             "truncated": self._last.truncated,
             "info": self._last.info,
@@ -504,36 +455,11 @@ class Episode(ABC):
     async def _open(self, task: Task) -> ServerAnswer:
         return await self.open_episode(task)
 
-    async def _twin(self) -> Self | None:
-        """A copy of the episode; ``None`` where the replay went another way."""
-        if self._task is None or self._opening is None or self._closed:
-            raise RuntimeError("only an open episode can be forked")
-        twin = self._new_twin()
-        twin._task, twin._opening = self._task, self._opening
-        try:
-            if await self.fork_episode(twin) or await self._replayed(twin, self._opening):
-                return twin
-        except BaseException:
-            with suppress(EpisodeError):
-                await twin.close()
-            raise
-        with suppress(EpisodeError):
-            await twin.close()
-        return None
-
     def _new_twin(self) -> Self:
         return type(self)(self.options)
 
-    async def _replayed(self, twin: Self, opening: ServerAnswer) -> bool:
-        """Whether the actions so far were answered in ``twin`` as they were here."""
-        assert self._task is not None
-        same = (await twin._open(self._task)).same_as(opening)
-        for step in (step for step in list(self.steps) if step.action is not None):
-            same = same and (await twin.act(step.action or "")).same_as(step.answer)
-        return same
-
     def _malformed(self, action: Message, error: str | None) -> Observation:
-        self.steps.append(EpisodeStep(None))
+        self.steps.append(EpisodeStep())
         if not action.tool_calls:
             return Observation(messages=(Message(role="user", content=error),))
         answers = (
@@ -556,23 +482,22 @@ class BaseEnvClient(Episode):
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = HttpEnvironmentOptions
+    shares_connection: ClassVar[bool] = True
+    """False where the server knows an episode by its cookies."""
 
     def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
         super().__init__(options)
         self._transport: JsonTransport | None = None
+        self._patience = self.options.place_timeout
 
     @property
     def where(self) -> str:
         """The server's address."""
         return self.options.base_url
 
-    def make_transport(self) -> JsonTransport:
-        """This episode's connection to the server."""
-        return JsonTransport(self.options)
-
     async def post(self, path: str, body: JsonObject) -> JsonValue:
         """POST JSON once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
-        return await self._open_transport().post(path, body)
+        return await self.open_transport().request(path, body)
 
     async def close(self) -> None:
         """Release the episode on the server and close the connections; a second call does nothing."""
@@ -586,32 +511,30 @@ class BaseEnvClient(Episode):
                 await transport.close()
 
     def _new_twin(self) -> Self:
-        twin = super()._new_twin()
-        twin._transport = self._open_transport().share()
+        twin, transport = super()._new_twin(), self.open_transport()
+        twin._transport = transport.share() if self.shares_connection else None
+        twin._patience = 0.0  # forks that wait for each other's places would wait for ever
         return twin
 
-    def _open_transport(self) -> JsonTransport:
+    def open_transport(self) -> JsonTransport:
+        """This episode's connection to the server, between ``reset`` and ``close``."""
         if self._transport is None:
             raise RuntimeError("the environment is not open: call reset first and nothing after close")
         return self._transport
 
     async def _open(self, task: Task) -> ServerAnswer:
-        """The opening, which earns nothing. After retries, an error says beside its own cause that of the first try."""
-        self._transport = self._transport or self.make_transport()
-        backoff = Backoff(self.options.backoff, _LONGEST_PAUSE)
-        first: UnavailableError | None = None
-        attempt = 0
+        """The opening, which earns nothing; retried where the server is away or busy, or has no place yet."""
+        self._transport = self._transport or JsonTransport(self.options)
+        backoff, failed, until = Backoff(self.options.backoff, 5.0), 0, time.monotonic() + self._patience
         while True:
             try:
                 return (await self.open_episode(task)).model_copy(update={"reward": 0.0})
-            except EpisodeError as error:
-                if isinstance(error, UnavailableError) and attempt < self.options.retries:
-                    first, attempt = first or error, attempt + 1
-                    await backoff.wait(attempt)
-                    continue
-                if first is not None and str(first) != str(error):
-                    error.args = (f"{error} (the first of {attempt + 1} tries: {first})",)
-                raise
+            except UnavailableError as error:
+                failed += 1
+                waits = time.monotonic() < until if isinstance(error, NoPlaceError) else failed <= self.options.retries
+                if not waits:
+                    raise
+            await backoff.wait(failed)
 
 
 def episode_index(task: Task) -> int:
@@ -644,20 +567,12 @@ class WebEnvClient(BaseEnvClient):
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``."""
-        server, self._index = self.options.base_url, episode_index(task)
-        while server not in _WITH_SESSIONS and (holder := self._holder()) is not self:
-            if holder._last is not None:
-                raise self._taken()
-            await asyncio.sleep(_POLL)  # its reset will show whether the server has sessions
-        answer = SessionAnswer.parse(await self.post("/reset", {"idx": self._index}), "/reset")
+        self._index = episode_index(task)
+        self._check_place(_RUNNING.get(self._place))
+        answer = ServerAnswer.parse(await self.post("/reset", {"idx": self._index}), "/reset")
         self._session = answer.session
-        if self._session is not None:
-            _WITH_SESSIONS.add(server)
-            self._give_up()
-        else:
-            _WITH_SESSIONS.discard(server)
-            if self._holder() is not self:
-                raise self._taken()
+        if self._session is None:
+            self._check_place(_RUNNING.setdefault(self._place, self))
         return answer
 
     async def act(self, action: str) -> ServerAnswer:
@@ -691,27 +606,23 @@ class WebEnvClient(BaseEnvClient):
 
     async def release(self) -> None:
         """``POST /close`` where the server returned a session; otherwise release the index."""
-        self._give_up()
+        if _RUNNING.get(self._place) is self:
+            del _RUNNING[self._place]
         if self._session is not None:
             # The simple protocol has no /close; a server without one lets its sessions expire.
             with suppress(EndpointMissingError):
                 await self.post("/close", self._key())
 
+    @property
+    def _place(self) -> tuple[str, int]:
+        return self.options.base_url, self._index
+
     def _key(self) -> JsonObject:
         return {"idx": self._index} if self._session is None else {"idx": self._index, "session": self._session}
 
-    def _holder(self) -> WebEnvClient:
-        """Whose episode runs on the server; this one's where no other does."""
-        with _CLAIMS:
-            return _HOLDERS.setdefault((self.options.base_url, self._index), self)
-
-    def _give_up(self) -> None:
-        with _CLAIMS:
-            if _HOLDERS.get((self.options.base_url, self._index)) is self:
-                del _HOLDERS[self.options.base_url, self._index]
-
-    def _taken(self) -> InfrastructureError:
-        return InfrastructureError(
-            f"{self.options.base_url} has no sessions and an episode of idx {self._index} is running already: run its "
-            "episodes one at a time (max_workers = 1) or use a server whose /reset answers a session"
-        )
+    def _check_place(self, running: WebEnvClient | None) -> None:
+        if running not in (None, self):
+            raise InfrastructureError(
+                f"{self.options.base_url} has no sessions and an episode of idx {self._index} is running already: run "
+                "its episodes one at a time (max_workers = 1) or use a server whose /reset answers a session"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_ACTION_CHARACTERS = 65_536
 
@@ -36,9 +36,9 @@ _SEVERAL_FENCES = (
 
 
 class ParsedAction(NamedTuple):
-    """Either an ``action`` to execute, or an ``error`` for the model."""
+    """Either an ``action`` to execute, most often a text, or an ``error`` for the model."""
 
-    action: str | None
+    action: Any
     error: str | None
 
 

@@ -50,7 +50,7 @@ from openhands.runtime.runtime_status import RuntimeStatus
 from openhands.storage.locations import get_conversation_dir
 from openhands.storage.memory import InMemoryFileStore
 
-from openhands_rl_plugin.config.build import make_environment, make_strategy
+from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import has_settings, load_settings, settings_from_sections
 from openhands_rl_plugin.core.concurrency import background
@@ -296,8 +296,7 @@ class EnvironmentRuntime(SessionRuntime):
     def __init__(self, config: OpenHandsConfig, *args, **kwargs) -> None:
         settings = host_settings(config.get_agent_config(RL_AGENT), config)
         # Before OpenHands' constructor, which leaves threads and an exit handler behind if a later line fails.
-        forks = getattr(make_strategy(settings), "forks", 0)
-        self.live = LiveEnvironment(make_environment(settings), forks=forks)
+        self.live = LiveEnvironment(make_environment(settings))
         super().__init__(config, *args, **kwargs)
 
     def conclude(self) -> tuple[JsonObject | None, Failure | None]:

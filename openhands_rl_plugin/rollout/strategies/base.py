@@ -57,11 +57,6 @@ class SearchStrategy[O: SearchOptions](ABC):
         self._value = value or built_in(self.options.value, self.options.value_options)
         self._warned = False
 
-    @property
-    def forks(self) -> int:
-        """The forks that a search holds at a time; 0 where it can do without."""
-        return self.options.open_worlds if self._needs_forks() else 0
-
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
 

@@ -323,9 +323,7 @@ class Search:
         last: Any = next(filter(None, reports), {"episode": {}})
         self._before: dict[str, float] = last["episode"]
         self.root = tree.head
-        room = info_of(world).max_forks
-        most = options.open_worlds if room is None else max(1, min(room, options.open_worlds))
-        self._worlds = ForkPool(most, min(options.step_timeout, _CLOSE_TIMEOUT))
+        self._worlds = ForkPool(options.open_worlds, min(options.step_timeout, _CLOSE_TIMEOUT))
         self._asking: Counter[int | None] = Counter()
         self._stepping: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from raw_server import raw_server, respond
 from small_shop import running_shop
 
@@ -84,15 +83,6 @@ async def test_an_episode_from_reset_to_close():
     assert json.loads(json.dumps(evidence)) == evidence
 
 
-async def test_a_server_without_sessions_gets_the_original_requests():
-    async with raw_server(CountingServer(sessions=False)) as server:
-        client = WebEnvClient(options(server.url))
-        await client.reset(task(2))
-        await client.step(said("Action: click[a]"))
-        await client.close()
-    assert server.requests == [("/reset", {"idx": 2}), ("/step", {"action": "click[a]", "idx": 2})]
-
-
 async def test_without_sessions_one_index_is_one_episode_at_a_time():
     async with raw_server(CountingServer(sessions=False)) as server:
         first, second, other = (WebEnvClient(options(server.url)) for _ in range(3))
@@ -161,29 +151,6 @@ async def test_a_malformed_action_is_answered_here_and_counts(react_format: bool
     assert server.paths() == ["/reset", "/close"]
 
 
-async def test_plain_format_sends_the_whole_answer():
-    async with raw_server(CountingServer(sessions=True)) as server:
-        client = WebEnvClient(options(server.url, react_format=False))
-        await client.reset(task())
-        await client.step(said("```\nsearch[lamp]\n```<|im_end|>"))
-        await client.close()
-    assert server.requests[1][1]["action"] == "search[lamp]"
-
-
-async def test_truncation_is_not_termination():
-    def handler(path: str, body: Any) -> bytes:
-        return respond({"state": "s", "reward": 0, "done": path == "/step", "truncated": path == "/step"})
-
-    async with raw_server(handler) as server:
-        client = WebEnvClient(options(server.url))
-        await client.reset(task())
-        last = await client.step(said("Action: go"))
-        assert (last.terminated, last.truncated) == (False, True)
-        with pytest.raises(RuntimeError, match="has ended"):
-            await client.step(said("Action: go"))
-        await client.close()
-
-
 async def test_only_the_reset_is_retried():
     answers = {"/reset": ["503 Service Unavailable", "503 Service Unavailable"], "/step": ["503 Service Unavailable"]}
 
@@ -200,32 +167,12 @@ async def test_only_the_reset_is_retried():
     assert server.paths() == ["/reset", "/reset", "/reset", "/step"]
 
 
-async def test_a_client_plays_one_episode():
-    async with raw_server(CountingServer(sessions=True)) as server:
-        client = WebEnvClient(options(server.url))
-        with pytest.raises(RuntimeError, match="reset did not succeed"):
-            await client.step(said("Action: go"))
-        await client.reset(task())
-        with pytest.raises(RuntimeError, match="one episode"):
-            await client.reset(task())
-        await client.close()
-
-
 @pytest.mark.parametrize("idx", [None, "3", True, -1, 1.5])
 async def test_a_task_without_an_index_is_refused(idx: Any):
     client = WebEnvClient()
     with pytest.raises(BadEnvironmentError, match=r"data\['idx'\]"):
         await client.reset(task(idx))
     await client.close()
-
-
-@pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://me:secret@127.0.0.1", "http://h:x"]
-)
-def test_a_wrong_address_is_refused_when_it_is_set(url: str):
-    with pytest.raises(ValidationError) as refused:
-        HttpEnvironmentOptions(base_url=url)
-    assert "base_url" in str(refused.value)
 
 
 async def test_a_shop_passes_the_conformance_check():

@@ -48,16 +48,6 @@ async def test_the_webshop_copies_an_episode_itself_and_the_copies_go_their_own_
         await shopper.close()
 
 
-async def test_a_copy_may_outlive_its_original():
-    with running_shop() as url:
-        shopper = WebEnvClient(options(url))
-        await shopper.reset(task(3))
-        twin = await shopper.fork()
-        await shopper.close()
-        assert (await twin.step(react("search[red lamp]"))).messages
-        await twin.close()
-
-
 async def test_a_server_that_cannot_copy_gets_the_same_actions_again():
     async with raw_server(CountingServer(sessions=True)) as server:
         client = WebEnvClient(options(server.url))
@@ -71,30 +61,6 @@ async def test_a_server_that_cannot_copy_gets_the_same_actions_again():
         another = await client.fork()
         assert server.paths().count("/fork") == 1, "a server without /fork is asked once"
         for each in (client, twin, another):
-            await each.close()
-
-
-@pytest.mark.parametrize("forks", [False, True], ids=["replay", "copy"])
-async def test_a_copy_says_how_many_steps_it_takes(forks: bool):
-    class Copying(CountingServer):
-        async def __call__(self, path: str, body: Any) -> bytes:
-            if path != "/fork" or not forks:
-                return await super().__call__(path, body)
-            key = len(self.counts)
-            self.counts[key] = self.counts[int(body["session"][1:])]
-            return respond({"session": f"s{key}"})
-
-    async with raw_server(Copying(sessions=True)) as server:
-        client = WebEnvClient(options(server.url))
-        await client.reset(task(7))
-        await client.step(react("one"))
-        await client.step(said("nothing to act on in here"))
-        assert client.info.fork_steps == 0, "not known before the server was asked"
-        twin = await client.fork()
-        assert (client.info.fork_steps, twin.info.fork_steps) == ((0, 0) if forks else (1, 1))
-        await twin.step(react("two"))
-        assert twin.info.fork_steps == (0 if forks else 2)
-        for each in (client, twin):
             await each.close()
 
 
@@ -135,37 +101,6 @@ async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
         await client.close()
 
 
-async def test_a_replay_that_went_another_way_is_tried_once_more():
-    class MoodyOnce(CountingServer):
-        moods = iter(["another mood"])
-
-        async def __call__(self, path: str, body: Any) -> bytes:
-            if path == "/step" and len(self.counts) == 2 and (mood := next(self.moods, None)) is not None:
-                return respond({"state": mood, "reward": 0, "done": False})
-            return await super().__call__(path, body)
-
-    async with raw_server(MoodyOnce(sessions=True)) as server:
-        client = WebEnvClient(options(server.url))
-        await client.reset(task(7))
-        await client.step(react("one"))
-        twin = await client.fork()
-        assert (await twin.step(react("two"))).messages[0].content == "count 2"
-        for each in (client, twin):
-            await each.close()
-        assert server.paths().count("/close") == 3, "the one that went another way is closed, too"
-
-
-async def test_a_server_without_sessions_is_refused_without_being_asked():
-    async with raw_server(CountingServer(sessions=False)) as server:
-        client = WebEnvClient(options(server.url))
-        await client.reset(task(7))
-        with pytest.raises(BadEnvironmentError, match=r'cannot be forked: it has no sessions.* "StandardReAct"'):
-            await client.fork()
-        assert server.paths() == ["/reset"]
-        assert (await client.step(react("one"))).messages[0].content == "count 1"
-        await client.close()
-
-
 @pytest.mark.parametrize(
     "strategy",
     [MCTSStrategy(MCTSOptions(num_simulations=8, value="none")), BestOfNStrategy(BestOfNOptions(n=2, value="rollout"))],
@@ -184,20 +119,3 @@ async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to
         assert played.failure is not None and played.failure.kind is FailureKind.ENVIRONMENT
         assert "has no sessions" in played.failure.message and '"StandardReAct"' in played.failure.message
         assert server.paths() == ["/reset"]
-
-
-async def test_a_fork_that_is_no_new_session_is_refused():
-    async def forgetful(path: str, body: Any) -> bytes:
-        return respond({"state": "here", "session": "s0"})
-
-    async with raw_server(forgetful) as server:
-        client = WebEnvClient(options(server.url))
-        await client.reset(task(7))
-        with pytest.raises(BadEnvironmentError, match="holds no new 'session'"):
-            await client.fork()
-        await client.close()
-
-
-async def test_only_an_open_episode_can_be_copied():
-    with pytest.raises(RuntimeError, match="open episode"):
-        await WebEnvClient(options("http://127.0.0.1:9")).fork()
