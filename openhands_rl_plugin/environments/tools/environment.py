@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, TypeAdapter
@@ -45,7 +44,6 @@ from openhands_rl_plugin.core.types import (
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import ValidationError
 
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
@@ -151,15 +149,14 @@ class ToolBase(ABC):
     """A tool that the model may call.
 
     ``parameters`` is the JSON Schema of an object; ``call`` gets only arguments that are valid against it.
-    ``private``: its calls and results are never shown to users. ``parallel``: its calls may run concurrently with other
-    such calls of the same message. ``ends``: a call ends the episode, and its result is the answer.
+    ``private``: its calls and results are never shown to users. ``ends``: a call ends the episode, and its result is
+    the answer.
     """
 
     name: str
     description: str = ""
     parameters: JsonObject
     private: bool = False
-    parallel: bool = False
     ends: bool = False
 
     def openai_tool(self) -> JsonObject:
@@ -220,11 +217,10 @@ class FunctionTool(ToolBase):
     represent.
     """
 
-    def __init__(self, function: Callable[..., Any], *, private: bool = False, parallel: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], *, private: bool = False) -> None:
         self.name = function.__name__
         self.description = inspect.getdoc(function) or ""
         self.private = private
-        self.parallel = parallel
         self._is_async = inspect.iscoroutinefunction(function)
         try:
             self._adapter: TypeAdapter[Any] = TypeAdapter(function)  # pyright: ignore[reportArgumentType]
@@ -271,34 +267,24 @@ def load_tool(name: str) -> ToolBase:
     raise ConfigError(f"tool {name!r} is neither a ToolBase nor a typed function")
 
 
-def checked(tools: Sequence[ToolBase]) -> tuple[ToolBase, ...]:
-    """``tools`` unchanged. Raises ``ConfigError`` for invalid or duplicate names and for an invalid JSON Schema."""
-    seen: set[str] = set()
+def checked(tools: Sequence[ToolBase]) -> dict[str, ToolBase]:
+    """``tools`` by name. Raises ``ConfigError`` for invalid or duplicate names and for an invalid JSON Schema."""
+    seen: dict[str, ToolBase] = {}
     for tool in tools:
-        if _NAME.fullmatch(tool.name) is None:
-            raise ConfigError(f"tool {tool.name!r}: a name has 1 to 64 letters, digits, '_' and '-'")
-        if tool.name in seen:
-            raise ConfigError(f"tool {tool.name!r} occurs twice: rename one of them")
-        seen.add(tool.name)
-        _check_schema(tool)
-    return tuple(tools)
+        if _NAME.fullmatch(tool.name) is None or tool.name in seen:
+            raise ConfigError(f"tool {tool.name!r} occurs twice, or its name has not 1 to 64 letters, digits, '_', '-'")
+        if not isinstance(tool.parameters, dict) or tool.parameters.get("type") != "object":
+            raise ConfigError(f"tool {tool.name!r}: parameters must be the JSON Schema of an object")
+        # Imported late: with some packages installed it takes over a second, and plain conversations do not need it.
+        from jsonschema import Draft202012Validator
+        from jsonschema.exceptions import SchemaError
 
-
-def _check_schema(tool: ToolBase) -> None:
-    if not isinstance(tool.parameters, dict) or tool.parameters.get("type") != "object":
-        raise ConfigError(f'tool {tool.name!r}: parameters must be the JSON Schema of an object ("type": "object")')
-    # Imported late: with some packages installed it takes over a second, and plain conversations do not need it.
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
-
-    try:
-        Draft202012Validator.check_schema(tool.parameters)
-    except SchemaError as error:
-        raise ConfigError(f"tool {tool.name!r}: parameters are not a valid JSON Schema: {error.message}") from error
-
-
-_MOST_ERRORS = 3
-_LONGEST_ERROR = 300
+        try:
+            Draft202012Validator.check_schema(tool.parameters)
+        except SchemaError as error:
+            raise ConfigError(f"tool {tool.name!r}: parameters are no JSON Schema: {error.message}") from error
+        seen[tool.name] = tool
+    return seen
 
 
 class ToolCallStarted(Frozen):
@@ -322,16 +308,12 @@ ToolEvent = ToolCallStarted | ToolResult
 ToolListener = Callable[[ToolEvent], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """The outcome of one call: the ``text`` of its tool, which is the answer where it ``ends`` the episode, or that of
-    an error of a kind of ``_NEXT``."""
+class _CallError(Exception):
+    """A call has no result; ``code`` is one of ``_NEXT``."""
 
-    call: ToolCall
-    text: str
-    error: str = ""
-    ends: bool = False
-    tool: str = ""
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def _validator(tool: ToolBase) -> Draft202012Validator:
@@ -344,43 +326,17 @@ def _validator(tool: ToolBase) -> Draft202012Validator:
 
 def read_arguments(text: str) -> JsonObject:
     """Parse strict JSON of an object; empty text is an empty object. Raises ``ValueError`` with the reason."""
-    if not text.strip():
-        return {}
     try:
-        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON ({error.msg} at character {error.pos})") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        value = json.loads(text.strip() or "{}", parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
 
 
-def _without_duplicates(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("ambiguous (a key is there twice)")
-    return found
-
-
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"no JSON ({name} is no number)")
-
-
-def _violations(validator: Draft202012Validator, arguments: JsonObject) -> str:
-    """The first errors as text; empty when there is none."""
-    errors = sorted(validator.iter_errors(arguments), key=lambda error: [str(step) for step in error.absolute_path])
-    return "; ".join(_worded(error) for error in errors[:_MOST_ERRORS])
-
-
-def _worded(error: ValidationError) -> str:
-    place = ".".join(str(step) for step in error.absolute_path)
-    return _cut(f"{place}: {error.message}" if place else error.message, _LONGEST_ERROR)
-
-
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[:longest]}\n[{len(text) - longest} characters cut]"
+    raise ValueError(f"{name} is no number")
 
 
 _WITH_TOOLS = "You are a careful assistant. Solve the task step by step with the tools that you are given."
@@ -428,12 +384,11 @@ class ToolEnvironment:
     ) -> None:
         self.options = options or ToolOptions()
         self._tools = checked([load_tool(name) for name in self.options.tools] if tools is None else tools)
-        self._by_name = {tool.name: tool for tool in self._tools}
-        self._validators = {tool.name: _validator(tool) for tool in self._tools}
+        self._validators = {name: _validator(tool) for name, tool in self._tools.items()}
         self._listener = listener
         self._dialect = Dialect(self.options.template, opens_thought=self.options.opens_thought)
-        self._schemas = tuple(tool.openai_tool() for tool in self._tools)
-        self._ending = tuple(tool.name for tool in self._tools if tool.ends)
+        self._schemas = tuple(tool.openai_tool() for tool in self._tools.values())
+        self._ending = [name for name, tool in self._tools.items() if tool.ends]
         self._answer: str | None = None
         self._label: JsonValue = None
         self._open = False
@@ -479,14 +434,20 @@ class ToolEnvironment:
             raise BadEnvironmentError("the conversation is not open: reset it first, and do not step after its end")
         self._steps += 1
         answer = self._dialect.read(action)
-        if answer.calls:
-            return await self._execute(answer)
-        if answer.problems:
-            return self._told((), answer.problems)
-        if answer.speech and self.speaks:
-            return self._end(answer.speech, ())
-        feedback = self._feedback("no_tool_call", "The answer holds no tool call.")
-        return Observation(messages=(Message(role="user", content=feedback),))
+        if not answer.calls and not answer.problems and self.speaks and answer.speech:
+            self._answer, self._open = answer.speech, False
+            return Observation(messages=(), terminated=True)
+        results: list[tuple[ToolCall, str]] = []
+        for at, call in enumerate(answer.calls):
+            call = call if call.id else call.model_copy(update={"id": f"call_{self._steps}_{at}"})
+            results.append((call, await self._result(call)))
+        messages = self._dialect.results(results)
+        problems = " ".join(answer.problems)
+        if problems or not results:
+            code = "invalid_action_format" if problems else "no_tool_call"
+            feedback = self._feedback(code, problems or "The answer holds no tool call.")
+            messages += (Message(role="user", content=feedback),)
+        return Observation(messages=messages, terminated=not self._open)
 
     async def evidence(self) -> JsonObject:
         """The answer (``None``: none), the label, the number of steps, calls by tool name and errors by code."""
@@ -502,52 +463,33 @@ class ToolEnvironment:
         """End the conversation."""
         self._open = False
 
-    async def _execute(self, answer: ReadAnswer) -> Observation:
-        calls = tuple(
-            call if call.id else call.model_copy(update={"id": f"call_{self._steps}_{at}"})
-            for at, call in enumerate(answer.calls)
-        )
-        outcomes = await self._outcomes(calls)
-        self._calls.update(outcome.call.name for outcome in outcomes if not outcome.error)
-        shown = self._told(outcomes, answer.problems)
-        ended = _ended(outcomes)
-        return shown if ended is None else self._end(ended.text, shown.messages)
+    async def _result(self, call: ToolCall) -> str:
+        """What the model is shown of a call. Raises ``CaughtFailure`` when a tool's infrastructure failed."""
+        try:
+            text = await self._executed(call)
+        except _CallError as error:
+            return self._feedback(error.code, str(error), call.name if call.name in self._tools else "")
+        self._calls[call.name] += 1
+        if not self._tools[call.name].ends:
+            return _cut(text, self.options.max_result_length)
+        self._answer, self._open = text, False
+        return "delivered"
 
-    async def _outcomes(self, calls: Sequence[ToolCall]) -> list[_Outcome]:
-        """Execute calls in order, adjacent parallel ones concurrently; none after one that ends the episode.
-
-        Raises ``CaughtFailure`` when a tool's infrastructure failed.
-        """
-        outcomes: list[_Outcome] = []
-        left = [*calls]
-        while left:
-            if (final := _ended(outcomes)) is not None:
-                call = left.pop(0)
-                text = f"The call of {call.name!r} was not executed: it comes after {final.call.name!r}."
-                outcomes.append(_Outcome(call, text, "ignored_after_final", tool=call.name))
-                continue
-            batch = [*takewhile(lambda call: call.name in self._by_name and self._by_name[call.name].parallel, left)]
-            batch = batch or left[:1]
-            left = left[len(batch) :]
-            found = await asyncio.gather(*map(self._outcome, batch), return_exceptions=True)
-            for one in found:
-                if isinstance(one, BaseException):
-                    raise one
-                outcomes.append(one)
-        return outcomes
-
-    async def _outcome(self, call: ToolCall) -> _Outcome:
-        tool, not_executed = self._by_name.get(call.name), f"The call of {call.name!r} was not executed:"
+    async def _executed(self, call: ToolCall) -> str:
+        """The text of the call's tool. Raises ``_CallError``, and ``CaughtFailure`` as ``_result``."""
+        tool, not_executed = self._tools.get(call.name), f"The call of {call.name[:100]!r} was not executed:"
+        if not self._open:
+            raise _CallError("ignored_after_final", f"{not_executed} the answer was given before it.")
         if tool is None:
-            known = unknown_name("tool", call.name[:100], self._by_name)
-            return _Outcome(call, f"The call was not executed: {known}.", "unknown_tool")
+            known = unknown_name("tool", call.name[:100], self._tools)
+            raise _CallError("unknown_tool", f"The call was not executed: {known}.")
         try:
             arguments = read_arguments(call.arguments)
         except ValueError as error:
-            text = f"{not_executed} its arguments are {error}."
-            return _Outcome(call, text, "invalid_action_format", tool=call.name)
-        if wrong := _violations(self._validators[call.name], arguments):
-            return _Outcome(call, f"{not_executed} {wrong}.", "invalid_arguments", tool=call.name)
+            raise _CallError("invalid_action_format", f"{not_executed} its arguments are {error}.") from error
+        errors = [f"{each.json_path}: {each.message}" for each in self._validators[call.name].iter_errors(arguments)]
+        if errors:
+            raise _CallError("invalid_arguments", _cut(f"{not_executed} {'; '.join(sorted(errors)[:3])}.", 1000))
         self._tell(tool, ToolCallStarted(call_id=call.id, name=call.name, arguments=call.arguments))
         try:
             with boundary(FailureKind.ENVIRONMENT, f"tool.{call.name}"):
@@ -562,31 +504,14 @@ class ToolEnvironment:
             if isinstance(caught.__cause__, TimeoutError):
                 message = f"it did not answer within {self.options.tool_timeout:g} s"
             self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=message, ok=False))
-            return _Outcome(call, f"{call.name!r} failed: {message}", "tool_runtime_error", tool=call.name)
-        if not tool.ends:
-            text = _cut(text, self.options.max_result_length)
-        self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=text))
-        return _Outcome(call, text, ends=tool.ends)
+            raise _CallError("tool_runtime_error", f"{call.name!r} failed: {message}") from caught
+        shown = _cut(text, self.options.max_result_length)
+        self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=shown))
+        return text
 
     def _tell(self, tool: ToolBase, event: ToolEvent) -> None:
         if self._listener is not None and not tool.private and not tool.ends:
             self._listener(event)
-
-    def _end(self, answer: str, messages: Sequence[Message]) -> Observation:
-        self._answer, self._open = answer, False
-        return Observation(messages=tuple(messages), terminated=True)
-
-    def _told(self, outcomes: Sequence[_Outcome], problems: Sequence[str]) -> Observation:
-        """The results in the order of the calls, then the problems of calls that could not be parsed."""
-        results: list[tuple[ToolCall, str]] = []
-        for each in outcomes:
-            text = self._feedback(each.error, each.text, each.tool) if each.error else each.text
-            results.append((each.call, "delivered" if each.ends else text))
-        messages = self._dialect.results(results)
-        if problems:
-            text = self._feedback("invalid_action_format", " ".join(problems))
-            messages += (Message(role="user", content=text),)
-        return Observation(messages=messages)
 
     def _feedback(self, code: str, message: str, tool: str = "") -> str:
         """An error for the model."""
@@ -597,7 +522,7 @@ class ToolEnvironment:
             suggestion += f" The user reads only what you give to {' or '.join(self._ending)}."
         feedback: JsonObject = {"ok": False, "error": error, "next_action_suggestion": suggestion}
         if code in _SHOW_ALLOWED:
-            feedback["allowed_tools"] = [tool.name for tool in self._tools]
+            feedback["allowed_tools"] = [*self._tools]
         return json.dumps(feedback, ensure_ascii=False)
 
     def _prompt(self) -> str:
@@ -605,7 +530,7 @@ class ToolEnvironment:
             return self.options.system_prompt
         if not self._tools:
             return ""
-        private = [tool.name for tool in self._tools if tool.private]
+        private = [name for name, tool in self._tools.items() if tool.private]
         parts = [_WITH_TOOLS]
         if private:
             parts.append(_PRIVATE.format(private=" and ".join(private)))
@@ -613,8 +538,8 @@ class ToolEnvironment:
         return " ".join(parts)
 
 
-def _ended(outcomes: Sequence[_Outcome]) -> _Outcome | None:
-    return next((outcome for outcome in outcomes if outcome.ends), None)
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}\n[{len(text) - longest} characters cut]"
 
 
 def _conversation(task: Task) -> list[Message]:

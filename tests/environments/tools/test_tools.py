@@ -16,14 +16,8 @@ from openhands_rl_plugin import make_template
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
-    JsonObject,
-    Limits,
     Message,
     Observation,
-    PolicyRef,
-    StopReason,
-    StrategySpec,
     Task,
     ToolCall,
 )
@@ -38,9 +32,7 @@ from openhands_rl_plugin.environments.tools.environment import (
     ToolOptions,
     ToolResult,
 )
-from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.testing import ScriptedEngine, check_environment
+from openhands_rl_plugin.testing import check_environment
 
 TASK = Task(id="t", environment="tools", instruction="How many?", data={"label": "3"})
 SECRET = "the notes of nobody else"
@@ -49,24 +41,6 @@ SECRET = "the notes of nobody else"
 def look_up(word: str, times: int = 1) -> str:
     """Find a word."""
     return f"found {word} {times} times"
-
-
-class Slow(ToolBase):
-    """Says when it starts and when it ends."""
-
-    name = "slow"
-    parameters: JsonObject = {"type": "object", "properties": {"n": {"type": "integer"}}}  # noqa: RUF012
-
-    def __init__(self, *, parallel: bool) -> None:
-        self.parallel = parallel
-        self.log: list[str] = []
-
-    async def call(self, arguments: JsonObject) -> str:
-        self.log.append(f"+{arguments['n']}")
-        # The first call takes longest: results that come in the order of their ends would be told apart.
-        await asyncio.sleep(0.03 / (1 + int(str(arguments["n"]))))
-        self.log.append(f"-{arguments['n']}")
-        return f"slow {arguments['n']}"
 
 
 def tools(*more: ToolBase) -> tuple[ToolBase, ...]:
@@ -134,19 +108,14 @@ async def test_calls_are_executed_until_the_answer(template: str, write: Any) ->
     ("words", "code"),
     [
         ("", "no_tool_call"),
-        (None, "no_tool_call"),
         ("I think it is three.", "no_tool_call"),
         ('<tool_call>\n{"name": "final", "arguments": {"answer": "x"', "invalid_action_format"),
-        ("<tool_call>", "invalid_action_format"),
         ('<tool_call>{"name": "final", "arguments": {answer}}</tool_call>', "invalid_action_format"),
-        ('<tool_call>["final"]</tool_call>', "invalid_action_format"),
-        ("I am done <tool_c", "invalid_action_format"),
         (
             '<think><tool_call>{"name": "final", "arguments": {"answer": "x"}}</tool_call></think>',
             "invalid_action_format",
         ),
         ('<tool_call>{"name": "finale", "arguments": {"answer": "x"}}</tool_call>', "unknown_tool"),
-        ('<tool_call>{"name": "final", "arguments": {}}</tool_call>', "invalid_arguments"),
         ('<tool_call>{"name": "final", "arguments": {"answer": 3}}</tool_call>', "invalid_arguments"),
         ('<tool_call>{"name": "final", "arguments": {"answer": "x", "more": 1}}</tool_call>', "invalid_arguments"),
     ],
@@ -171,17 +140,10 @@ async def test_a_malformed_answer_is_feedback_and_never_an_answer(words: str | N
     [
         ("{", "invalid_action_format"),
         ("[]", "invalid_action_format"),
-        ("0", "invalid_action_format"),
-        ("null", "invalid_arguments"),
-        ('"{}"', "invalid_action_format"),
-        ("{'word': 'x'}", "invalid_action_format"),
         ('{"word": NaN}', "invalid_action_format"),
-        ('{"word": "a", "word": "b"}', "invalid_action_format"),
         ("[" * 100_000, "invalid_action_format"),
-        ("", "invalid_arguments"),
         ("{}", "invalid_arguments"),
         ('{"word": "a", "times": "many"}', "invalid_arguments"),
-        ('{"word": "a", "times": true}', "invalid_arguments"),
         ('{"word": "a", "self": 1}', "invalid_arguments"),
     ],
 )
@@ -204,17 +166,6 @@ async def test_no_text_breaks_the_environment(words: str) -> None:
 # Defects that tool agents are known for, one test each.
 
 
-async def test_the_last_private_note_is_no_answer_when_the_turns_are_used_up() -> None:
-    call = f'<tool_call>{{"name": "think", "arguments": {{"notes": "{SECRET}"}}}}</tool_call>'
-    environment = ToolEnvironment(ToolOptions(template="qwen3"), tools=tools())
-    trajectory = await _session(environment, [call] * 3, Limits(max_turns=3)).run(
-        EpisodeRequest(task=TASK, run_id="r", group_id="g")
-    )
-    assert trajectory.stop is StopReason.MAX_TURNS
-    assert trajectory.evidence["answer"] is None
-    assert SECRET not in json.dumps(trajectory.evidence)
-
-
 async def test_notes_are_told_to_nobody() -> None:
     heard: list[ToolEvent] = []
     environment = ToolEnvironment(tools=tools(), listener=heard.append)
@@ -227,12 +178,6 @@ async def test_notes_are_told_to_nobody() -> None:
     ]
 
 
-def test_parameters_are_a_json_schema() -> None:
-    for tool in tools():
-        function: Any = tool.openai_tool()["function"]
-        assert function["parameters"]["type"] == "object" and isinstance(function["parameters"]["properties"], dict)
-
-
 async def test_calls_after_the_answer_are_refused_by_name() -> None:
     environment = await opened()
     calls = [("look_up", {"word": "a"}), ("final", {"answer": "x"}), ("look_up", {"word": "b"}), ("nothing", {})]
@@ -243,27 +188,6 @@ async def test_calls_after_the_answer_are_refused_by_name() -> None:
     assert "'look_up'" in (observation.messages[2].content or "") and "'nothing'" in (
         observation.messages[3].content or ""
     )
-
-
-async def test_a_refused_final_call_ends_nothing() -> None:
-    environment = await opened()
-    observation = await environment.step(native(("final", {}), ("look_up", {"word": "b"})))
-    assert not observation.terminated and codes(observation) == ["invalid_arguments"]
-    assert observation.messages[1].content == "found b 1 times"
-
-
-@pytest.mark.parametrize("parallel", [True, False])
-async def test_results_belong_to_their_calls_in_order_or_in_parallel(parallel: bool) -> None:
-    slow = Slow(parallel=parallel)
-    environment = await opened(*tools(slow))
-    observation = await environment.step(native(*(("slow", {"n": n}) for n in range(3)), ("look_up", {"word": "w"})))
-    assert [(message.tool_call_id, message.content) for message in observation.messages] == [
-        ("id0", "slow 0"),
-        ("id1", "slow 1"),
-        ("id2", "slow 2"),
-        ("id3", "found w 1 times"),
-    ]
-    assert slow.log[:3] == (["+0", "+1", "+2"] if parallel else ["+0", "-0", "+1"])
 
 
 async def test_the_opening_is_the_same_on_every_day_and_has_one_system_message() -> None:
@@ -279,20 +203,6 @@ async def test_the_opening_is_the_same_on_every_day_and_has_one_system_message()
     assert system.role == "system" and [message.role for message in rest] == ["user", "user"]
     assert (system.content or "").endswith("\n\nSpeak Latin.\n\nBe brief.")
     assert not any(str(year) in (system.content or "") for year in range(2000, 2100))
-
-
-async def test_what_was_called_before_stays_in_the_history() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"word":  "a"}'}}
-    wire = [
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "found"},
-    ]
-    task = Task(id="t", environment="tools", instruction="two", data={"messages": wire})
-    _, *rest = (await ToolEnvironment(tools=tools()).reset(task)).messages
-    assert [message.role for message in rest] == ["user", "assistant", "tool", "user"]
-    assert rest[1].tool_calls == (ToolCall(id="c1", name="look_up", arguments='{"word":  "a"}'),)
-    assert rest[2].tool_call_id == "c1"
 
 
 async def test_tools_in_the_text_are_shown_as_the_family_itself_shows_them() -> None:
@@ -314,26 +224,7 @@ async def test_tools_in_the_text_are_shown_as_the_family_itself_shows_them() -> 
     ]
 
 
-@pytest.mark.parametrize("family", ["hermes", "smollm2", "llama3", "llama3.1", "qwen2.5", "qwen3-instruct"])
-async def test_every_family_is_told_of_the_tools_once_and_understood(family: str) -> None:
-    environment = ToolEnvironment(ToolOptions(template=family), tools=tools())
-    opening = (await environment.reset(TASK)).messages
-    assert [message.role for message in opening] == ["system", "user"]
-    assert (opening[0].content or "").count('"name": "look_up"') == 1
-    key = "parameters" if family.startswith("llama") else "arguments"
-    call = json.dumps({"name": "final", key: {"answer": "x"}})
-    observation = await environment.step(said(call if key == "parameters" else f"<tool_call>{call}</tool_call>"))
-    assert observation.terminated and await answer_of(environment) == "x"
-
-
 # Without a tool that ends the episode, the model speaks.
-
-
-@pytest.mark.parametrize("template", ["", "qwen3"])
-async def test_thoughts_are_no_part_of_a_spoken_answer(template: str) -> None:
-    environment = await opened(FunctionTool(look_up), template=template)
-    assert (await environment.step(said(f"<think>{SECRET}</think>\n\nIt is three."))).terminated
-    assert await answer_of(environment) == "It is three."
 
 
 _WORDS = st.text(alphabet="<think>/ol_ca\nab{}", max_size=20).filter(lambda words: "</think>" not in words)
@@ -448,17 +339,6 @@ async def test_a_task_without_a_question_and_a_step_after_the_end_are_errors() -
     with pytest.raises(BadEnvironmentError, match="not open"):
         await environment.step(native(("final", {"answer": "y"})))
     assert await answer_of(environment) == "x"
-
-
-def _session(environment: ToolEnvironment, script: list[str], limits: Limits) -> AgentSession:
-    return AgentSession(
-        environment=environment,
-        strategy=StandardReActStrategy(),
-        strategy_spec=StrategySpec(name="StandardReAct"),
-        engine=ScriptedEngine(script),
-        policy=PolicyRef(base_model="scripted"),
-        limits=limits,
-    )
 
 
 def test_a_plain_conversation_needs_no_schema_library() -> None:
