@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.errors import (
     from_extra,
     problems,
 )
-from openhands_rl_plugin.core.protocols import SkipsDamage, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import SEARCHED, DamagedRecord, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, StopReason
 
@@ -250,8 +250,6 @@ async def open_store(
         if skip_damaged is not None and isinstance(storage, FileTrajectoryStorage):
             await storage.check()
         if skip_damaged:
-            if not isinstance(storage, SkipsDamage):
-                raise ConfigError(f"{where}: --skip-damaged works with file stores and MongoDB only")
             lost = storage.skip_damaged()
         yield storage
     except DamagedError as error:

@@ -66,7 +66,7 @@ from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason, Trajectory
-from openhands_rl_plugin.rollout.scoring import SKIPPED, ScoreReport, add_label, give_score, labelled, rescore, undo
+from openhands_rl_plugin.rollout.scoring import SKIPPED, ScoreReport, add_label, give_score, rescore, undo
 from openhands_rl_plugin.trajectories.exchange.rows import patch_of
 from openhands_rl_plugin.trajectories.view.episode import find_episode, message_text, shortened
 from openhands_rl_plugin.trajectories.view.terminal import console, progress_bar
@@ -117,7 +117,6 @@ async def run(args: argparse.Namespace) -> int:
         if args.value is not None:
             return await _give(args, storage)
         if reward is None:
-            labelled(storage)
             if args.undo:
                 return 0 if await _undo(args, storage) else 1
             return await _prefer(args, storage) if args.better_than else await _ask(args, storage)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched
 
 from openhands_rl_plugin.core.errors import GraderError
-from openhands_rl_plugin.core.protocols import ReadsScores, TakesLabels, TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Task, Trajectory, pays_rewards
 
 Preferences = dict[frozenset[str], str | None]
@@ -173,9 +173,7 @@ def preferences(labels: Iterable[Label]) -> Preferences:
 
 
 async def labels_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
-    """The labels of these episodes, none where the storage takes none. Raises ``StorageError``."""
-    if not isinstance(storage, TakesLabels):
-        return ()
+    """The labels of these episodes. Raises ``StorageError``."""
     parts = [await storage.labels(part) for part in batched(trajectory_ids, _AT_ONCE)]
     return tuple(label for part in parts for label in part)
 
@@ -184,11 +182,7 @@ async def scores_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -
     """Id -> its scores, oldest first, of those that have some. Raises ``StorageError``."""
     found: dict[str, tuple[Score, ...]] = {}
     for part in batched(trajectory_ids, _AT_ONCE):
-        if isinstance(storage, ReadsScores):
-            found |= await storage.scores(part)
-        else:
-            where = TrajectoryFilter(ids=part, finished=None)
-            found |= {trajectory.id: scores async for trajectory, scores in storage.find(where) if scores}
+        found |= await storage.scores(part)
     return found
 
 

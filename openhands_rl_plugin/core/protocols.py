@@ -285,6 +285,30 @@ class TrajectoryStorage(Protocol):
         """Append judgements beside what is stored."""
         ...
 
+    async def add_labels(self, labels: Sequence[Label]) -> None:
+        """Append labels; one whose id is known is not stored again. They may come before their episode."""
+        ...
+
+    async def scores(self, trajectory_ids: Sequence[str]) -> Mapping[str, tuple[Score, ...]]:
+        """Id -> its scores, oldest first, of those that have some."""
+        ...
+
+    async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
+        """The labels of these episodes, oldest first."""
+        ...
+
+    async def revision(self) -> str:
+        """A text that is another one when anything in the store has changed."""
+        ...
+
+    def skip_damaged(self) -> list[DamagedRecord]:
+        """From now on, leave out what cannot be read instead of raising.
+
+        Returns:
+            A list to which every record that is left out is added once.
+        """
+        ...
+
     def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
         """Stream the matches. Trajectories added meanwhile are not part of it.
 
@@ -306,74 +330,6 @@ class TrajectoryStorage(Protocol):
 
     async def close(self) -> None:
         """Flush and release."""
-        ...
-
-
-@runtime_checkable
-class SkipsDamage(Protocol):
-    """A storage that can leave out what is damaged. A capability, not a flag.
-
-    Examples:
-        >>> from openhands_rl_plugin import FileTrajectoryStorage
-        >>> isinstance(FileTrajectoryStorage("./trajectories"), SkipsDamage)
-        True
-    """
-
-    def skip_damaged(self) -> list[DamagedRecord]:
-        """From now on, leave out what cannot be read instead of raising.
-
-        Returns:
-            A list to which every record that is left out is added once.
-        """
-        ...
-
-
-@runtime_checkable
-class TellsChanges(Protocol):
-    """A storage that says whether something has changed. A capability, not a flag. May raise ``StorageError``.
-
-    Examples:
-        >>> from openhands_rl_plugin import FileTrajectoryStorage
-        >>> isinstance(FileTrajectoryStorage("./trajectories"), TellsChanges)
-        True
-    """
-
-    async def revision(self) -> str:
-        """A text that is another one when anything in the store has changed."""
-        ...
-
-
-@runtime_checkable
-class ReadsScores(Protocol):
-    """A storage that reads scores without their episodes. A capability, not a flag; it may raise ``StorageError``.
-
-    Examples:
-        >>> from openhands_rl_plugin import FileTrajectoryStorage
-        >>> isinstance(FileTrajectoryStorage("./trajectories"), ReadsScores)
-        True
-    """
-
-    async def scores(self, trajectory_ids: Sequence[str]) -> Mapping[str, tuple[Score, ...]]:
-        """Id -> its scores, oldest first, of those that have some."""
-        ...
-
-
-@runtime_checkable
-class TakesLabels(Protocol):
-    """A storage that keeps labels beside the scores. A capability, not a flag.
-
-    Examples:
-        >>> from openhands_rl_plugin import FileTrajectoryStorage
-        >>> isinstance(FileTrajectoryStorage("./trajectories"), TakesLabels)
-        True
-    """
-
-    async def add_labels(self, labels: Sequence[Label]) -> None:
-        """Append labels; one whose id is known is not stored again. They may come before their episode."""
-        ...
-
-    async def labels(self, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
-        """The labels of these episodes, oldest first."""
         ...
 
 

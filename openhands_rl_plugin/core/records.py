@@ -265,8 +265,7 @@ class TrajectoryFilter(Frozen):
     at the return of the episode when there is none yet. An episode that failed has none, nor one that nothing judged
     and of which no step was rewarded: no bound matches it, and it comes last in either direction. ``since`` and
     ``until`` bound the time at which the episode finished. Unfinished episodes (no sample of anything yet) are left out
-    by default: ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages; so does
-    ``after``, the id of the last episode of the page before (``StorageError`` when the list has it no more).
+    by default: ``finished=False`` finds only them, ``None`` finds both. ``limit`` and ``offset`` make pages.
     ``contains`` is a text that one of ``SEARCHED`` has in it, upper and lower case apart. ``label`` is the text of a
     tag, or the kind of another label (``verdict``), that the episode has and nobody withdrew.
     """
@@ -292,7 +291,6 @@ class TrajectoryFilter(Frozen):
     label: str | None = None
     sort: TrajectoryOrder = TrajectoryOrder.STORED
     descending: bool = False
-    after: str | None = None
     offset: int = Field(default=0, ge=0, le=sys.maxsize)
     limit: int | None = Field(default=None, ge=0, le=sys.maxsize)
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, boundary, describe
 from openhands_rl_plugin.core.judgements import VERDICT, labels_of, scores_of, standing
-from openhands_rl_plugin.core.protocols import Reward, TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, WorkspaceCommand, sub_agent_of
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Score, Trajectory
 
@@ -238,14 +238,13 @@ async def give_score(
     storage: TrajectoryStorage, trajectory_id: str, value: float | None, *, note: str = "", author: str = ""
 ) -> None:
     """Append a score by hand and the verdict behind it; ``None`` withdraws the one before. Raises ``StorageError``."""
-    identity = uuid.uuid4().hex if isinstance(storage, TakesLabels) else ""
+    identity = uuid.uuid4().hex
     given = {"note": note, "author": author, _BEHIND: identity}
     detail: JsonObject = {name: text for name, text in given.items() if text}
     # First, because it is what counts if the process ends in between.
     await storage.add_scores([Score(trajectory_id=trajectory_id, reward=value, detail=detail, reward_version=VERDICT)])
-    if identity:
-        fields = {"value": value, "text": note, "author": author}
-        await add_label(storage, trajectory_id, LabelKind.VERDICT, identity=identity, **fields)
+    fields = {"value": value, "text": note, "author": author}
+    await add_label(storage, trajectory_id, LabelKind.VERDICT, identity=identity, **fields)
 
 
 async def undo(storage: TrajectoryStorage, *, author: str = "") -> Label | None:
@@ -255,9 +254,8 @@ async def undo(storage: TrajectoryStorage, *, author: str = "") -> Label | None:
         The withdrawn label, ``None`` when there is none.
 
     Raises:
-        RLError: the storage cannot be written, or keeps no labels.
+        StorageError: the storage cannot be read or written.
     """
-    labelled(storage)
     ids = [summary.id async for summary in storage.summaries(TrajectoryFilter(finished=None))]
     own = [label for label in standing(await labels_of(storage, ids)) if label.author == author]
     if not own:
@@ -287,14 +285,5 @@ async def add_label(
 ) -> Label:
     """Append a label with these fields; of several verdicts by one author the last one counts. Raises ``RLError``."""
     made = Label(id=identity or uuid.uuid4().hex, trajectory_id=trajectory_id, kind=kind, at=time.time(), **fields)
-    await labelled(storage).add_labels([made])
+    await storage.add_labels([made])
     return made
-
-
-def labelled(storage: TrajectoryStorage) -> TakesLabels:
-    """The storage as one that keeps labels. Raises ``ConfigError`` for another."""
-    if isinstance(storage, TakesLabels):
-        return storage
-    raise ConfigError(
-        f"{type(storage).__name__} keeps no labels, only scores (openhands-rl score STORE --id ID --value 1, or none)"
-    )

@@ -27,12 +27,12 @@ from openhands_rl_plugin.core.judgements import (
     verdict_word,
 )
 from openhands_rl_plugin.core.messages import transcript_nodes
-from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.types import Bounded, Frozen, JsonObject, StopReason, Trajectory
 from openhands_rl_plugin.evals.report.figures import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
-from openhands_rl_plugin.rollout.scoring import add_label, labelled, withdraw
+from openhands_rl_plugin.rollout.scoring import add_label, withdraw
 
 MOST_ROWS = 1000
 _ROWS = 100
@@ -73,33 +73,30 @@ class ListResource:
         self._shelf = shelf
 
     async def page(self, request: Request) -> Response:
-        """``revision, total, offset, next, rows``. Raises ``HTTPException`` 400."""
+        """``revision, total, offset, rows``. Raises ``HTTPException`` 400."""
         storage = self._sources.store(request)
         sort, descending = _order(request)
         limit = whole(request, "limit", _ROWS, least=1, most=MOST_ROWS)
         offset = whole(request, "offset", 0, most=2**53)
-        after = request.query_params.get("after") or None
-        revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
+        revision = await storage.revision()
         where = filter_of(request)
         if request.query_params.get("unlabelled"):
             ids = [each.id async for each in storage.summaries(where)]
             known = {label.trajectory_id for label in standing(await labels_of(storage, ids))}
             where = where.model_copy(update={"ids": tuple(each for each in ids if each not in known)})
-        page = {"sort": sort, "descending": descending, "limit": limit, "offset": offset, "after": after}
+        page = {"sort": sort, "descending": descending, "limit": limit, "offset": offset}
         where = where.model_copy(update=page)
         total = await storage.count(where)
         found = [each async for each in storage.summaries(where)]
         ids = [each.id for each in found]
         labels, said = await labels_of(storage, ids), await opinions_of(storage, ids)
-        more = len(found) == limit and total > limit
         body: JsonObject = {
             "revision": revision,
             "total": total,
             "offset": offset,
-            "next": found[-1].id if found and more else None,
             "rows": rows_of(found, labels, said),
         }
-        return reply(request, body, revision=f"{revision} {request.url.query}" if revision else None)
+        return reply(request, body, revision=f"{revision} {request.url.query}")
 
     async def facets(self, request: Request) -> Response:
         """``facets: {NAME: [{value, count}]}``, ``rewards``, of the newest episodes."""
@@ -306,7 +303,6 @@ class LabelResource:
         """Append one; 201 with it and those of its episode that hold. Raises ``HTTPException`` 400 and 404."""
         said = LabelRequest.model_validate_json(await request.body())
         storage = await self._sources.holding(request, said.episode)
-        labelled(storage)
         if said.withdraws is not None:
             found = standing(await labels_of(storage, [said.episode]))
             label = next((each for each in found if each.id == said.withdraws), None)

@@ -23,7 +23,7 @@ from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, r
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.judgements import labels_of
-from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
@@ -206,9 +206,9 @@ class AdapterResource:
     async def _measured(self, name: str, storage: TrajectoryStorage) -> tuple[_Measured, dict[str, Counter[str]]]:
         """Served name -> its success on held-out tasks, and what its episodes took; counted anew when the store has
         changed."""
-        revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
+        revision = await storage.revision()
         known = self._known.get(name)
-        if known is None or not revision or known[0] != revision:
+        if known is None or known[0] != revision:
             known = self._known[name] = (revision, *await _count(storage))
         return known[1:]
 
@@ -446,8 +446,6 @@ class EventResource:
 
     async def _changes(self, stores: dict[str, _Stored]) -> AsyncIterator[str]:
         for name, storage in list(self._sources.stores.items()):
-            if not isinstance(storage, TellsChanges):
-                continue
             before = stores.get(name)
             # While a store is away, its pages say so; when it is back, it is compared with what it was.
             with suppress(StorageError):
@@ -459,7 +457,7 @@ class EventResource:
 
 async def _stored(storage: TrajectoryStorage) -> _Stored:
     # What is written after the revision is seen by the next look, too.
-    revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
+    revision = await storage.revision()
     newest = TrajectoryFilter(finished=None, descending=True, limit=_NEWEST)
     episodes = {each.id: each async for each in storage.summaries(newest)}
     labels = {label.id: label.trajectory_id for label in await labels_of(storage, list(episodes))}

@@ -23,7 +23,7 @@ from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.cli.options import TOKENIZER, load_tokenizer
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, unknown_name
 from openhands_rl_plugin.core.judgements import labels_of
-from openhands_rl_plugin.core.protocols import TellsChanges, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT
@@ -193,10 +193,10 @@ class EpisodeShelf:
         """The episode of the path, or another one. Raises ``HTTPException`` 404 and ``StorageError``."""
         asked = request.path_params["id"] if identity is None else identity
         storage = await self._sources.holding(request, asked)
-        revision = await storage.revision() if isinstance(storage, TellsChanges) else ""
+        revision = await storage.revision()
         key = (id(storage), asked)
         known = self._kept.get(key)
-        if known is None or not revision or known.revision != revision:
+        if known is None or known.revision != revision:
             known = await read_episode(storage, asked, revision)
         self._kept[key] = known
         self._kept.move_to_end(key)

@@ -23,7 +23,7 @@ from pydantic_core import to_json
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, unknown_name
 from openhands_rl_plugin.core.files import PRIVATE, replacing
 from openhands_rl_plugin.core.judgements import labels_of, preferences
-from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
@@ -495,8 +495,7 @@ async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: 
     await storage.add_scores(scores)
     report.new += len(added.keys() - found.keys())
     report.scores += len(scores)
-    if isinstance(storage, TakesLabels):
-        await storage.add_labels([label for each in batch for label in each.labels])
+    await storage.add_labels([label for each in batch for label in each.labels])
 
 
 def _goes_on(known: Trajectory, found: Trajectory) -> bool:

@@ -249,7 +249,7 @@ class Log(Protocol):
     """What a store implements. A change is atomic to readers."""
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
-        """The ids of the matches, in the requested order; ``after`` is left aside."""
+        """The ids of the matches, in the requested order."""
         ...
 
     async def count(self, where: TrajectoryFilter) -> int:
@@ -389,7 +389,7 @@ class LogStorage(ABC):
         return tuple(label for _, label in sorted(chain(*found.values()), key=itemgetter(0)))
 
     async def scores(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
-        """As in ``ReadsScores``. Raises ``StorageError``."""
+        """As in ``TrajectoryStorage``. Raises ``StorageError``."""
         found = _parsed(Score, await self._read(lambda log: log.records("scores", trajectory_ids)), self._lost)
         return {identity: tuple(score for _, score in scores) for identity, scores in found.items()}
 
@@ -419,11 +419,11 @@ class LogStorage(ABC):
         return await self._read(lambda log: log.count(where or TrajectoryFilter()))
 
     async def revision(self) -> str:
-        """As in ``TellsChanges``. Raises ``StorageError``."""
+        """As in ``TrajectoryStorage``. Raises ``StorageError``."""
         return await self._read(lambda log: log.state())
 
     def skip_damaged(self) -> list[DamagedRecord]:
-        """As in ``SkipsDamage``."""
+        """As in ``TrajectoryStorage``."""
         self._lost = self._lost or []
         return self._lost
 
@@ -449,20 +449,11 @@ class LogStorage(ABC):
         """What is made of the matches, in order, ``whole`` ones with scores; so many are read at a time."""
         asked = where or TrajectoryFilter()
 
-        async def matching(log: Log) -> Sequence[str]:
-            if asked.after is None:
-                return await log.ids(asked)
-            ids = await log.ids(asked.model_copy(update={"offset": 0, "limit": None}))
-            if asked.after not in ids:
-                raise StorageError(f"the list has no episode {asked.after!r} any more; begin with the first page")
-            first = ids.index(asked.after) + 1 + asked.offset
-            return ids[first : None if asked.limit is None else first + asked.limit]
-
         async def read(log: Log, ids: Sequence[str]) -> tuple[list[Episode], list[Record]]:
             found = await (log.episodes if whole else log.headers)(ids)
             return found, await log.records("scores", ids if whole else ())
 
-        for ids in batched(await self._read(matching), size):
+        for ids in batched(await self._read(lambda log: log.ids(asked)), size):
             episodes, records = await self._read(lambda log, ids=ids: read(log, ids))
             made = await asyncio.to_thread(lambda episodes=episodes: dict(self._sound(episodes, make)))
             scores = _parsed(Score, (record for record in records if record[1] in made), self._lost)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.protocols import TakesLabels, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Times, Tokens
@@ -133,7 +133,6 @@ def test_a_time_is_a_number(at: float) -> None:
 
 async def test_a_label_holds_no_secret(opened: Open) -> None:
     storage = opened()
-    assert isinstance(storage, TakesLabels)
     label = Label(id="1", trajectory_id="a", kind=LabelKind.COMMENT, text=SECRET, author="me", at=1.0)
     await storage.add_labels([label])
     assert await storage.labels(["a"]) == (label.model_copy(update={"text": f"the key is {REDACTED}"}),)
