@@ -64,7 +64,7 @@ from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainReport, build_dataset_or_sft, load_episodes
 from openhands_rl_plugin.training.learn import learn, report_notes
 from openhands_rl_plugin.training.teacher import taught_dataset
-from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+from openhands_rl_plugin.trajectories.view import progress_bar
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.training.trainer.trainer import LoraTrainer

@@ -88,7 +88,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _list(store: AdapterStore, serving: ServingSettings) -> None:
-    from openhands_rl_plugin.trajectories.view.terminal import console, table
+    from openhands_rl_plugin.trajectories.view import console, table
 
     current = store.current(serving.adapter)
     versions = store.versions(serving.adapter)

@@ -14,7 +14,7 @@ from pathlib import Path
 from openhands_rl_plugin.config.build import check_plugins
 from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.trajectories.view.terminal import print_json
+from openhands_rl_plugin.trajectories.view import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

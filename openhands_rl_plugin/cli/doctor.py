@@ -46,7 +46,7 @@ from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewra
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import listed_models
-from openhands_rl_plugin.trajectories.view.terminal import console, print_json, table
+from openhands_rl_plugin.trajectories.view import console, print_json, table
 
 if TYPE_CHECKING:
     pass
@@ -336,7 +336,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _drift(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.trajectories.drift import drift_of
+    from openhands_rl_plugin.trajectories.view import drift_of
 
     if args.config or args.probe or args.quick:
         raise ConfigError("--config, --probe and --quick check the installation; leave them out with `drift`")

@@ -264,7 +264,7 @@ def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tu
 
 async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> None:
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
-    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+    from openhands_rl_plugin.trajectories.view import progress_bar
 
     def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
         if evaluation.left:

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Write the file. Raises ``RLError`` when store, format, filter or target cannot be used."""
     from openhands_rl_plugin.trajectories.exchange.formats import export_store
-    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+    from openhands_rl_plugin.trajectories.view import progress_bar
 
     chosen = exportable(args.format)
     check = _template_check(args, chosen)

@@ -73,7 +73,7 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
     from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable, commonest, grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
-    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+    from openhands_rl_plugin.trajectories.view import progress_bar
 
     if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Store what is new. Raises ``RLError`` at the end for bad records, unless those are skipped."""
     from openhands_rl_plugin.trajectories.exchange.formats import import_source
-    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+    from openhands_rl_plugin.trajectories.view import progress_bar
 
     names = Counter[str]()
     source = source_of(args.file, args.format, names)

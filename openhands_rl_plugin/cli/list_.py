@@ -36,9 +36,8 @@ from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryOrder
-from openhands_rl_plugin.trajectories.drift import BEGINNING
-from openhands_rl_plugin.trajectories.view import figures
-from openhands_rl_plugin.trajectories.view.terminal import console, print_json
+from openhands_rl_plugin.trajectories import view
+from openhands_rl_plugin.trajectories.view import console, print_json
 
 DEFAULT_LIMIT = 50
 
@@ -76,7 +75,7 @@ async def run(args: argparse.Namespace) -> int:
             found = [summary async for summary in storage.summaries(chosen.model_copy(update=page))]
             matching = await storage.count(chosen)
         else:
-            ranked = [summary async for summary in figures.rewarded_by(storage, chosen, args.reward)]
+            ranked = [summary async for summary in view.rewarded_by(storage, chosen, args.reward)]
             found, matching = ranked[args.offset : args.offset + args.limit], len(ranked)
         said = await opinions_of(storage, [each.id for each in found])
     if args.json:
@@ -85,7 +84,7 @@ async def run(args: argparse.Namespace) -> int:
             print(json.dumps(summary.model_dump(mode="json") | told))
         return 0
     if found:
-        console().print(figures.list_table(found, said))
+        console().print(view.list_table(found, said))
     range_ = f"{args.offset + 1} to {args.offset + len(found)} of {matching}" if found else f"none of {matching}"
     print(f"{range_} episodes" + ("; --offset shows more" if args.offset + len(found) < matching else ""))
     return 0
@@ -95,16 +94,16 @@ async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> i
     reward = load_settings(args.config).reward if args.config is not None else None
     by = tuple(dict.fromkeys(name.strip() for name in args.by.split(",")))
     for name in by:
-        if name not in figures.GROUPINGS:
-            raise ConfigError(f"--by: {unknown_name('grouping', name, figures.GROUPINGS)}")
+        if name not in view.GROUPINGS:
+            raise ConfigError(f"--by: {unknown_name('grouping', name, view.GROUPINGS)}")
     chosen = filter_of(args)
     if args.reward is None:
         summaries = storage.summaries(chosen)
     else:
-        summaries = figures.rewarded_by(storage, chosen, args.reward)
-        chosen = figures.without_rewards(chosen)
-    notes = {each.id: figures.notes_of(each, scores) async for each, scores in storage.find(chosen)}
-    groups = await figures.figures_of(
+        summaries = view.rewarded_by(storage, chosen, args.reward)
+        chosen = view.without_rewards(chosen)
+    notes = {each.id: view.notes_of(each, scores) async for each, scores in storage.find(chosen)}
+    groups = await view.figures_of(
         summaries,
         by,
         lambda of, value: success_rule(of.environment, reward, at=args.success_at).holds(value, of.stop),
@@ -113,11 +112,11 @@ async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> i
     if args.json:
         print_json(groups)
     elif groups:
-        console().print(figures.stats_table(groups, by))
+        console().print(view.stats_table(groups, by))
         _print_segments(sum((Counter(group["segments"]) for group in groups), Counter()))
         gaps = sum((Counter(group["gaps"]) for group in groups), Counter())
         print("".join(f"{count:,} x {cause}\n" for cause, count in gaps.most_common()), end="")
-        print(f"{figures.REMEDY}\n" if gaps else "", end="")
+        print(f"{view.REMEDY}\n" if gaps else "", end="")
     else:
         print("no episodes match")
     return 0
@@ -125,7 +124,7 @@ async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> i
 
 def _print_segments(counts: Counter[str]) -> None:
     """Only where an episode has more than one."""
-    first = counts.pop(BEGINNING, 0)
+    first = counts.pop(view.BEGINNING, 0)
     if counts:
         causes = ", ".join(f"{count:,} by {cause}" for cause, count in counts.most_common())
         print(f"{first + counts.total():,} segments in {first:,} episodes: {causes} (see doctor drift)")

@@ -57,7 +57,7 @@ def output_report(args: argparse.Namespace, runs: Sequence[RunRecord], compariso
     """Print the report and write its files."""
     from openhands_rl_plugin.evals.report.figures import figures_of
     from openhands_rl_plugin.evals.report.tables import EvaluationReport, write_json_report
-    from openhands_rl_plugin.trajectories.view.terminal import print_json
+    from openhands_rl_plugin.trajectories.view import print_json
 
     groups = figures_of(runs)
     if args.json:
@@ -76,7 +76,7 @@ def print_report(runs: Sequence[RunRecord], comparison: Comparison | None = None
     """Print a table: one column per group of runs, one figure per line."""
     from openhands_rl_plugin.evals.report.figures import figures_of
     from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, kind_counts
-    from openhands_rl_plugin.trajectories.view.terminal import console, table
+    from openhands_rl_plugin.trajectories.view import console, table
 
     shown = console()
     groups = figures_of(runs)

@@ -68,8 +68,7 @@ from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.rollout.scoring import SKIPPED, ScoreReport, add_label, give_score, rescore, undo
 from openhands_rl_plugin.trajectories.exchange.rows import patch_of
-from openhands_rl_plugin.trajectories.view.episode import find_episode, message_text, shortened
-from openhands_rl_plugin.trajectories.view.terminal import console, progress_bar
+from openhands_rl_plugin.trajectories.view import console, find_episode, message_text, progress_bar, shortened
 
 RESUME = "finished scores and answers are kept; the same command goes on with the rest"
 _SHOWN, _WITHDRAW, _MOST, _WIDTH = 5, "none", (60, 6000), 160

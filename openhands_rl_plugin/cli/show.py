@@ -29,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Print the episode. Raises ``RLError`` when the store or the id is wrong."""
     from openhands_rl_plugin.core.judgements import labels_of
-    from openhands_rl_plugin.trajectories.view.episode import as_json, find_episode, print_episode
-    from openhands_rl_plugin.trajectories.view.terminal import console, print_json
+    from openhands_rl_plugin.trajectories.view import as_json, console, find_episode, print_episode, print_json
 
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         trajectory, scores = await find_episode(storage, args.id)

@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.evals.tasks.packages import TaskPlan
-    from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
+    from openhands_rl_plugin.trajectories.view import ProgressBar
 
 RESUME = "the same command continues where it stopped"
 
@@ -111,7 +111,7 @@ class _Watcher:
 def _make(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.suite import make_suite
-    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+    from openhands_rl_plugin.trajectories.view import progress_bar
 
     plan = _plan(args)
     with progress_bar("making") as bar:
@@ -158,7 +158,7 @@ async def _check(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.gate import QualityGate, check_tasks
     from openhands_rl_plugin.evals.tasks.packages import tasks_file
-    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+    from openhands_rl_plugin.trajectories.view import progress_bar
 
     path, cache = tasks_file(args.file), args.cache or default_cache()
     low, high = args.pass_rate
@@ -188,7 +188,7 @@ def _list(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.gate import read_lineage, table_of
     from openhands_rl_plugin.evals.tasks.packages import tasks_file
-    from openhands_rl_plugin.trajectories.view.terminal import console
+    from openhands_rl_plugin.trajectories.view import console
 
     path, own = tasks_file(args.file), own_suite(args.file)
     lineage = read_lineage(path)

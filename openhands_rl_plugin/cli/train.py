@@ -237,7 +237,7 @@ def join_processes() -> Iterator[Ranks | None]:
 @contextmanager
 def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
     """A bar with the step's metrics on stderr, where that is a terminal."""
-    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+    from openhands_rl_plugin.trajectories.view import progress_bar
 
     with progress_bar("training") as bar:
 

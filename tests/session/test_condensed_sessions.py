@@ -10,7 +10,7 @@ from gateway_world import SYSTEM, TOOL, Model, user, world
 
 from openhands_rl_plugin.core.types import CONDENSATION, SIDE, TURN, Trajectory, kind_of
 from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.trajectories.drift import Cause, breaks_of
+from openhands_rl_plugin.trajectories.view import Cause, breaks_of
 
 pytestmark = pytest.mark.contract
 

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Tokens, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.trajectories.drift import (
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+from openhands_rl_plugin.trajectories.view import (
     BEGINNING,
     Cause,
     breaks_of,
@@ -33,9 +34,9 @@ from openhands_rl_plugin.trajectories.drift import (
     difference_of,
     drift_of,
     segment_causes,
+    totals_of,
+    turns_of,
 )
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-from openhands_rl_plugin.trajectories.view.episode import totals_of, turns_of
 
 THOUGHT = "<think>I should list the files first.</think>Let me look at it."
 PLAIN = [Answer("Let me look at the files."), Answer("Now I know what to do."), Answer("It is done as you said.")]

@@ -180,7 +180,7 @@ def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -
     from openhands_rl_plugin.contrib.improve.gym import WantedTasks, forget_unsurveyed, make_gym, pinned
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.packages import repository_lines
-    from openhands_rl_plugin.trajectories.view.terminal import progress_bar
+    from openhands_rl_plugin.trajectories.view import progress_bar
 
     options = checked(
         WantedTasks,

@@ -38,7 +38,7 @@ from openhands_rl_plugin.evals.tasks.packages import OwnRepository, Package, Tas
 from openhands_rl_plugin.evals.tasks.sandbox import prepare_package
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, TRAIN, SplitTask, split_tasks
 from openhands_rl_plugin.evals.tasks.suite import REOPENED, TRIES_PER_TASK, make_suite
-from openhands_rl_plugin.trajectories.view.terminal import ProgressBar
+from openhands_rl_plugin.trajectories.view import ProgressBar
 
 _LEAST_STEADY = 0.5
 

@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, Trajectory
 from openhands_rl_plugin.training.algorithms import RolloutBatch, grpo
-from openhands_rl_plugin.trajectories.view.episode import Turn, totals_of, turns_of
+from openhands_rl_plugin.trajectories.view import Turn, totals_of, turns_of
 
 EXCERPT = 160
 MOST_NODES = 64

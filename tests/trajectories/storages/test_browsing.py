@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.types import PolicyRef, Trajectory
 from openhands_rl_plugin.testing.samples import GONE, sample_episode, sample_score, steps_of, unrewarded
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-from openhands_rl_plugin.trajectories.view.episode import find_episode
+from openhands_rl_plugin.trajectories.view import find_episode
 
 ALL = TrajectoryFilter(finished=None)
 

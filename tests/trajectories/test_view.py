@@ -36,9 +36,7 @@ from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNS
 from openhands_rl_plugin.rollout.strategies.search import SearchBudget
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-from openhands_rl_plugin.trajectories.view.episode import totals_of
-from openhands_rl_plugin.trajectories.view.figures import figures_of, mean_of, short_ids
-from openhands_rl_plugin.trajectories.view.terminal import number
+from openhands_rl_plugin.trajectories.view import figures_of, mean_of, number, short_ids, totals_of
 
 EPISODES = 8
 POLICY = PolicyRef(base_model="m", adapter="shop", version=7)

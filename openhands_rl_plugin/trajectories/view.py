@@ -1,0 +1,815 @@
+"""What people see of a store: lists and figures of episodes, one episode, and why its turns do not extend each other
+(drift); tables, text and progress bars on a terminal. Reads only; needs no plugin.
+
+What a model or a tool wrote is shown, never obeyed: control sequences become visible. Bars are on stderr, and only
+where that is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from difflib import SequenceMatcher
+from enum import StrEnum
+from itertools import chain, takewhile
+from operator import attrgetter, eq
+from typing import Any, NamedTuple
+
+from pydantic import Field, JsonValue
+from pydantic_core import to_jsonable_python
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.judgements import OPINIONS, named_score, opinions, scores_of, standing
+from openhands_rl_plugin.core.messages import counted, has_reasoning, one_line, transcript_nodes, visible
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import (
+    MISSING,
+    STANDARD_PROMPT,
+    Label,
+    TrajectoryFilter,
+    TrajectoryOrder,
+    TrajectorySummary,
+    prompt_of,
+    sub_agent_of,
+)
+from openhands_rl_plugin.core.redaction import is_redacted
+from openhands_rl_plugin.core.statistics import Estimate, paired_difference, wilson
+from openhands_rl_plugin.core.types import (
+    REWRITTEN,
+    TURN,
+    JsonObject,
+    Message,
+    Node,
+    Score,
+    StopReason,
+    Tokens,
+    Trajectory,
+    kind_of,
+)
+
+# --- The terminal
+
+_WIDTH_OF_FILES = 200
+
+
+def console() -> Console:
+    """Where commands print: colours only on a terminal, and lines as long as they are where it is none."""
+    width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
+    return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def print_json(value: Any) -> None:
+    """Print values as JSON of ASCII characters, which no terminal acts upon."""
+    print(json.dumps(to_jsonable_python(value, inf_nan_mode="strings"), indent=1))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> Table:
+    """A plain table; the columns in ``numbers`` are aligned to the right. Cells are taken literally."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(Text(column), justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(visible(cell)) for cell in row))
+    return made
+
+
+def number(value: float | None) -> str:
+    """Three significant places; ``-`` for what is not known, which is not zero."""
+    return "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".") if abs(value) < 1000 else f"{value:,.0f}"
+
+
+class ProgressBar:
+    """One bar with its times."""
+
+    def __init__(self, progress: Progress, what: str, total: int | None) -> None:
+        self._progress = progress
+        self._task = progress.add_task(what, total=total, note="")
+
+    @property
+    def drawn(self) -> bool:
+        """Whether stderr is a terminal."""
+        return not self._progress.disable
+
+    def update(self, done: int, total: int | None = None, *, what: str | None = None, note: str | None = None) -> None:
+        """Move the bar to ``done``. ``what`` is the text before it, ``note`` the one after it."""
+        self._progress.update(self._task, completed=done, total=total, description=what, note=note or "")
+
+    def advance(self) -> None:
+        """Move the bar by one."""
+        self.update(int(self._progress.tasks[0].completed) + 1)
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar, on a terminal or not."""
+        self._progress.console.print(visible(line), highlight=False, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> Iterator[ProgressBar]:
+    """A bar until the block ends. ``total``: steps; ``None`` when not known yet."""
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        yield ProgressBar(progress, what, total)
+
+
+# --- Drift
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> their text, special tokens included."""
+
+_WINDOW = 1024
+"""How far behind the first difference the texts may meet again, in tokens."""
+_MEETS_AFTER = 4
+_FEW = 3
+"""So many ids at the end of an answer are an end token and what templates put around it."""
+MOST_EXAMPLES = 5
+_LONGEST_TEXT = 60
+
+
+class Cause(StrEnum):
+    """Why a turn does not extend the one before."""
+
+    REASONING = "reasoning stripped"
+    ARGUMENTS = "arguments re-serialised"
+    CONDENSED = "history condensed"
+    REWRITTEN = "history rewritten"
+    WHITESPACE = "white space or closing tags changed"
+    SPECIAL = "special tokens differ"
+    GENERATION_PROMPT = "generation prompt differs from history"
+    TEMPLATE = "earlier prompt rendered differently"
+    RETOKENISED = "text tokenised differently"
+    UNKNOWN = "unknown"
+
+
+SETTINGS: dict[Cause, str] = {
+    Cause.REASONING: "keep reasoning in earlier turns: a chat template that prints it, or no thinking at all "
+    "(chat_template_kwargs = { enable_thinking = false } in the LLM's extra_body)",
+    Cause.ARGUMENTS: "native_tool_calling = false for the LLM (calls stay text), or a chat template that prints "
+    "arguments as they came",
+    Cause.CONDENSED: '[agent.RLAgent.condenser] type = "noop", or a larger max_size, so that it happens less often',
+    Cause.REWRITTEN: '[agent.RLAgent.condenser] type = "noop"; no masking or merging of earlier messages',
+    Cause.WHITESPACE: "native_tool_calling = true for the LLM (the text form re-adds closing tags and trims), or a "
+    "chat template without trim",
+    Cause.SPECIAL: "the same end token in generation_config.json (eos_token_id) and in the chat template; no stop "
+    "strings that the template does not print",
+    Cause.GENERATION_PROMPT: "a chat template that prints the same behind the assistant's role in earlier turns as in "
+    "the generation prompt (often an empty <think> block: enable_thinking)",
+    Cause.TEMPLATE: "the same system prompt, tools and date in all calls of an episode",
+    Cause.RETOKENISED: "nothing to set: the server tokenises its own text again; the recorded ids are right, and the "
+    "new segment is what it costs",
+    Cause.UNKNOWN: "look at the two turns with `openhands-rl show`, and run this with --tokenizer to see the texts",
+}
+
+
+class Difference(NamedTuple):
+    """How a prompt differs from the context before it, in token ids.
+
+    ``at`` is the first place that differs. There ``removed`` of the context is missing and ``inserted`` stands instead;
+    after that both are equal, unless they do not meet again (``meets`` is false; then it is all of the rest).
+    """
+
+    at: int
+    removed: tuple[int, ...]
+    inserted: tuple[int, ...]
+    meets: bool
+
+
+class Break(NamedTuple):
+    """A sampled ``node`` whose prompt does not extend the context up to ``previous``, the turn before.
+
+    ``repeated`` counts the tokens that were in the context before and have to be processed again.
+    """
+
+    node: int
+    previous: int
+    cause: Cause
+    difference: Difference
+    repeated: int
+    starts_segment: bool
+
+
+class AnswerSpan(NamedTuple):
+    """Where in a context the answer of ``node`` stands, and where its part of the prompt begins."""
+
+    node: int
+    prompt: int
+    start: int
+    end: int
+
+
+def breaks_of(trajectory: Trajectory, decode: Decode | None = None) -> Iterator[Break]:
+    """Every break of an episode, in all of its branches, in the order of the nodes.
+
+    ``decode`` tells a difference of tokens from one of text.
+    """
+    nodes, acted = trajectory.nodes, trajectory.acted()
+    for index, node in enumerate(nodes):
+        if not node.sampled or node.tokens is None or kind_of(node) != TURN:
+            continue
+        *path, _ = trajectory.path(index)
+        above = max((at for at in path if nodes[at].sampled and nodes[at].tokens), default=None)
+        # The opening of an episode may hold worked examples; only what comes after an answer is a copy of one.
+        later = [nodes[at] for at in path if above is not None and at > above]
+        copied = any(each.message.role == "assistant" and not each.sampled for each in later)
+        previous, rewritten = above, copied or bool(node.metadata.get(REWRITTEN))
+        if rewritten:
+            earlier = (at for at in acted if at < index and nodes[at].tokens and nodes[at].parent != node.parent)
+            previous = max(earlier, default=None)
+        if previous is None or (node.tokens.extends and not rewritten):
+            continue
+        context, spans = context_of(trajectory, previous)
+        held = context_of(trajectory, above)[0] if node.tokens.extends and above is not None else ()
+        prompt = (*held, *node.tokens.prompt_ids)
+        difference = difference_of(context, prompt)
+        if rewritten:
+            shorter = len(path) < len(trajectory.path(previous))
+            cause = Cause.CONDENSED if shorter else Cause.REWRITTEN
+        elif decode and difference.meets and decode(difference.removed) == decode(difference.inserted):
+            cause = Cause.RETOKENISED
+        else:
+            # Where the context ends before the difference, something was asked otherwise.
+            span = next((span for span in spans if difference.at < span.end), None)
+            cause = Cause.TEMPLATE if span is None else _cause(nodes[span.node], span, difference)
+        repeated = min(len(context), len(prompt))
+        yield Break(index, previous, cause, difference, repeated, not node.tokens.extends)
+
+
+def context_of(trajectory: Trajectory, leaf: int) -> tuple[tuple[int, ...], list[AnswerSpan]]:
+    """The token ids from the start of the segment to the end of ``leaf``, and where its answers stand in them."""
+    ids: list[int] = []
+    spans: list[AnswerSpan] = []
+    for index in trajectory.path(leaf):
+        if (tokens := trajectory.nodes[index].tokens) is None:
+            continue
+        if not tokens.extends:
+            ids, spans = [], []
+        start = len(ids) + len(tokens.prompt_ids)
+        spans.append(AnswerSpan(index, len(ids), start, start + len(tokens.sampled_ids)))
+        ids += (*tokens.prompt_ids, *tokens.sampled_ids)
+    return tuple(ids), spans
+
+
+def difference_of(context: Sequence[int], prompt: Sequence[int]) -> Difference:
+    """The first place where ``prompt`` leaves ``context``, and where they meet again."""
+    at = sum(takewhile(bool, map(eq, context, prompt)))
+    before, after = tuple(context[at : at + _WINDOW]), tuple(prompt[at : at + _WINDOW])
+    for one, other, size in SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
+        whole, ends = one + size == len(before), other + size == len(after)
+        # Every prompt has the same end, so a match that ends with it says nothing.
+        if size and (whole or (size >= _MEETS_AFTER and not ends)):
+            return Difference(at, before[:one], after[:other], True)
+    return Difference(at, before, after, False)
+
+
+def _cause(answer: Node, span: AnswerSpan, difference: Difference) -> Cause:
+    """The first difference lies in ``answer``, or in its part of the prompt."""
+    at, removed, inserted, meets = difference
+    left, text, calls = span.end - at, answer.message.content or "", answer.message.tool_calls
+    if at < span.start:
+        end = at + len(removed)
+        if end > span.start and has_reasoning(answer):
+            return Cause.REASONING  # the generation prompt opens the block of thinking
+        return Cause.GENERATION_PROMPT if end == span.start and meets and at > span.prompt else Cause.TEMPLATE
+    if has_reasoning(answer) and len(removed) > len(inserted) and left > _FEW:
+        return Cause.REASONING
+    if isinstance(form := answer.metadata.get("replayed_as"), dict):
+        replay = Message.model_validate(form)
+        if [call.arguments for call in calls] != [call.arguments for call in replay.tool_calls]:
+            return Cause.ARGUMENTS
+        # Only an end was added or taken, such as a closing tag.
+        one, other = sorted(("".join(each.split()) for each in (text, replay.content or "")), key=len)
+        return Cause.WHITESPACE if other.startswith(one) else Cause.REWRITTEN
+    at_edge = at - span.start <= _FEW or left <= _FEW + len(text) - len(text.rstrip())
+    if not calls and text != text.strip() and at_edge:
+        return Cause.WHITESPACE
+    if left <= (1 if calls else _FEW):
+        return Cause.SPECIAL
+    return Cause.ARGUMENTS if calls else Cause.UNKNOWN
+
+
+BEGINNING = "beginning"
+"""Why the first segment of every episode begins."""
+
+
+def segment_causes(trajectory: Trajectory) -> dict[int, str]:
+    """First turn of each segment -> why it begins; empty without token ids."""
+    starts = [at for at in trajectory.acted() if (tokens := trajectory.nodes[at].tokens) and not tokens.extends]
+    if len(starts) < 2:
+        return dict.fromkeys(starts, BEGINNING)
+    why = {found.node: found.cause.value for found in breaks_of(trajectory) if found.starts_segment}
+    return {at: BEGINNING if number == 0 else why.get(at, "another conversation") for number, at in enumerate(starts)}
+
+
+async def drift_of(
+    found: AsyncIterator[tuple[Trajectory, tuple[Score, ...]]], decode: Decode | None = None
+) -> dict[str, Any]:
+    """Analyse every episode of ``found``, one at a time; the costliest of the ``causes`` comes first.
+
+    ``turns`` counts sampled nodes with token ids, ``tokens`` what their segments hold in all, ``segments_by_drift``
+    the segments that begin with a break; the others begin an episode or a branch of a search. Of each cause:
+    ``repeated_tokens`` have to be processed once more in training; ``examples`` are places, a line each.
+    """
+    totals = dict.fromkeys(("episodes", "turns", "segments", "segments_by_drift", "tokens", "sampled_tokens"), 0)
+    breaks = defaultdict[Cause, list[tuple[str, Break]]](list)
+    async for trajectory, _ in found:
+        turns = [node.tokens for node in trajectory.nodes if node.sampled and node.tokens]
+        sampled = sum(len(each.sampled_ids) for each in turns)
+        totals["episodes"] += 1
+        totals["turns"] += len(turns)
+        totals["segments"] += sum(not each.extends for each in turns)
+        totals["tokens"] += sampled + sum(len(each.prompt_ids) for each in turns)
+        totals["sampled_tokens"] += sampled
+        for each in breaks_of(trajectory, decode):
+            totals["segments_by_drift"] += each.starts_segment
+            breaks[each.cause].append((trajectory.id, each))
+    causes = [
+        {
+            "cause": cause,
+            "breaks": len(places),
+            "episodes": len({identity for identity, _ in places}),
+            "repeated_tokens": sum(each.repeated for _, each in places),
+            "setting": SETTINGS[cause],
+            "examples": [_example(*place, decode) for place in places[:MOST_EXAMPLES]],
+        }
+        for cause, places in breaks.items()
+    ]
+    return {**totals, "causes": sorted(causes, key=lambda each: (-each["repeated_tokens"], each["cause"]))}
+
+
+def _example(identity: str, found: Break, decode: Decode | None) -> str:
+    removed, inserted = (_shown(ids, decode) for ids in found.difference[1:3])
+    where = f"{identity} #{found.previous} -> #{found.node} at token {found.difference.at}"
+    return f"{where}: {removed!r} became {inserted!r}"
+
+
+def _shown(ids: Sequence[int], decode: Decode | None) -> str:
+    """Their text where there is a tokenizer, else how many they are."""
+    text = f"{len(ids)} ids" if decode is None else decode(ids)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+
+
+# --- Figures and lists
+
+REMEDY = (
+    "training with rewards needs token ids and logprobs: serve the model with vLLM or `openhands-rl serve`, and let "
+    "the agent use /v1/chat/completions; `evaluate` asks for a stock agent's with --token-ids"
+)
+_NAMES = {"token_ids": "token ids"}
+
+
+class Notes(NamedTuple):
+    """What the figures need of an episode beside its summary: what its answers lack for training, by cause; how many
+    segments it has, by why they begin; and what people and verifiers say of it."""
+
+    gaps: Counter[str]
+    segments: Counter[str]
+    opinions: Mapping[str, float]
+
+
+def notes_of(trajectory: Trajectory, scores: Sequence[Score]) -> Notes:
+    """The notes on an episode."""
+    known = opinions(scores) if trajectory.failure is None else {}
+    return Notes(Counter(chain(*lacks_of(trajectory).values())), Counter(segment_causes(trajectory).values()), known)
+
+
+def lacks_of(trajectory: Trajectory) -> dict[int, tuple[str, ...]]:
+    """Sampled node -> what training misses in it, and why; only those that lack something."""
+    lacks: dict[int, tuple[str, ...]] = {}
+    with_secret: set[int] = set()
+    for index, node in enumerate(trajectory.nodes):
+        if node.parent in with_secret or is_redacted(node.message):
+            with_secret.add(index)
+        missing = node.metadata.get(MISSING)
+        named = missing.items() if isinstance(missing, dict) else ()
+        causes = [f"no {_NAMES.get(what, what)}: {why}" for what, why in named]
+        if node.sampled and node.tokens is None and not causes:
+            causes = ["no token ids: dropped with a secret" if index in with_secret else "no token ids"]
+        if unknown := str(node.metadata.get("unknown_before") or ""):
+            # The cause without what differs from request to request.
+            earlier = unknown.startswith("the earlier response")
+            causes.append(f"not recorded whole: {'an earlier response was not recorded' if earlier else unknown}")
+        if node.sampled and causes:
+            lacks[index] = tuple(causes)
+    return lacks
+
+
+GROUPINGS: Mapping[str, Callable[[TrajectorySummary], str]] = {
+    **{name: attrgetter(name) for name in ("environment", "split", "strategy")},
+    "run": attrgetter("run_id"),
+    "version": attrgetter("policy.served_name"),
+    "task": attrgetter("task_id"),
+}
+"""The keys that episodes may be grouped by."""
+
+Succeeded = Callable[[TrajectorySummary, float], bool]
+"""Whether an episode with this reward is a success."""
+
+
+async def figures_of(
+    summaries: AsyncIterator[TrajectorySummary],
+    by: Sequence[str],
+    success: Succeeded,
+    notes: Mapping[str, Notes] | None = None,
+) -> list[dict[str, Any]]:
+    """Figures of every group, in the order in which the groups appear. ``notes``: by the id of the episode.
+
+    Success, reward and turns are over a group's valid episodes: finished, without a failure, and with a reward.
+    ``success`` is the share of successes, with its Wilson interval. ``gaps``: what answers lack for training, by cause.
+    ``segments``: how many there are, by why they begin. ``opinions``: means of what people and verifiers say, which
+    have no say in the reward.
+    """
+    groups: dict[tuple[str, ...], list[TrajectorySummary]] = {}
+    async for summary in summaries:
+        groups.setdefault(tuple(GROUPINGS[each](summary) for each in by), []).append(summary)
+    figures: list[dict[str, Any]] = []
+    for name, group in groups.items():
+        valid = [(each, reward) for each in group if (reward := reward_of(each)) is not None]
+        noted = [notes[each.id] for each in group if notes and each.id in notes]
+        columns = {column: [each.opinions[column] for each in noted if column in each.opinions] for column in OPINIONS}
+        figures.append(
+            {
+                "name": name,
+                "episodes": len(group),
+                "valid": len(valid),
+                "unfinished": sum(each.stop is StopReason.UNFINISHED for each in group),
+                "success": wilson(sum(success(each, reward) for each, reward in valid), len(valid)),
+                "reward": mean_of([reward for _, reward in valid]),
+                "turns": sum(each.turns for each, _ in valid) / len(valid) if valid else None,
+                "prompt_tokens": sum(each.usage.prompt_tokens for each in group),
+                "sampled_tokens": sum(each.usage.completion_tokens for each in group),
+                "calls": sum(each.usage.calls for each in group),
+                "stops": _counted(each.stop.value for each in group),
+                "failures": _counted(each.failure.value for each in group if each.failure is not None),
+                "gaps": _counted(cause for each in noted for cause in each.gaps.elements()),
+                "segments": _counted(cause for each in noted for cause in each.segments.elements()),
+                "opinions": {column: mean_of(values) for column, values in columns.items() if values},
+            }
+        )
+    return figures
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
+
+
+def reward_of(summary: TrajectorySummary) -> float | None:
+    """The newest score, or the return when nothing scored the episode; ``None`` for no valid sample, or no reward."""
+    return None if summary.stop is StopReason.UNFINISHED else summary.judged
+
+
+def mean_of(values: Sequence[float]) -> Estimate:
+    """Mean with its 95% interval by bootstrap, whose resamples are fewer the more values there are."""
+    resamples = max(200, min(2000, 600_000 // (len(values) or 1)))
+    return paired_difference([0.0] * len(values), values, resamples=resamples)
+
+
+async def rewarded_by(
+    storage: TrajectoryStorage, where: TrajectoryFilter, reward: str
+) -> AsyncIterator[TrajectorySummary]:
+    """What ``where`` finds when the newest scores of ``reward`` are the rewards: bounds and the order of rewards look
+    at them. They have no return, which would be another reward. All scores of what the other conditions find are read,
+    and ``where`` has no page. Raises ``StorageError``."""
+    by_reward = where.sort is TrajectoryOrder.REWARD
+    stored = {"sort": TrajectoryOrder.STORED, "descending": False} if by_reward else {}
+    summaries = [each async for each in storage.summaries(without_rewards(where).model_copy(update=stored))]
+    scores = await scores_of(storage, [each.id for each in summaries])
+    least, most = where.reward_at_least, where.reward_at_most
+    found: list[TrajectorySummary] = []
+    for each in summaries:
+        score = named_score(scores.get(each.id, ()), reward)
+        value = None if score is None or each.failure else score.reward
+        inside = value is not None and (least is None or value >= least) and (most is None or value <= most)
+        if inside or least is most is None:
+            found.append(each.model_copy(update={"reward": value, "episode_return": None}))
+    if by_reward:
+        sign = -1 if where.descending else 1
+        found.sort(key=lambda each: math.inf if each.reward is None else sign * each.reward)
+    for each in found:
+        yield each
+
+
+def without_rewards(where: TrajectoryFilter) -> TrajectoryFilter:
+    """``where`` without what looks at rewards."""
+    return where.model_copy(update={"reward_at_least": None, "reward_at_most": None})
+
+
+_SHORTEST_ID = 8
+_LONGEST_NAME = 40
+
+
+def list_table(summaries: Sequence[TrajectorySummary], held: Mapping[str, Mapping[str, float]]) -> Table:
+    """An episode in a row; the ids are cut to their shortest distinct prefixes. ``held``: their ``opinions``, in
+    columns of their own where there are some."""
+    columns = [name for name in OPINIONS if any(name in each for each in held.values())]
+    ids = short_ids([summary.id for summary in summaries])
+    rows = [
+        (
+            *(one_line(text, _LONGEST_NAME) for text in (short, each.run_id, each.task_id, each.strategy)),
+            one_line(each.policy.served_name, _LONGEST_NAME),
+            str(each.turns),
+            number(reward_of(each)),
+            *(number(held.get(each.id, {}).get(name)) for name in columns),
+            each.stop.value if each.failure is None else f"{each.stop.value} ({each.failure.value})",
+            _when(each.times.finished),
+        )
+        for short, each in zip(ids, summaries, strict=True)
+    ]
+    names = ("id", "run", "task", "strategy", "version", "turns", "reward", *columns, "stop", "when")
+    return table(names, rows, numbers=("turns", "reward", *columns))
+
+
+def stats_table(groups: Sequence[Mapping[str, Any]], by: Sequence[str]) -> Table:
+    """A group in a row. Means of opinions have columns of their own where there are some."""
+    columns = [name for name in OPINIONS if any(name in group["opinions"] for group in groups)]
+    rows = [
+        (
+            *(one_line(part, _LONGEST_NAME) for part in group["name"]),
+            str(group["episodes"]),
+            str(group["valid"]),
+            *map(_interval, (group["success"], group["reward"], *(group["opinions"].get(name) for name in columns))),
+            number(group["turns"]),
+            f"{group['prompt_tokens']:,}",
+            f"{group['sampled_tokens']:,}",
+            *(", ".join(f"{name} {n}" for name, n in group[each].items()) or "-" for each in ("stops", "failures")),
+        )
+        for group in groups
+    ]
+    figures = ("episodes", "judged", "success", "reward", *columns, "turns", "prompt tokens", "sampled tokens")
+    return table((*by, *figures, "stops", "failures"), rows, numbers=figures)
+
+
+def short_ids(ids: Sequence[str]) -> list[str]:
+    """The ids, cut to the same length: at least eight characters, and enough to tell them apart."""
+    lengths = range(_SHORTEST_ID, max(map(len, ids), default=0))
+    enough = (length for length in lengths if len({each[:length] for each in ids}) == len(set(ids)))
+    length = next(enough, None)
+    return [each[:length] for each in ids]
+
+
+def _when(seconds: float) -> str:
+    """Date and time of this place; imported episodes may have none (0), or one that is no date."""
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g} s"
+
+
+def _interval(estimate: Estimate | None) -> str:
+    if estimate is None or not estimate.n:
+        return "-"
+    return f"{number(estimate.mean)} [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+# --- One episode
+
+MOST_NAMED = 10
+"""How many of the ids that match a prefix are listed."""
+
+
+class Turn(Node):
+    """A node and its place in the episode. ``prompt_tokens`` is what this turn added, ``context_tokens`` the length of
+    all that the model saw.
+
+    ``turn`` counts the sampled nodes above and ``segment`` the runs of turns that extend each other, both from 1; they
+    are ``None`` where nothing was sampled, and ``segment`` also where there are no token ids. ``segment_cause``: why
+    one begins here. ``kind``: a message of the episode, or of what was asked beside it, such as a condensation.
+
+    ``search``: what a search noted, such as ``merged`` (so many equal answers were taken for this one), ``dropped``
+    (why the branch was given up) and ``report`` (what the decision for this answer cost). ``temperature`` is the one
+    that the answer was sampled at, ``lacks`` what training misses in it, and why.
+    """
+
+    tokens: Tokens | None = Field(default=None, exclude=True)
+    metadata: JsonObject = Field(default_factory=dict, exclude=True)
+    node: int
+    acted: bool
+    turn: int | None = None
+    segment: int | None = None
+    segment_cause: str | None = None
+    kind: str = TURN
+    search: JsonObject = Field(default_factory=dict)
+    temperature: float | None = None
+    prompt_tokens: int | None = None
+    sampled_tokens: int | None = None
+    context_tokens: int | None = None
+    lacks: tuple[str, ...] = ()
+
+
+async def find_episode(storage: TrajectoryStorage, beginning: str) -> tuple[Trajectory, tuple[Score, ...]]:
+    """The episode whose id begins like that, finished or not. Raises ``StorageError`` unless there is just one."""
+    ids = [beginning] if await storage.count(TrajectoryFilter(ids=(beginning,), finished=None)) else []
+    if not ids:
+        where = TrajectoryFilter(contains=beginning, finished=None)
+        ids = [each.id async for each in storage.summaries(where) if each.id.startswith(beginning)]
+        if len(ids) > 1:
+            named = ", ".join(ids[:MOST_NAMED]) + (" ..." if len(ids) > MOST_NAMED else "")
+            raise StorageError(
+                f"{len(ids)} episodes have an id that begins with {beginning!r}; give more of it: {named}"
+            )
+    async for found in storage.find(TrajectoryFilter(ids=tuple(ids), finished=None)):
+        return found
+    raise StorageError(f"no episode has an id that begins with {beginning!r}; `openhands-rl list` lists them")
+
+
+def turns_of(trajectory: Trajectory) -> tuple[Turn, ...]:
+    """Every node of the tree, in the order of their making."""
+    executed, causes, lacks = set(transcript_nodes(trajectory)), segment_causes(trajectory), lacks_of(trajectory)
+    numbers = {at: number for number, at in enumerate(trajectory.acted(), 1)}
+    starts = sorted(causes)
+    turns: list[Turn] = []
+    # Of each node: the sampled nodes, the segments and the length of the context up to it.
+    known: list[tuple[int, int, int]] = []
+    for index, node in enumerate(trajectory.nodes):
+        sampled, segments, context = known[node.parent] if node.parent is not None else (0, 0, 0)
+        sampled += node.sampled
+        lengths: dict[str, Any] = {}
+        if (tokens := node.tokens) is not None:
+            segments += not (tokens.extends and segments)
+            new = {"prompt_tokens": len(tokens.prompt_ids), "sampled_tokens": len(tokens.sampled_ids)}
+            context = (context if tokens.extends else 0) + sum(new.values())
+            segment = bisect_right(starts, index) if index in numbers else segments
+            lengths = {**new, "context_tokens": context, "segment": segment}
+        known.append((sampled, segments, context))
+        # A strategy's notes. Those of a plugin may have any form.
+        notes = node.metadata.get("search")
+        turns.append(
+            Turn(
+                **dict(node),
+                **lengths,
+                node=index,
+                acted=index in executed,
+                turn=numbers.get(index, sampled) if node.sampled else None,
+                segment_cause=causes.get(index),
+                kind=kind_of(node),
+                search=notes if isinstance(notes, dict) else {},
+                temperature=node.sampling and node.sampling.temperature,
+                lacks=lacks.get(index, ()),
+            )
+        )
+    return tuple(turns)
+
+
+def totals_of(trajectory: Trajectory, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Sums over the acted path; ``nodes`` counts the whole tree. ``seconds`` is the wall time of the episode.
+
+    ``episode_return`` is ``None`` for a failed episode, and for one in which no step was rewarded.
+    """
+    sampled = [turn for turn in turns if turn.acted and turn.turn is not None]
+    return {
+        "nodes": len(turns),
+        "turns": len(sampled),
+        "segments": max((turn.segment or 0 for turn in sampled), default=0),
+        "prompt_tokens": sum(turn.prompt_tokens or 0 for turn in sampled),
+        "sampled_tokens": sum(turn.sampled_tokens or 0 for turn in sampled),
+        "episode_return": trajectory.known_return,
+        "seconds": max(0.0, trajectory.times.finished - trajectory.times.started),
+    }
+
+
+_SHOWN = {"id", "run_id", "group_id", "task", "policy", "stop", "failure", "usage"}
+
+
+def as_json(trajectory: Trajectory, scores: Sequence[Score], labels: Sequence[Label]) -> dict[str, Any]:
+    """The episode without token ids and evidence. ``prompt``: what ``[rl.workspace] prompt`` gave the agent."""
+    turns = turns_of(trajectory)
+    return {
+        **trajectory.model_dump(include=_SHOWN),
+        "strategy": trajectory.strategy.name,
+        "prompt": prompt_of(trajectory),
+        "scores": scores,
+        "labels": labels,
+        "turns": turns,
+        "totals": totals_of(trajectory, turns),
+    }
+
+
+_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
+_LINE_WIDTH = 70
+
+
+def print_episode(
+    console: Console,
+    trajectory: Trajectory,
+    scores: Sequence[Score],
+    labels: Sequence[Label],
+    *,
+    tree: bool = False,
+    full: bool = False,
+) -> None:
+    """Print the acted path: each message, and below it its cost and reward. ``full``: messages are not shortened.
+
+    ``tree``: every node in a line, deeper where the tree branches; ``●`` marks the acted path.
+    """
+
+    def write(text: str, style: str = "") -> None:
+        console.print(Text(visible(text), style), soft_wrap=True)
+
+    turns, task, prompt = turns_of(trajectory), trajectory.task, prompt_of(trajectory)
+    write(f"{trajectory.id}  run {trajectory.run_id}  task {task.environment}/{task.id}", "bold")
+    named = "" if prompt == STANDARD_PROMPT else f"  prompt {prompt}"
+    write(f"{trajectory.strategy.name}  {trajectory.policy.served_name}{named}")
+    if (link := sub_agent_of(task)) is not None:
+        write(f"sub-agent {link.kind} of {link.parent}")
+    console.print()
+    segment = 1
+    for turn, depth in _in_depth(turns) if tree else ((turn, 0) for turn in turns if turn.acted):
+        text = message_text(turn.message)
+        if tree:
+            line = f"{'●' if turn.acted else '○'} {_heading(turn)}  {one_line(text, _LINE_WIDTH)}"
+            write(f"{'  ' * depth}{line}", "bold" if turn.acted else "dim")
+        else:
+            if turn.segment is not None and turn.segment != segment:
+                segment = turn.segment
+                why = f" ({turn.segment_cause})" if turn.segment_cause else ""
+                write(f"── segment {segment}: this prompt does not extend the turn before{why} ──", "yellow")
+            write(_heading(turn).rstrip(), f"bold {_STYLES[turn.message.role]}")
+        if isinstance(report := turn.search.get("report"), dict):
+            known = (f"{name.replace('_', ' ')} {_entry(entry)}" for name, entry in report.items() if entry is not None)
+            write(f"{'  ' * (depth + 1)}search: {'; '.join(known)}", "yellow")
+        for line in () if tree else (text if full else shortened(text)).split("\n"):
+            write(f"  {line}")
+    console.print()
+    totals = totals_of(trajectory, turns)
+    ended = f"{trajectory.stop.value} after {counted(totals['turns'], 'turn')} and {totals['seconds']:.1f} s"
+    write(f"{ended}, return {number(totals['episode_return'])}", "bold")
+    tokens = f"{totals['prompt_tokens']:,} prompt and {totals['sampled_tokens']:,} sampled tokens"
+    write(f"{tokens} in {counted(totals['segments'], 'segment')}; {counted(totals['nodes'], 'node')}")
+    if aside := sum(turn.turn is not None and not turn.acted for turn in turns):
+        write(f"{counted(aside, 'more turn')} on other branches: see --tree")
+    for score in scores:
+        write(f"score {number(score.reward)} by {score.reward_version}")
+    for label in standing(labels):
+        tokens = "" if label.tokens is None else f", sampled tokens {label.tokens[0]} to {label.tokens[1] - 1}"
+        parts = (
+            label.kind.value,
+            None if label.value is None else number(label.value),
+            label.other and f"over {label.other}",
+            None if label.node is None else f"on node {label.node}{tokens}",
+            label.author and f"by {label.author}",
+        )
+        write(": ".join(filter(None, (" ".join(filter(None, parts)), label.text))))
+    if (failure := trajectory.failure) is not None:
+        write(f"failed ({failure.kind.value}, {failure.boundary}): {failure.message}", "red")
+
+
+def _entry(entry: JsonValue) -> str:
+    if isinstance(entry, dict):
+        return ", ".join(f"{_entry(count)} {what}" for what, count in entry.items())
+    return number(entry) if isinstance(entry, int | float) else str(entry)
+
+
+def _heading(turn: Turn) -> str:
+    kind = f" {turn.kind}" if turn.kind != TURN else ""
+    name = f"#{turn.node} {turn.message.role}{kind}" + (f" turn {turn.turn}" if turn.turn is not None else "")
+    new = f"+{turn.prompt_tokens or 0:,} prompt, {turn.sampled_tokens or 0:,} sampled"
+    merged, dropped = turn.search.get("merged"), turn.search.get("dropped")
+    parts = (
+        f"{new} of {turn.context_tokens:,} tokens" if turn.context_tokens is not None else None,
+        *turn.lacks,
+        None if turn.reward is None else f"{'simulated ' if turn.simulated else ''}reward {number(turn.reward)}",
+        None if turn.value is None else f"value {number(turn.value)}",
+        f"{turn.visits} visits" if turn.visits else None,
+        f"{merged} merged" if merged else None,
+        f"dropped: {one_line(str(dropped), _LINE_WIDTH)}" if dropped else None,
+        None if turn.temperature is None else f"temperature {number(turn.temperature)}",
+        None if turn.policy is None else turn.policy.served_name,
+        None if turn.finish_reason in {None, "stop", "tool_calls"} else f"ended by {turn.finish_reason}",
+    )
+    return f"{name}  {' · '.join(filter(None, parts))}"
+
+
+def message_text(message: Message) -> str:
+    """The text of a message, and its tool calls."""
+    calls = (f"→ {call.name}({call.arguments})" for call in message.tool_calls)
+    return "\n".join([*filter(None, [message.content]), *calls])
+
+
+def shortened(text: str, lines: int = 12, characters: int = 1200) -> str:
+    """The beginning of a long text, with a line that says how much there is."""
+    shown = "\n".join(text[:characters].split("\n")[:lines])
+    if shown == text:
+        return text
+    return f"{shown}\n… cut: {len(text):,} characters in all; `openhands-rl show --full` shows them"
+
+
+def _in_depth(turns: Sequence[Turn]) -> Iterator[tuple[Turn, int]]:
+    """Every node below its parent, with the number of places above it where the tree branches."""
+    children: dict[int | None, list[Turn]] = {}
+    for turn in turns:
+        children.setdefault(turn.parent, []).append(turn)
+    waiting = [(turn, 0) for turn in reversed(children.get(None, []))]
+    while waiting:
+        turn, depth = waiting.pop()
+        yield turn, depth
+        below = children.get(turn.node, [])
+        waiting += ((child, depth + (len(below) > 1)) for child in reversed(below))
