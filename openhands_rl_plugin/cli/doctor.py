@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -47,9 +47,6 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import listed_models
 from openhands_rl_plugin.trajectories.view import console, print_json, table
-
-if TYPE_CHECKING:
-    pass
 
 REGISTRATION_SECONDS = 180.0
 """Importing OpenHands takes 10 seconds, 20 before its files are compiled; slow disks need more."""
