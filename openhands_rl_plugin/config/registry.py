@@ -61,14 +61,14 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
     },
     "rewards": {
         "command": "openhands_rl_plugin.rewards.command:CommandReward",
-        "human": "openhands_rl_plugin.rewards.human:HumanReward",
+        "human": "openhands_rl_plugin.rewards.outcome:HumanReward",
         "matching": "openhands_rl_plugin.rewards.matching:MatchingReward",
-        "recorded": "openhands_rl_plugin.rewards.recorded:RecordedReward",
+        "recorded": "openhands_rl_plugin.rewards.outcome:RecordedReward",
         "return": "openhands_rl_plugin.rewards.outcome:ReturnReward",
         "success": "openhands_rl_plugin.rewards.outcome:SuccessReward",
         "success-bonus": "openhands_rl_plugin.rewards.outcome:SuccessBonusReward",
         "verifier": "openhands_rl_plugin.rewards.verifier.reward:VerifierReward",
-        "tests": "openhands_rl_plugin.rewards.tests:TestsReward",
+        "tests": "openhands_rl_plugin.rewards.outcome:TestsReward",
     },
     "values": {
         "model": "openhands_rl_plugin.rollout.strategies.value:ModelValue",

@@ -1,61 +1,61 @@
-"""Rewards from the environment's return; where the environment gives no rewards, from the recorded judgement."""
+"""Rewards from what an episode earned or was judged: its return, success, the recorded judgement, tests, people."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from openhands_rl_plugin.config.success import own_rule
 from openhands_rl_plugin.core.errors import GraderError
-from openhands_rl_plugin.core.judgements import UNJUDGED, SuccessRule, newest_outcome
+from openhands_rl_plugin.core.judgements import HUMAN, UNJUDGED, SuccessRule, consensus, host_evidence, newest_outcome
+from openhands_rl_plugin.core.records import Label
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Trajectory, pays_rewards
 
 # Then an action may have no answer because the answer did not come.
 _CUT_OFF = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
+_UNKNOWN = ("error_eval", "infra_failure")
 
 
-class _OfReturn(ABC):
-    """A reward that is a function of the return."""
+class NoOptions(Frozen):
+    """No options."""
 
+
+class _Reward:
+    """A reward with checked options, as the registry makes it."""
+
+    Options: ClassVar[type[Frozen]] = NoOptions
     version: str
+
+    def __init__(self, options: Frozen | None = None) -> None:
+        self.options: Any = options or self.Options()
+
+    def _score(self, trajectory: Trajectory, reward: float, detail: JsonObject) -> Score:
+        return Score(trajectory_id=trajectory.id, reward=reward, detail=detail, reward_version=self.version)
+
+
+class ReturnReward(_Reward):
+    """The environment's return: the undiscounted sum of the step rewards on the acted path."""
+
+    version = "return-1"
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Score the episode. Raises ``GraderError`` when it has no valid return."""
         total, steps = environment_return(trajectory)
-        return self._score(trajectory, total, {"steps": steps})
+        reward, detail = self._judge(total, trajectory)
+        return self._score(trajectory, reward, {**detail, "steps": steps})
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
         """Where no step was paid, the newest judgement is the return."""
-        told = told_return(trajectory, scores)
-        if told is None or told.reward is None or any(score.reward_version == self.version for score in scores):
+        found = judged_return(trajectory, scores)
+        if found is None or found.reward is None or any(score.reward_version == self.version for score in scores):
             return None
-        return self._score(trajectory, told.reward, {"judged_by": told.reward_version})
+        reward, detail = self._judge(found.reward, trajectory)
+        return self._score(trajectory, reward, {**detail, "judged_by": found.reward_version})
 
-    def _score(self, trajectory: Trajectory, total: float, detail: JsonObject) -> Score:
-        reward, more = self._judge(total, trajectory)
-        return Score(trajectory_id=trajectory.id, reward=reward, detail={**more, **detail}, reward_version=self.version)
-
-    @abstractmethod
     def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
         """The reward of the episode's return, and details."""
-
-
-class ReturnOptions(Frozen):
-    """No options."""
-
-
-class ReturnReward(_OfReturn):
-    """The environment's return: the undiscounted sum of the step rewards on the acted path."""
-
-    Options = ReturnOptions
-    version = "return-1"
-
-    def __init__(self, options: ReturnOptions | None = None) -> None:
-        self.options = options or ReturnOptions()
-
-    def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
         return total, {}
 
 
@@ -65,50 +65,126 @@ class SuccessOptions(Frozen):
     threshold: float | None = Field(default=None, allow_inf_nan=False)
 
 
-class SuccessReward(_OfReturn):
-    """1.0 for a success, else 0.0."""
+class SuccessReward(ReturnReward):
+    """1.0 for a success, else 0.0. Its version has the options, because they change the scores."""
 
     Options = SuccessOptions
 
-    def __init__(self, options: SuccessOptions | None = None) -> None:
-        self.options = options or SuccessOptions()
-        # Thresholds give different scores.
-        self.version = f"success-1@{_named(self.options.threshold)}"
+    def __init__(self, options: Frozen | None = None) -> None:
+        super().__init__(options)
+        at = self.options.threshold
+        self._named = "environment" if at is None else f"{at:g}"
+        self.version = f"success-1@{self._named}"
 
     def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
-        return float(_success(total, trajectory, self.options.threshold)), {"return": total}
+        at = self.options.threshold
+        rule = own_rule(trajectory.task.environment) if at is None else SuccessRule(at=at)
+        return float(rule.holds(total, trajectory.stop)), {"return": total}
 
 
-class BonusOptions(Frozen):
-    """``threshold``: the least return of a success (default: the criterion of the episode's environment); ``share`` in
-    [0, 1]: the weight of success."""
+class BonusOptions(SuccessOptions):
+    """``share`` in [0, 1]: the weight of success."""
 
-    threshold: float | None = Field(default=None, allow_inf_nan=False)
     share: float = Field(default=0.5, ge=0, le=1)
 
 
-class SuccessBonusReward(_OfReturn):
+class SuccessBonusReward(SuccessReward):
     """``(1 - share) * return + share * success``: partial credit, with a bonus for success."""
 
     Options = BonusOptions
 
-    def __init__(self, options: BonusOptions | None = None) -> None:
-        self.options = options or BonusOptions()
-        # Options change the scores.
-        self.version = f"success-bonus-1@{_named(self.options.threshold)}/{self.options.share:g}"
+    def __init__(self, options: Frozen | None = None) -> None:
+        super().__init__(options)
+        self.version = f"success-bonus-1@{self._named}/{self.options.share:g}"
 
     def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
-        success, share = float(_success(total, trajectory, self.options.threshold)), self.options.share
-        return (1 - share) * total + share * success, {"return": total, "success": success}
+        success, detail = super()._judge(total, trajectory)
+        share = self.options.share
+        return (1 - share) * total + share * success, {**detail, "success": success}
 
 
-def _success(total: float, trajectory: Trajectory, threshold: float | None) -> bool:
-    rule = own_rule(trajectory.task.environment) if threshold is None else SuccessRule(at=threshold)
-    return rule.holds(total, trajectory.stop)
+class RecordedReward(_Reward):
+    """The newest judgement of the outcome (``newest_outcome``), whoever made it; else the environment's return.
+
+    It is read anew each time and not stored again, so that a later verdict counts.
+    """
+
+    version = "recorded-1"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """The return of an episode without scores. Raises ``GraderError`` where there is none."""
+        if trajectory.failure is not None:
+            raise GraderError(f"{trajectory.id} failed ({trajectory.failure.kind}): {trajectory.failure.message}")
+        if (score := self.from_record(trajectory, ())) is None:
+            raise GraderError(UNJUDGED)
+        return score
+
+    def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
+        """The score that follows from ``scores``, oldest first; ``None`` where the reward has to judge itself."""
+        newest = newest_outcome(scores)
+        judge, reward = (newest.reward_version, newest.reward) if newest else ("return", trajectory.known_return)
+        if reward is None or trajectory.failure is not None:
+            return None
+        return self._score(trajectory, reward, {"judged_by": judge})
 
 
-def _named(threshold: float | None) -> str:
-    return "environment" if threshold is None else f"{threshold:g}"
+class TestsReward(_Reward):
+    """1.0 when the recorded test report has ``resolved`` set, else 0.0.
+
+    The report is in ``evidence["test_result"]["report"]``, as in OpenHands' evaluation. The score's details are those
+    of ``evidence["test_result"]["verdict"]``.
+    """
+
+    __test__ = False  # pytest must not collect it
+    version = "tests-1"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Score the episode. Raises ``GraderError`` when no tests ran, or their environment failed."""
+        held = host_evidence(trajectory).get("test_result")
+        result = held if isinstance(held, dict) else {}
+        report = result.get("report")
+        if not isinstance(report, dict) or not isinstance(resolved := report.get("resolved"), bool):
+            raise GraderError(f"{trajectory.id} has no report of tests in its evidence: grade it first")
+        if any(report.get(name) is True for name in _UNKNOWN):
+            raise GraderError(f"{trajectory.id}: its tests could not be run, so nothing is known about its patch")
+        verdict = result.get("verdict")
+        detail: JsonObject = {"resolved": resolved, **({"verdict": verdict} if isinstance(verdict, dict) else {})}
+        return self._score(trajectory, float(resolved), detail)
+
+
+class HumanReward(_Reward):
+    """The verdict of more than half of the labellers, each with what they said last; without one there is no reward.
+
+    Labels become scores only when this reward is asked for (``score --reward human``, ``train --reward human``). An
+    opinion in lists and statistics: it never takes the place of what a grader said.
+
+    Examples:
+        >>> from openhands_rl_plugin.core.records import LabelKind
+        >>> said = [("ann", 1.0), ("bob", 0.0), ("cay", 1.0)]
+        >>> labels = [
+        ...     Label(id=who, trajectory_id="one", kind=LabelKind.VERDICT, value=value, author=who, at=0.0)
+        ...     for who, value in said
+        ... ]
+        >>> score = HumanReward().from_labels("one", labels)
+        >>> score.reward, score.detail
+        (1.0, {'labellers': 3, 'agree': 2})
+        >>> HumanReward().from_labels("one", labels[:2]).reward is None
+        True
+    """
+
+    version = f"{HUMAN}1"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        """Raises ``GraderError``: an episode itself does not say what people think of it."""
+        raise GraderError("nobody gave a verdict that counts: openhands-rl score STORE --ask, or the studio")
+
+    def from_labels(self, trajectory_id: str, labels: Sequence[Label]) -> Score | None:
+        """As in ``JudgesLabels``."""
+        found = consensus(labels)
+        if found is None:
+            return None
+        detail: JsonObject = {"labellers": found.labellers, "agree": found.agree}
+        return Score(trajectory_id=trajectory_id, reward=found.value, detail=detail, reward_version=self.version)
 
 
 def environment_return(trajectory: Trajectory) -> tuple[float, int]:
@@ -131,7 +207,7 @@ def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     return sum(answered), len(answered)
 
 
-def told_return(trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
+def judged_return(trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
     """The newest judgement of the outcome, where no step was paid: then that is the return."""
     if trajectory.failure is not None or trajectory.known_return is not None:
         return None

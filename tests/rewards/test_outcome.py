@@ -32,11 +32,6 @@ async def test_they_keep_the_rules_of_rewards(reward: ReturnReward | SuccessRewa
     await check_reward(reward, [example_trajectory(at) for at in range(3)])
 
 
-async def test_the_return_is_the_sum_of_all_steps():
-    score = await ReturnReward()(with_rewards(0.25, 0.0, 0.5, -0.25))
-    assert (score.reward, score.detail, score.reward_version) == (0.5, {"steps": 4}, "return-1")
-
-
 @pytest.mark.parametrize(
     ("rewards", "threshold", "expected"),
     [((0.99,), 1.0, 0.0), ((1.0,), 1.0, 1.0), ((0.1,) * 10, 1.0, 1.0), ((0.4, 0.1), 0.5, 1.0), ((-1.0,), 0.0, 0.0)],

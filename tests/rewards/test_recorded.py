@@ -7,8 +7,7 @@ import pytest
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.types import Node, Score, Task, Trajectory
-from openhands_rl_plugin.rewards.outcome import ReturnReward, SuccessOptions, SuccessReward
-from openhands_rl_plugin.rewards.recorded import RecordedReward
+from openhands_rl_plugin.rewards.outcome import RecordedReward, ReturnReward, SuccessOptions, SuccessReward
 from openhands_rl_plugin.rollout.scoring import known_score
 from openhands_rl_plugin.testing import check_reward, example_trajectory
 
@@ -68,16 +67,6 @@ def test_what_was_told_is_the_return_where_the_environment_pays_nothing() -> Non
     success = known_score(SuccessReward(SuccessOptions(threshold=0.5)), session(), told)
     assert success is not None and success.reward == 1.0
     assert known_score(ReturnReward(), example_trajectory(), told) is None, "there the environment's rewards decide"
-
-
-async def test_an_import_without_step_rewards_is_worth_what_its_record_said() -> None:
-    made = example_trajectory()
-    nodes = tuple(node.model_copy(update={"reward": None}) for node in made.nodes)
-    imported = made.model_copy(update={"nodes": nodes, "task": Task(id="x", environment="swe")})
-    known = known_score(ReturnReward(), imported, [score("imported-1", 1.0)])
-    assert known is not None and known.reward == 1.0
-    with pytest.raises(GraderError, match="say one"):
-        await ReturnReward()(imported)
 
 
 async def test_it_keeps_the_rules_of_rewards_and_follows_the_return_of_what_nobody_judged() -> None:

@@ -11,8 +11,7 @@ from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.errors import GraderError, TrainingError
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Trajectory
-from openhands_rl_plugin.rewards.human import HumanReward
-from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rewards.outcome import HumanReward, ReturnReward
 from openhands_rl_plugin.rewards.verifier.card import task_digest
 from openhands_rl_plugin.rewards.verifier.data import Labelled, balanced, label_of, split_by_task, task_of
 

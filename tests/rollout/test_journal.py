@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from keep_playing import PLAN
 
 from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
-from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -74,66 +73,6 @@ async def everything(storage: FileTrajectoryStorage) -> list[Trajectory]:
     return [found async for found, _ in storage.find(TrajectoryFilter(finished=None))]
 
 
-async def test_every_call_stores_what_came_since_the_last_one(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(said("state 0"))
-    await journal.keep(tree)
-    tree.commit(await sampled(tree))
-    await journal.keep(tree)
-    (found,) = await everything(storage)
-    assert (found.stop, found.head, found.nodes) == (StopReason.UNFINISHED, 1, frozen(tree).nodes)
-    assert found.nodes[1].reward is None, "sampled and committed, but not executed"
-    tree.observe(said("state 1", 0.5))
-    await journal.keep(tree)
-    (found,) = await everything(storage)
-    assert (found.head, found.nodes) == (2, frozen(tree).nodes)
-    await journal.end(frozen(tree))
-    assert await everything(storage) == [frozen(tree)]
-    assert [found async for found, _ in storage.find()] == [frozen(tree)]
-
-
-async def test_what_did_not_change_is_not_written(storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch):
-    written: list[EpisodeGrowth] = []
-    grow = storage.grow
-
-    async def counted(growth: EpisodeGrowth) -> None:
-        written.append(growth)
-        await grow(growth)
-
-    monkeypatch.setattr(storage, "grow", counted)
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(said("state"))
-    node = await sampled(tree)
-    await journal.keep(tree)
-    await journal.keep(tree)
-    tree.nodes[node].value, tree.nodes[node].visits = 0.25, 3
-    await journal.keep(tree)
-    tree.commit(node)
-    await journal.keep(tree)
-    assert [(len(growth.nodes), len(growth.marks), growth.head) for growth in written] == [
-        (2, 0, 0),
-        (0, 1, 0),
-        (0, 0, 1),
-    ]
-
-
-async def test_an_episode_that_was_never_kept_is_stored_as_a_whole(storage: FileTrajectoryStorage):
-    await EpisodeJournal(storage, EpisodeStart.of(EXAMPLE)).end(EXAMPLE)
-    assert await everything(storage) == [EXAMPLE]
-
-
-async def test_what_a_host_notes_on_an_earlier_node_is_stored_too(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(said("state"))
-    tree.commit(await sampled(tree))
-    await journal.keep(tree)
-    tree.nodes[1].metadata["replayed_as"] = {"content": "go "}
-    tree.nodes[0].tokens = None
-    tree.observe(said("next"))
-    await journal.end(frozen(tree))
-    assert await everything(storage) == [frozen(tree)]
-
-
 async def test_what_a_late_thread_adds_after_the_end_is_no_part_of_the_episode(storage: FileTrajectoryStorage):
     tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
     tree.observe(said("state"))
@@ -145,37 +84,6 @@ async def test_what_a_late_thread_adds_after_the_end_is_no_part_of_the_episode(s
     tree.observe(said("later"))
     await journal.keep(tree)
     assert await everything(storage) == [trajectory]
-
-
-async def test_an_episode_that_is_played_anew_takes_the_place_of_the_unfinished_one(storage: FileTrajectoryStorage):
-    for texts in (("one", "two", "three"), ("other",)):
-        tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-        for text in texts:
-            tree.observe(said(text))
-            await journal.keep(tree)
-    (found,) = await everything(storage)
-    assert [node.message.content for node in found.nodes] == ["other"]
-
-
-async def test_a_journal_goes_on_where_another_one_stopped(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(said("state"))
-    tree.commit(await sampled(tree))
-    await journal.keep(tree)
-    unfinished = await stored_episode(storage, EXAMPLE.id)
-    assert unfinished is not None
-    tree = EpisodeTree.thaw(unfinished)
-    journal = EpisodeJournal.resumed(storage, unfinished)
-    tree.observe(said("next", 1.0))
-    await journal.keep(tree)
-    await journal.end(frozen(tree))
-    assert await everything(storage) == [frozen(tree)]
-    assert frozen(tree).usage.model_dump(exclude={"cached_tokens"}) == {
-        "prompt_tokens": 8,
-        "completion_tokens": 3,
-        "calls": 1,
-        "steps": 1,
-    }
 
 
 async def test_a_write_that_has_begun_is_ended_before_its_caller_is_cancelled(
@@ -201,26 +109,6 @@ async def test_a_write_that_has_begun_is_ended_before_its_caller_is_cancelled(
     monkeypatch.undo()
     await journal.end(frozen(tree))
     assert await everything(storage) == [frozen(tree)]
-
-
-async def test_a_write_that_fails_is_told_even_to_a_caller_that_was_cancelled(
-    storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch
-):
-    begun = asyncio.Event()
-
-    async def full(growth: EpisodeGrowth) -> None:
-        begun.set()
-        await asyncio.sleep(0.05)
-        raise StorageError("the disk is full")
-
-    monkeypatch.setattr(storage, "grow", full)
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(said("state"))
-    keeping = asyncio.create_task(journal.keep(tree))
-    await begun.wait()
-    keeping.cancel()
-    with pytest.raises(StorageError, match="the disk is full"):
-        await keeping
 
 
 STEPS = st.lists(

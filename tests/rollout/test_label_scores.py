@@ -14,9 +14,7 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import majority, newest_outcome, opinions, preferences, scores_of, verdicts
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Score
-from openhands_rl_plugin.rewards.human import HumanReward
-from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.rewards.recorded import RecordedReward
+from openhands_rl_plugin.rewards.outcome import HumanReward, RecordedReward, ReturnReward
 from openhands_rl_plugin.rollout.scoring import (
     ScoreReport,
     add_label,

@@ -132,14 +132,6 @@ async def test_a_server_that_stays_away_leaves_failures_not_zeros(tmp_path: Path
     assert scored == [(), (), ()]
 
 
-async def test_scores_are_given_once_a_version(tmp_path: Path) -> None:
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        await roll_out(plan(samples_per_task=1), Counting().runner(), storage)
-        first = await rescore(storage, ReturnReward())
-        second = await rescore(storage, ReturnReward())
-    assert (first.scored, second.scored, second.already_scored) == (3, 0, 3)
-
-
 async def test_a_grader_that_cannot_judge_leaves_no_score(tmp_path: Path) -> None:
     class Broken:
         version = "broken-1"

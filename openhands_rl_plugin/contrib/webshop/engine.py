@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from openhands_rl_plugin.contrib.webshop.catalogue import (
     Goal,
@@ -39,91 +40,37 @@ class Button(StrEnum):
 DETAIL_BUTTONS = (Button.DESCRIPTION, Button.FEATURES, Button.REVIEWS, Button.ATTRIBUTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What is shown, part by part, and which texts can be clicked. `path` names the page as its URL would."""
+class Page(NamedTuple):
+    """What is shown, part by part, and which texts can be clicked."""
 
-    path: str
     parts: tuple[str, ...]
-    clickables: tuple[str, ...]
+    clickables: tuple[str, ...] = ()
 
 
-def search_page(instruction: str) -> Page:
-    """The front page with the search bar."""
-    return Page(
-        path="",
-        parts=("WebShop", *_header(instruction), Button.SEARCH),
-        clickables=(Button.SEARCH,),
-    )
+def results_page(head: tuple[str, ...], found: Sequence[Product], *, page: int, per_page: int) -> Page:
+    """Page `page` of the search results, counted from 1."""
+    steps = [Button.PREVIOUS] * (page > 1) + [Button.NEXT] * (page * per_page < len(found))
+    shown = found[(page - 1) * per_page : page * per_page]
+    parts = (*head, Button.BACK_TO_SEARCH, f"Page {page} (Total results: {len(found)})", *steps)
+    listed = (part for product in shown for part in (product.asin, product.title, f"${product.price}"))
+    return Page((*parts, *listed), (Button.BACK_TO_SEARCH, *steps, *(product.asin for product in shown)))
 
 
-def results_page(instruction: str, products: Sequence[Product], *, page: int, per_page: int, total: int) -> Page:
-    """One page of search results: `products` are those of page `page`, counted from 1."""
-    buttons: list[str] = [Button.BACK_TO_SEARCH]
-    parts: list[str] = [*_header(instruction), Button.BACK_TO_SEARCH, f"Page {page} (Total results: {total})"]
-    if page > 1:
-        buttons.append(Button.PREVIOUS)
-        parts.append(Button.PREVIOUS)
-    if page * per_page < total:
-        buttons.append(Button.NEXT)
-        parts.append(Button.NEXT)
-    for product in products:
-        parts += (product.asin, product.title, f"${product.price}")
-    return Page(
-        path=f"search_results/{page}",
-        parts=tuple(parts),
-        clickables=(*buttons, *(product.asin for product in products)),
-    )
-
-
-def item_page(instruction: str, product: Product, selected: Sequence[tuple[str, str]]) -> Page:
+def item_page(head: tuple[str, ...], product: Product, selected: Sequence[tuple[str, str]]) -> Page:
     """A product with its options; `selected` are the (group, value) pairs clicked so far."""
     options = [part for group in product.options for part in (group.name, *group.values)]
     chosen = [f"Selected: {', '.join(f'{name}={value}' for name, value in selected)}"] if selected else []
-    parts = (
-        *_header(instruction),
-        Button.BACK_TO_SEARCH,
-        Button.PREVIOUS,
-        *options,
-        *chosen,
-        product.title,
-        f"Price: ${product.price}",
-        "Rating: N.A.",
-        *DETAIL_BUTTONS,
-        Button.BUY_NOW,
-    )
+    back, buy = (Button.BACK_TO_SEARCH, Button.PREVIOUS), (*DETAIL_BUTTONS, Button.BUY_NOW)
+    about = (product.title, f"Price: ${product.price}", "Rating: N.A.")
     values = (value for group in product.options for value in group.values)
-    return Page(
-        path=f"item_page/{product.asin}",
-        parts=parts,
-        clickables=(Button.BACK_TO_SEARCH, Button.PREVIOUS, *DETAIL_BUTTONS, Button.BUY_NOW, *values),
-    )
+    return Page((*head, *back, *options, *chosen, *about, *buy), (*back, *buy, *values))
 
 
-def detail_page(instruction: str, product: Product, detail: Button) -> Page:
+def detail_page(head: tuple[str, ...], product: Product, detail: Button) -> Page:
     """One of the pages behind `DETAIL_BUTTONS`."""
-    match detail:
-        case Button.DESCRIPTION:
-            content: tuple[str, ...] = (product.description,)
-        case Button.FEATURES | Button.ATTRIBUTES:
-            content = product.attributes
-        case _:
-            content = ("No reviews yet.",)
-    return Page(
-        path=f"item_sub_page/{product.asin}/{detail}",
-        parts=(*_header(instruction), Button.BACK_TO_SEARCH, Button.PREVIOUS, *content),
-        clickables=(Button.BACK_TO_SEARCH, Button.PREVIOUS),
-    )
-
-
-def final_page(breakdown: RewardBreakdown) -> Page:
-    """The page after a purchase."""
-    score = f"Your score (min 0.0, max 1.0): {round(breakdown.reward, 4)}"
-    return Page(path="done", parts=("Thank you for shopping with us!", score), clickables=())
-
-
-def _header(instruction: str) -> tuple[str, str]:
-    return ("Instruction:", instruction)
+    content = {Button.DESCRIPTION: (product.description,), Button.REVIEWS: ("No reviews yet.",)}
+    back = (Button.BACK_TO_SEARCH, Button.PREVIOUS)
+    return Page((*head, *back, *content.get(detail, product.attributes)), back)
 
 
 MAX_RESULTS = 50
@@ -131,8 +78,7 @@ _ECHOED_CHARACTERS = 60
 _ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE | re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Purchase:
+class Purchase(NamedTuple):
     """The purchase that ended an episode: the product, its (group, value) options, and the parts of the reward."""
 
     asin: str
@@ -140,8 +86,7 @@ class Purchase:
     breakdown: RewardBreakdown
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The result of one step. `truncated`: the step limit, not a purchase, ended the episode.
 
     `info` is set by the step that buys.
@@ -267,18 +212,17 @@ class WebShopSession:
     @property
     def page(self) -> Page:
         """The current page."""
-        place, instruction = self._place, self.goal.instruction
+        place, head = self._place, ("Instruction:", self.goal.instruction)
         if place.purchase is not None:
-            return final_page(place.purchase.breakdown)
+            score = f"Your score (min 0.0, max 1.0): {round(place.purchase.breakdown.reward, 4)}"
+            return Page(("Thank you for shopping with us!", score))
         if place.product is not None and place.detail is not None:
-            return detail_page(instruction, place.product, place.detail)
+            return detail_page(head, place.product, place.detail)
         if place.product is not None:
-            return item_page(instruction, place.product, place.selected)
+            return item_page(head, place.product, place.selected)
         if place.searched:
-            per_page = self.world.results_per_page
-            shown = place.found[(place.page - 1) * per_page : place.page * per_page]
-            return results_page(instruction, shown, page=place.page, per_page=per_page, total=len(place.found))
-        return search_page(instruction)
+            return results_page(head, place.found, page=place.page, per_page=self.world.results_per_page)
+        return Page(("WebShop", *head, Button.SEARCH), (Button.SEARCH,))
 
     def step(self, action: str) -> StepResult:
         """Execute one action, `search[...]` or `click[...]`; the observation of an invalid one lists the valid actions.
@@ -289,8 +233,7 @@ class WebShopSession:
         if self.done:
             state = self.world.separator.join(("The episode is over.", self.observation))
             return StepResult(state, 0.0, True, self._place.truncated, None)
-        problem = None
-        place = self._place
+        problem, place = "", self._place
         try:
             place = self._after(action)
         except _Refused as refusal:
@@ -298,14 +241,13 @@ class WebShopSession:
         steps = place.steps + 1
         out_of_steps = place.purchase is None and steps >= self.world.max_steps
         self._place = place = replace(place, steps=steps, truncated=out_of_steps)
-        state = self.observation if problem is None else self._refusal(problem)
+        state = self.observation
+        if problem:
+            clickables = ", ".join(text for text in self.page.clickables if text != Button.SEARCH)
+            clicks = f" or click[...] one of: {clickables}" if clickables else ""
+            state = f"Invalid action: {problem} You can search[keywords]{clicks}"
         reward = place.purchase.breakdown.reward if place.purchase is not None else 0.0
         return StepResult(state, reward, place.done, place.truncated, place.purchase)
-
-    def _refusal(self, problem: str) -> str:
-        clickables = ", ".join(text for text in self.page.clickables if text != Button.SEARCH)
-        clicks = f" or click[...] one of: {clickables}" if clickables else ""
-        return f"Invalid action: {problem} You can search[keywords]{clicks}"
 
     def _after(self, action: str) -> _Place:
         # As in the original shop, whose pattern ends with the line: what a model says below its action is ignored.
@@ -317,55 +259,34 @@ class WebShopSession:
         if not argument:
             raise _Refused(f"{verb}[] is empty.")
         if verb == "search":
-            return self._after_search(argument)
-        return self._after_click(argument)
-
-    def _after_search(self, keywords: str) -> _Place:
-        found = self.world.index.search(keywords, limit=MAX_RESULTS)
-        return _Place(searched=True, found=found, steps=self._place.steps)
-
-    def _after_click(self, value: str) -> _Place:
-        wanted = value.lower()
-        target = next((text for text in self.page.clickables if text.lower() == wanted), None)
+            found = self.world.index.search(argument, limit=MAX_RESULTS)
+            return _Place(searched=True, found=found, steps=self._place.steps)
+        target = next((text for text in self.page.clickables if text.lower() == argument.lower()), None)
         if target is None:
-            raise _Refused(f"there is no '{_shortened(value)}' to click here.")
+            raise _Refused(f"there is no '{_shortened(argument)}' to click here.")
+        return self._after_click(self._place, target)
+
+    def _after_click(self, place: _Place, target: str) -> _Place:
+        product = place.product
         if target == Button.SEARCH:
             raise _Refused("a search needs keywords.")
-        place = self._place
         if target == Button.BACK_TO_SEARCH:
             return _Place(steps=place.steps)
-        if target == Button.PREVIOUS:
-            return self._after_previous()
-        if place.product is None:
-            return self._after_results_click(target)
-        return self._after_item_click(place.product, target)
-
-    def _after_previous(self) -> _Place:
-        place = self._place
-        if place.detail is not None:
+        if target == Button.PREVIOUS and place.detail is not None:
             return replace(place, detail=None)
-        if place.product is not None:
+        if target == Button.PREVIOUS and product is not None:
             return replace(place, product=None, selected=())
-        return replace(place, page=place.page - 1)
-
-    def _after_results_click(self, target: str) -> _Place:
-        if target == Button.NEXT:
-            return replace(self._place, page=self._place.page + 1)
-        return replace(self._place, product=self.world.by_asin[target])
-
-    def _after_item_click(self, product: Product, target: str) -> _Place:
-        place = self._place
+        if product is None:
+            turns = {Button.PREVIOUS: -1, Button.NEXT: 1}.get(target)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if turns is not None:
+                return replace(place, page=place.page + turns)
+            return replace(place, product=self.world.by_asin[target])
         if target == Button.BUY_NOW:
-            breakdown = purchase_reward(product, place.selected, self.goal)
-            purchase = Purchase(product.asin, place.selected, breakdown)
-            return replace(place, purchase=purchase)
+            bought = Purchase(product.asin, place.selected, purchase_reward(product, place.selected, self.goal))
+            return replace(place, purchase=bought)
         if target in DETAIL_BUTTONS:
             return replace(place, detail=Button(target))
-        group = product.option_group_of(target)
-        if group is None:
-            raise _Refused(f"there is no '{_shortened(target)}' to click here.")
-        others = {name: value for name, value in place.selected if name != group}
-        chosen = {**others, group: target}
+        chosen = {**dict(place.selected), product.option_group_of(target): target}
         in_order = tuple((g.name, chosen[g.name]) for g in product.options if g.name in chosen)
         return replace(place, selected=in_order)
 
@@ -379,15 +300,6 @@ class OracleFailedError(RLError):
     """No product that the search found meets the goal."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """One entry of a results page; `price` in dollars."""
-
-    asin: str
-    title: str
-    price: float
-
-
 def oracle_actions(world: WebShop, goal_index: int) -> list[str]:
     """The actions that earn reward 1.0 for that goal.
 
@@ -395,63 +307,36 @@ def oracle_actions(world: WebShop, goal_index: int) -> list[str]:
         IndexError: there is no such goal.
         OracleFailedError: no listing meets the goal; every generated goal has one that does.
     """
-    session = world.session(goal_index)
-    return list(_shop(session))
-
-
-def listings(observation: str, separator: str) -> list[Listing]:
-    """The entries of a results page, read from its text."""
-    parts = observation.split(separator)
-    return [
-        Listing(asin=parts[at - 2], title=parts[at - 1], price=float(part[1:]))
-        for at, part in enumerate(parts)
-        if at >= 2 and part.startswith("$")
-    ]
+    return list(_shop(world.session(goal_index)))
 
 
 def _shop(session: WebShopSession) -> Iterator[str]:
     """Run `session` to its end and yield each action after its step."""
-    goal, separator = session.goal, session.world.separator
-    yield _take(session, f"search[{' '.join((*goal.attributes, goal.query))}]")
+
+    def take(action: str) -> str:
+        session.step(action)
+        return action
+
+    goal, world = session.goal, session.world
+    yield take(f"search[{' '.join((*goal.attributes, goal.query))}]")
     while not session.done:
-        for listing in _promising(listings(session.observation, separator), goal):
-            yield _take(session, f"click[{listing.asin}]")
-            if _offers(session, goal):
-                unseen = _unseen_attributes(listing, goal)
+        shown = [world.by_asin[each] for each in session.page.clickables if each in world.by_asin]
+        fitting = [each for each in shown if each.title.endswith(goal.query) and each.price <= goal.price_upper]
+        # First those whose titles show all wanted attributes.
+        for product in sorted(fitting, key=lambda each: any(name not in each.title for name in goal.attributes)):
+            yield take(f"click[{product.asin}]")
+            if all(value in session.page.clickables for _, value in goal.options):
+                unseen = [name for name in goal.attributes if name not in product.title]
                 if unseen:
-                    yield _take(session, f"click[{Button.ATTRIBUTES}]")
-                    unseen = [attribute for attribute in unseen if attribute not in session.page.parts]
-                    yield _take(session, f"click[{Button.PREVIOUS}]")
+                    yield take(f"click[{Button.ATTRIBUTES}]")
+                    unseen = [name for name in unseen if name not in session.page.parts]
+                    yield take(f"click[{Button.PREVIOUS}]")
                 if not unseen:
-                    yield from _buy(session)
+                    for value in (*(value for _, value in goal.options), Button.BUY_NOW):
+                        yield take(f"click[{value}]")
                     return
-            yield _take(session, f"click[{Button.PREVIOUS}]")
+            yield take(f"click[{Button.PREVIOUS}]")
         if session.done or Button.NEXT not in session.page.clickables:
             break
-        yield _take(session, f"click[{Button.NEXT}]")
+        yield take(f"click[{Button.NEXT}]")
     raise OracleFailedError(f"nothing found within the step limit for goal {goal.index}: {goal.instruction}")
-
-
-def _take(session: WebShopSession, action: str) -> str:
-    session.step(action)
-    return action
-
-
-def _promising(found: Sequence[Listing], goal: Goal) -> list[Listing]:
-    """Listings of the right type and price, first those whose titles show all wanted attributes."""
-    affordable = [entry for entry in found if entry.title.endswith(goal.query) and entry.price <= goal.price_upper]
-    return sorted(affordable, key=lambda entry: bool(_unseen_attributes(entry, goal)))
-
-
-def _unseen_attributes(listing: Listing, goal: Goal) -> list[str]:
-    return [attribute for attribute in goal.attributes if attribute not in listing.title]
-
-
-def _offers(session: WebShopSession, goal: Goal) -> bool:
-    return all(value in session.page.clickables for _, value in goal.options)
-
-
-def _buy(session: WebShopSession) -> Iterator[str]:
-    for _, value in session.goal.options:
-        yield _take(session, f"click[{value}]")
-    yield _take(session, f"click[{Button.BUY_NOW}]")

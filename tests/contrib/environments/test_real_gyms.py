@@ -205,7 +205,7 @@ def test_nemo_gym_s_rows_are_played_or_refused_by_name():
                 continue
             if found.turns or found.system:
                 played.add(server)
-                assert len(found.tools.names) == len(row["responses_create_params"].get("tools") or []), server
+                assert len(found.tools.functions) == len(row["responses_create_params"].get("tools") or []), server
             else:
                 refused[server] = "no prompt"
     of_servers = {each for each in (*played, *refused) if each.startswith("resources_servers/")}

@@ -11,7 +11,7 @@ from studio_client import Client, Opener, fill
 from openhands_rl_plugin.core.judgements import newest_outcome, opinions, preferences
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, StopReason
-from openhands_rl_plugin.rewards.human import HumanReward
+from openhands_rl_plugin.rewards.outcome import HumanReward
 from openhands_rl_plugin.rollout.scoring import ScoreReport, rescore
 from openhands_rl_plugin.testing.samples import GONE, sample_episode
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from openhands_rl_plugin.contrib.webshop import (
     WebShop,
     oracle_actions,
     running_webshop,
 )
-from openhands_rl_plugin.contrib.webshop.server import SessionTable, UnknownSessionError
+from openhands_rl_plugin.contrib.webshop.server import create_app
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.testing import check_environment
@@ -71,14 +72,12 @@ def test_two_resets_of_one_idx_are_two_sessions(shop: httpx.Client) -> None:
 
 
 def test_the_session_that_was_longest_unused_makes_room() -> None:
-    table = SessionTable(2)
-    for name in ("a", "b"):
-        table.put(name, WORLD.session(0))
-    table.get("a")
-    table.put("c", WORLD.session(0))
-    assert len(table) == 2 and table.get("a").goal is table.get("c").goal
-    with pytest.raises(UnknownSessionError, match="no session 'b'"):
-        table.get("b")
+    with TestClient(create_app(WORLD, max_sessions=2)) as shop:
+        first, second = (shop.post("/reset", json={"idx": 0}).json()["session"] for _ in range(2))
+        shop.post("/step", json={"session": first, "action": "search[tea]"})
+        shop.post("/reset", json={"idx": 0})
+        found = [shop.post("/step", json={"session": each, "action": "x"}).status_code for each in (first, second)]
+    assert found == [200, 404]
 
 
 async def test_the_shop_passes_the_conformance_check(base_url: str) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from openhands_rl_plugin.contrib.webshop import WebShop, WebShopSession, oracle_actions
 
@@ -64,35 +62,15 @@ def test_the_pages_have_webshops_form() -> None:
     assert final.info.options == ((group.name, group.values[0]),)
 
 
-def test_going_back_and_forth() -> None:
-    session = new_session()
-    page_1 = session.step("search[organic granola bars]").state
-    page_2 = session.step("click[Next >]").state
-    assert "Page 2 (Total results: 50)" in page_2 and "< Prev" in page_2
-    assert session.step("click[< Prev]").state == page_1
-    session.step("click[Next >]")
-    item = session.step(f"click[{session.page.clickables[-1]}]").state
-    assert "No reviews yet." in session.step("click[Reviews]").state
-    assert session.step("click[< Prev]").state == item
-    assert session.step("click[< Prev]").state == page_2
-    assert session.step("click[Back to Search]").state.startswith("WebShop [SEP] ")
-
-
 @pytest.mark.parametrize(
     ("action", "complaint"),
     [
         ("", "'' is neither search[keywords] nor click[value]"),
         ("buy it", "'buy it' is neither"),
-        ("search[", "'search[' is neither"),
         ("search[ ]", "search[] is empty"),
-        ("click[]", "click[] is empty"),
         ("click[Search]", "a search needs keywords"),
         ("click[Buy Now]", "there is no 'Buy Now' to click here"),
-        ("click[B0ZZZZ]", "there is no 'B0ZZZZ' to click here"),
-        ("think[x]", "'think[x]' is neither"),
-        ("search[a] click[b", "is neither"),
         ("x" * 5000, "'" + "x" * 57 + "...' is neither"),
-        ("a\nb\x00", "'a b\x00' is neither"),
     ],
 )
 def test_a_bad_action_is_explained_and_counts_as_a_step(action: str, complaint: str) -> None:
@@ -118,11 +96,3 @@ def test_a_fork_goes_its_own_way() -> None:
     assert fork.step("click[Buy Now]").done
     assert (session.observation, session.done, session.steps) == (before, False, 2)
     assert session.step("click[< Prev]").state != before
-
-
-@given(st.lists(st.text(max_size=30) | st.sampled_from(["search[tea]", "click[Next >]", "click[< Prev]"]), max_size=8))
-def test_no_text_breaks_a_session(actions: list[str]) -> None:
-    session = new_session()
-    for action in actions:
-        result = session.step(action)
-        assert result.state and 0.0 <= result.reward <= 1.0

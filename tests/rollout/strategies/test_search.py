@@ -19,7 +19,7 @@ from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy, ToTOptions, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.search import SearchBudget, SearchOptions
-from openhands_rl_plugin.rollout.strategies.value import ModelValue, NoValue, RewardValue, RolloutValue
+from openhands_rl_plugin.rollout.strategies.value import ModelValue, NoValue, RewardValue
 from openhands_rl_plugin.testing import ScriptedEngine, check_strategy
 
 Make = Callable[..., Strategy]
@@ -112,16 +112,6 @@ async def test_a_branch_that_hangs_is_dropped(make: Make):
 
 
 @EVERY
-async def test_when_all_branches_hang_the_failure_says_what_to_raise(make: Make):
-    world = FragileWorld()
-    world.slow = frozenset("0123")
-    says = r"branches of the search died; the last: BadEnvironmentError: .* step_timeout = 0.05 s: raise it"
-    with pytest.raises(CaughtFailure, match=says) as caught:
-        await make(step_timeout=0.05).decide(await opened(world), EveryWayEngine(), world)
-    assert caught.value.failure.kind is FailureKind.ENVIRONMENT
-
-
-@EVERY
 async def test_when_all_branches_are_dead_the_episode_has_a_typed_failure(make: Make):
     world = FragileWorld()
     world.deadly = frozenset("0123")
@@ -152,39 +142,6 @@ async def test_equal_actions_become_one_node_and_are_all_paid_for():
     assert [tree.nodes[at].message.content for at in tree.children(tree.head)] == ["1", "2"]
     assert report(tree, chosen)["merged"] == 2 and tree.usage.calls == 4
     assert tree.nodes[tree.children(tree.head)[0]].metadata["search"]["merged"] == 2
-
-
-async def test_branches_are_sampled_so_that_they_differ_and_how_is_kept():
-    world = planning()
-    tree = await opened(world)
-    engine = SeededEngine()
-    await mcts(temperature=0.7, seed=3).decide(tree, engine, world)
-    assert {asked.temperature for asked in engine.asked if asked} == {0.7}
-    seeds = [asked.seed for asked in engine.asked if asked]
-    assert len(set(seeds)) == len(seeds)
-    assert all(node.sampling is not None and node.sampling.temperature == 0.7 for node in tree.nodes if node.sampled)
-
-
-async def test_the_tree_is_cut_at_its_limit():
-    world = planning()
-    tree = await opened(world)
-    chosen = await mcts(max_nodes=40, num_simulations=1000).decide(tree, SeededEngine(), world)
-    assert len(tree.nodes) < 40 + 20 and report(tree, chosen)["cut_by"] == "max_nodes"
-
-
-@pytest.mark.parametrize("parallel", [1, 16])
-async def test_branches_side_by_side_do_not_see_each_other(parallel: int):
-    world = planning(2, depth=3, branching=16)
-    tree = await opened(world)
-    options = {"num_simulations": 48, "first_branches": 16, "num_branches": 16, "parallel": parallel, "value": "none"}
-    await mcts(**options).decide(tree, EveryWayEngine(), world)
-    stepped = [at for at, node in enumerate(tree.nodes) if node.sampled and node.reward is not None]
-    assert len(stepped) >= 16
-    for at in stepped:
-        way = tuple(int(tree.nodes[up].message.content or "") for up in tree.path(at) if tree.nodes[up].sampled)
-        assert tree.nodes[at].reward == world.worth(way)
-        assert tree.nodes[tree.children(at)[0]].message.content == f"You came by {'-'.join(map(str, way))}."
-    assert world.path == ()
 
 
 class Sure(ScriptedEngine):
@@ -220,12 +177,6 @@ async def test_without_forks_the_model_itself_judges(strategy: Strategy):
     assert tree.usage.calls == 6
 
 
-async def test_a_value_that_needs_forks_is_refused_without():
-    tree = await opened(planning())
-    with pytest.raises(ConfigError, match="BestOfN with value = 'rollout' needs an environment that can fork"):
-        await BestOfNStrategy(value=RolloutValue()).decide(tree, SeededEngine(), None)
-
-
 @pytest.mark.parametrize("make", [BestOfNStrategy, ToTStrategy])
 async def test_without_a_judge_and_without_forks_there_is_nothing_to_compare(make: Make):
     engine = SeededEngine()
@@ -250,15 +201,6 @@ async def test_in_a_turn_in_which_forks_are_refused_it_is_judged_without(make: M
         tree.observe(await world.step(tree.action))
     assert reasons == ["BadEnvironmentError: it cannot be forked while processes run"] * 2 + [None]
     assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
-
-
-@pytest.mark.parametrize("make", [mcts, best_of_n], ids=["a strategy", "a value"])
-async def test_who_needs_forks_fails_where_they_are_refused(make: Make):
-    world = UnforkableWorld()
-    world.refused = True
-    with pytest.raises(CaughtFailure, match="cannot be forked while processes run") as caught:
-        await make().decide(await opened(world), EveryWayEngine(), world)
-    assert caught.value.failure.kind is FailureKind.ENVIRONMENT
 
 
 async def test_tot_finds_what_a_greedy_choice_misses():
@@ -289,44 +231,6 @@ async def test_the_registry_makes_strategies_with_their_values():
         registry.build("strategies", "ToT", {"num_branches": 0})
     with pytest.raises(ConfigError, match=r"turn_budget.calls"):
         registry.build("strategies", "ToT", {"turn_budget": {"calls": 0}})
-
-
-@pytest.mark.parametrize("kind", [BestOfNStrategy, ToTStrategy, MCTSStrategy])
-async def test_a_value_may_be_named_and_wrong_options_are_named_too(kind: Callable[..., Strategy]):
-    world = planning()
-    tree = await opened(world)
-    chosen = await kind(value="model").decide(tree, SeededEngine(), world)
-    undecided = report(tree, chosen)["undecided"]
-    assert isinstance(undecided, int) and undecided > 0, "the model was asked"
-    with pytest.raises(ConfigError, match=r"^\w+Options: temperature: must be greater than 0, got 0$"):
-        kind(temperature=0)
-    with pytest.raises(ConfigError, match=r"^\w+Options: num_branch: unknown key; did you mean|available"):
-        kind(num_branch=7)
-    with pytest.raises(ConfigError, match=r"^RolloutOptions: depth: must be greater"):
-        kind(value="rollout", value_options={"depth": 0})
-    with pytest.raises(ConfigError, match=r"value 'reward' is none of none, rollout, model: hand over value="):
-        kind(value="reward")
-
-
-class OfEpisode(SeededEngine):
-    """Says which seed its episode has."""
-
-    def __init__(self, episode_seed: int | None) -> None:
-        super().__init__(ways=50)
-        self.episode_seed = episode_seed
-
-
-@EVERY
-async def test_episodes_that_share_a_searchs_seed_differ_by_their_own(make: Make):
-    async def searched(seed: int, episode_seed: int | None) -> list[str | None]:
-        world = planning(branching=50)
-        tree = await opened(world)
-        await make(seed=seed).decide(tree, OfEpisode(episode_seed), world)
-        return [node.message.content for node in tree.nodes]
-
-    ways = [await searched(seed, own) for seed in (0, 1) for own in (None, 0, 1)]
-    assert len({tuple(map(str, way)) for way in ways}) == 6
-    assert ways[1] == await searched(0, 0)
 
 
 @pytest.mark.parametrize("kind", [BestOfNOptions, ToTOptions, MCTSOptions])

@@ -7,26 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from search_worlds import TASK, opened
+from search_worlds import opened
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EnvInfo, Strategy
 from openhands_rl_plugin.core.types import (
     Completion,
-    EpisodeRequest,
     JsonObject,
-    Limits,
     Message,
     Observation,
-    PolicyRef,
     Score,
-    StrategySpec,
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.rewards.tests import TestsReward
-from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rewards.outcome import TestsReward
 from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.value import (
@@ -138,18 +133,6 @@ async def test_on_the_last_turn_a_sure_reward_beats_what_looks_promising(make: M
 
 
 @EVERY
-async def test_where_nothing_is_paid_the_last_state_is_judged(make: Make):
-    engine = Worker("look", "fix", liked="fix")
-    assert await decided(make(ModelValue()), Desk(), engine, turns_left=1) == "fix"
-
-
-@EVERY
-async def test_an_end_that_pays_nothing_is_judged_by_the_model(make: Make):
-    assert await decided(make(ModelValue()), Desk(), Worker("look", "finish", liked="finish")) == "finish"
-    assert await decided(make(ModelValue()), Desk(), Worker("look", "finish", liked="look")) == "look"
-
-
-@EVERY
 async def test_an_end_is_judged_by_a_reward_with_the_evidence_of_its_fork(make: Make):
     world, reward = Desk(), Rightness()
     world.right = True
@@ -179,18 +162,6 @@ async def test_what_was_sampled_is_acted_on_as_often_whatever_it_is_worth():
     assert first[:50] == [await acted(seed) for seed in range(50)]
 
 
-async def test_what_cannot_be_tried_is_not_acted_on_though_it_was_sampled():
-    class Fragile(Desk):
-        async def step(self, action: Message) -> Observation:
-            if action.content == "spoil":
-                raise InfrastructureError("the server of this fork is gone")
-            return await super().step(action)
-
-    for seed in range(10):
-        strategy = BestOfNStrategy(n=2, act="sampled", seed=seed, value=RewardValue(reward=Rightness()))
-        assert await decided(strategy, Fragile(), Worker("spoil", "look")) == "look"
-
-
 async def test_an_end_is_judged_once_however_often_a_search_comes_there():
     reward = Rightness()
     world = Desk()
@@ -216,18 +187,3 @@ def test_tests_are_no_value_because_they_run_after_the_episode():
         RewardValue(reward=TestsReward())
     with pytest.raises(ConfigError, match="graded only after its episode"):
         registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "tests"}})
-
-
-@EVERY
-async def test_a_session_hands_on_that_its_world_pays_nothing(make: Make):
-    session = AgentSession(
-        environment=Desk(),
-        strategy=make(ModelValue()),
-        strategy_spec=StrategySpec(name="search"),
-        engine=Worker("look", "fix", liked="fix"),
-        policy=PolicyRef(base_model="scripted"),
-        limits=Limits(max_turns=1),
-    )
-    played = await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
-    acted = [played.nodes[at] for at in played.path() if played.nodes[at].sampled]
-    assert [node.message.content for node in acted] == ["fix"]

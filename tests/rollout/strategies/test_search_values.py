@@ -96,33 +96,6 @@ async def test_a_judgement_is_bounded_by_the_seconds_of_a_budget(kind: type[Rewa
     assert report(tree, chosen)["cut_by"] == "seconds" and report(tree, chosen)["unjudged"] == 2
 
 
-@EVERY
-async def test_when_nothing_can_be_judged_something_is_done(make: Make):
-    world = Unpaid()
-    tree = await opened(world)
-    engine = EveryWayEngine()
-    chosen = await make(VerifierValue(verifier=Liking("", broken="0", unknown="0"))).decide(tree, engine, world)
-    assert tree.nodes[chosen].parent == tree.head
-
-
-@EVERY
-async def test_a_verifier_decides_in_every_search(make: Make):
-    world = Unpaid()
-    tree = await opened(world)
-    chosen = await make(VerifierValue(verifier=Liking("1"))).decide(tree, EveryWayEngine(), world)
-    assert tree.nodes[chosen].message.content == "1"
-
-
-async def test_a_rollout_that_is_cut_tells_nothing():
-    world = planning()
-    tree = await opened(world)
-    strategy = MCTSStrategy(num_simulations=30, turn_budget=SearchBudget(calls=6))
-    chosen = await strategy.decide(tree, EveryWayEngine(), world)
-    assert report(tree, chosen)["unjudged"] == 1
-    ends = {at for at, node in enumerate(tree.nodes) if "ended" in node.metadata.get("search", {})}
-    assert sum(tree.nodes[at].visits for at in tree.children(tree.head)) == sum(tree.nodes[at].visits for at in ends)
-
-
 async def test_a_verifiers_value_is_scaled_and_what_was_paid_counts_once():
     world = planning()
     tree = await opened(world)

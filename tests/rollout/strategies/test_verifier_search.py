@@ -11,15 +11,13 @@ import pytest
 import torch
 from shopper_model import INSTRUCTION
 from small_shop import running_shop
-from verifier_store import BAD, GOOD, episode, toy_episodes
+from verifier_store import toy_episodes
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, Trajectory
+from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.rewards.verifier.card import VerifierOutput
 from openhands_rl_plugin.rewards.verifier.training import VerifierModel
-from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
@@ -61,65 +59,6 @@ async def test_rewards_of_one_verifier_load_it_once_and_judge_together(
     (own_verifier / "adapter_model.safetensors").unlink()
     later = await build("rewards", "verifier", {"adapter": str(own_verifier)})(episodes[0])
     assert later.reward == pytest.approx(scores[0].reward, abs=1e-5)
-
-
-class Interview:
-    """A world that can be forked and pays nothing: two answers, and it is over."""
-
-    def __init__(self, turns: int = 0) -> None:
-        self._turns = turns
-
-    async def reset(self, task: Task) -> Observation:
-        return Observation(messages=episode(5, 1, success=True).messages()[:2])
-
-    async def step(self, action: Message) -> Observation:
-        self._turns += 1
-        told = () if self._turns == 2 else (Message(role="user", content="done 0"),)
-        return Observation(messages=told, terminated=self._turns == 2)
-
-    async def evidence(self) -> JsonObject:
-        return {}
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-    async def fork(self) -> Interview:
-        return Interview(self._turns)
-
-
-SEARCHES: dict[str, JsonObject] = {
-    "MCTS": {"num_simulations": 8, "first_branches": 2, "num_branches": 2, "decide_by": "value"},
-    "ToT": {"num_branches": 2, "depth": 2, "beam": 2},
-}
-
-
-@pytest.mark.parametrize("name", SEARCHES)
-async def test_a_search_decides_by_the_verifier(verifier: Path, name: str) -> None:
-    options = {**SEARCHES[name], "value": "verifier", "value_options": {"adapter": str(verifier)}}
-    strategy = build("strategies", name, options)
-    world, tree = Interview(), EpisodeTree()
-    tree.observe(await world.reset(Task(id="t", environment="interview")))
-    said = 0
-
-    def answer(messages: object) -> str:
-        nonlocal said
-        said += 1
-        return f"fox dog {said} {(BAD, GOOD)[said % 2]}"
-
-    for _ in range(2):
-        chosen = await strategy.decide(tree, ScriptedEngine(answer), world)
-        siblings = [at for at in tree.children(tree.head) if tree.nodes[at].sampled]
-        contents = {(tree.nodes[at].message.content or "").endswith(GOOD) for at in siblings}
-        assert contents == {True, False}, "there was something to choose"
-        tree.commit(chosen)
-        tree.observe(await world.step(tree.action))
-    final = tree.path()[-1]
-    assert (tree.nodes[final].message.content or "").endswith(GOOD)
-    good, bad = (
-        [tree.nodes[at].value or 0.0 for at in siblings if (tree.nodes[at].message.content or "").endswith(end)]
-        for end in (GOOD, BAD)
-    )
-    assert 1 > min(good) > max(bad) > 0
 
 
 def test_the_agent_plays_what_its_verifier_likes(verifier: Path, judge_model: Path, shop: str, tmp_path: Path) -> None:
