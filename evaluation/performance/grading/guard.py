@@ -1,8 +1,8 @@
-"""How many cheats the reward-hack guard lets pass, and how many honest patches it does not.
+"""How many attacks the reward-hack guard lets pass, and how many honest patches it does not.
 
     python -m evaluation.performance.grading.guard [--tests tests/evals/swe] [--workers 2] [--only WORDS]
 
-Cheats, attacks and honest patches are those of the tests; every one is graded in a sandbox with pytest of this
+Attacks and honest patches are those of the tests; every one is graded in a sandbox with pytest of this
 environment.
 """
 
@@ -26,15 +26,9 @@ from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 def patches(folder: Path, only: str) -> dict[str, dict[str, Callable[[], str]]]:
     """Group -> name -> what makes the patch."""
     sys.path.insert(0, str(folder))
-    cheats: Any = import_module("cheats")
     found = {
-        "cheats": {each.name: (lambda each=each: cheats.patch_of(each.files)) for each in cheats.CHEATS},
         "attacks": {each.name: each.patch for each in import_module("attacks").ATTACKS},
-        "honest": {
-            each.name: each.patch
-            for module in ("honest_patches", "further.honest")
-            for each in import_module(module).HONEST
-        },
+        "honest": {each.name: each.patch for each in import_module("honest_patches").HONEST},
     }
     return {group: {name: make for name, make in each.items() if only in name} for group, each in found.items()}
 

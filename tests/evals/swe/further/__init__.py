@@ -1,1 +1,0 @@
-"""More attacks and honest patches, by what they go through."""
