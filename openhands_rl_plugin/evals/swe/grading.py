@@ -1,4 +1,4 @@
-"""Grades one patch on one instance: check, apply, run tests, parse the log. Every back end offers a ``Box`` for it.
+"""Grades one patch on one instance: check, apply, run tests, parse the log, compare. Every back end offers a ``Box``.
 
 The log's markers cannot be forged by what runs between them. Bash traces its commands (``set -x``) behind a random
 word that it reads from stdin before the script begins; that word is in no file, argument or variable that a test
@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol
 
@@ -22,15 +23,17 @@ from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, Applied, apply_p
 from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import Statuses, parser_of
-from openhands_rl_plugin.evals.swe.resolution import TestFailure, resolution_of, why_unresolved
-from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, TestsStatus, VerdictKind
 
 # The script is in no file: tests could read there what they are expected to do.
-_START = 'IFS= read -r PS4; script=$(cat); exec </dev/null; eval "$script"'
-_APPLY_TIME = 120.0
+_START = 'IFS= read -r PS4; script=$(cat); exec </dev/null; eval "set -x\n$script"'
+_SPACE_TIME = 120.0
 _FULL = "No space left on device"
-_FAILURE = re.compile(r"^(FAILED|ERROR) +(\S[^\n]*?) - ([^\n]+)$", re.M)
 _SPOILED = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Errored", ">>>>> Tests Timed Out")
+_GOOD, _BAD = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
+_FAILURE = re.compile(r"^(?:FAILED|ERROR) +(\S[^\n]*?) - ([^\n]+)$", re.M)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+_LONGEST = 160
 
 
 class Box(Protocol):
@@ -41,29 +44,31 @@ class Box(Protocol):
         ...
 
     async def run(
-        self,
-        command: Sequence[str],
-        *,
-        timeout: float,
-        given: bytes | None = None,
-        tests: bool = False,
+        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:
         """Run a command in ``/testbed``. ``tests``: with what tests need of a network."""
         ...
 
 
-OpenBox = Callable[[], AbstractAsyncContextManager[Box]]
-"""Makes a fresh box, which is gone after the block."""
-
-
 class Grading(NamedTuple):
-    """A patch and where it is graded, every run in a box of its own; ``timeout``: seconds of one run of the tests."""
+    """A patch and where it is graded, every run in a fresh box; ``timeout``: seconds of one run of the tests."""
 
-    open_box: OpenBox
+    open_box: Callable[[], AbstractAsyncContextManager[Box]]
     instance: Instance
     recipe: Recipe
     patch: str
     timeout: float
+
+
+class RunLog(NamedTuple):
+    """A run's log without the random word; ``tests`` is the part between the markers, ``None`` where not both were
+    reached. ``forged``: lines that look like markers and are not. ``traced``: the script's own commands.
+    """
+
+    text: str = ""
+    tests: str | None = None
+    forged: tuple[str, ...] = ()
+    traced: tuple[str, ...] = ()
 
 
 class TestRun(NamedTuple):
@@ -97,165 +102,132 @@ class Guard(Protocol):
         ...
 
 
-class RunLog(NamedTuple):
-    """A run's log without the random word; ``tests`` is the part between the markers, ``None`` where they were not
-    reached. ``whole``: the end was reached too. ``forged``: lines that look like markers and are not. ``traced``: the
-    script's own commands.
+class Resolution(NamedTuple):
+    """The passed and failed tests of both groups."""
+
+    fail_to_pass: TestsStatus
+    pass_to_pass: TestsStatus
+
+    @property
+    def resolved(self) -> bool:
+        """Whether at least one test of the row passed, and none failed."""
+        return any(group.success for group in self) and not any(group.failure for group in self)
+
+
+def resolution_of(instance: Instance, recipe: Recipe, statuses: Statuses) -> Resolution:
+    """The resolution of a run, as ``swebench`` decides it. A skipped FAIL_TO_PASS test counts as failed; a skipped
+    PASS_TO_PASS test is ignored.
     """
+    only_failures = recipe.eval_type == "fail_only"
 
-    text: str = ""
-    tests: str | None = None
-    whole: bool = False
-    forged: tuple[str, ...] = ()
-    traced: tuple[str, ...] = ()
+    def status(names: Iterable[str], bad: Sequence[str]) -> TestsStatus:
+        outcomes = [(name, statuses.get(name, "PASSED" if only_failures else "FAILED")) for name in names]
+        failed = tuple(name for name, outcome in outcomes if outcome in (["FAILED"] if only_failures else bad))
+        good = [name for name, outcome in outcomes if outcome in _GOOD or (only_failures and outcome != "FAILED")]
+        return TestsStatus(success=tuple(good), failure=failed)
+
+    return Resolution(status(instance.fail_to_pass, (*_BAD, "SKIPPED")), status(instance.pass_to_pass, _BAD))
 
 
-def before_box(instance: Instance, patch: str) -> PatchVerdict | None:
-    """The verdict on an empty or refused patch, which needs no box; ``None`` for other patches."""
-    if not patch.strip():
-        return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.EMPTY_PATCH, reason="the patch is empty")
-    if (why := refusal(patch)) is not None:
-        return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.REFUSED, reason=why)
-    return None
+def why_unresolved(instance: Instance, resolution: Resolution, run: TestRun) -> str:
+    """For example ``1 of 1 F2P failed: ValueError: x; 5 of 59 P2P failed``, with the commonest message."""
+
+    def parts() -> Iterator[str]:
+        wanted = (("F2P", instance.fail_to_pass), ("P2P", instance.pass_to_pass))
+        for (group, names), status in zip(wanted, resolution, strict=True):
+            failed = {part for each in status.failure for part in (each.partition("[")[0], each.partition("::")[0])}
+            causes = Counter(why for name, why in _FAILURE.findall(run.tests) if name.partition("[")[0] in failed)
+            why = f": {_CONTROL.sub(' ', causes.most_common(1)[0][0])[:_LONGEST]}" if causes else ""
+            if status.failure:
+                yield f"{len(status.failure)} of {len(names)} {group} failed{why}"
+
+    return run.cut or ("; ".join(parts()) if run.statuses else "no test in the log") or "no test of the row ran"
 
 
 async def evaluate(grading: Grading, logs: InstanceLogs, guard: Guard | None) -> PatchVerdict:
     """Apply the patch in a fresh box and run the tests. Raises ``InfrastructureError``; ``ConfigError`` for a recipe
     with an unknown parser.
     """
-    instance = grading.instance
-    run = await run_tests(grading, grading.patch, guard.script(grading) if guard else grading.recipe.evaluation_script)
+    instance, recipe = grading.instance, grading.recipe
+    run = await run_tests(grading, grading.patch, guard.script(grading) if guard else recipe.evaluation_script)
     logs.write("run_instance.log", redact_text(f"apply:\n{run.applied.output}"))
-    found = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED, reason=run.applied.reason)
     if run.ended is None:
-        return found.model_copy(update={"kind": run.applied.kind})
+        kind = run.applied.kind or VerdictKind.UNAPPLIED
+        return PatchVerdict(instance_id=instance.instance_id, kind=kind, reason=run.applied.reason)
     short = "\n\nThe output was cut here." if run.ended.truncated else ""
     late = f"\n\nTimeout error: {grading.timeout:g} seconds exceeded." if run.ended.timed_out else ""
     logs.write("test_output.txt", run.log.text + short + late)
-    forged = (Flag(rule="log_marker", where="test output", detail=line[:200]) for line in run.log.forged)
-    found = found.model_copy(update={"flags": tuple(forged), "test_seconds": run.ended.seconds})
-    if late:
-        return found.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": run.cut})
-    verdict = _resolved(found, grading, run)
-    if guard is None:
-        return verdict
-    return _resolved(found, grading, run, await guard.flags(grading, run, passed=verdict.resolved))
+    resolution = resolution_of(instance, recipe, run.statuses)
+    flags = [Flag(rule="log_marker", where="test output", detail=line[:200]) for line in run.log.forged]
+    passed = resolution.resolved and not run.cut
+    if guard and not late:
+        flags += await guard.flags(grading, run, passed=passed and not flags)
+    deciding = sorted({flag.rule for flag in flags if flag.severity is Severity.DECIDES})
+    reason = f"flagged: {', '.join(deciding)}" if deciding else ""
+    kind = VerdictKind.RESOLVED if passed and not deciding else VerdictKind.UNRESOLVED
+    return PatchVerdict(
+        instance_id=instance.instance_id,
+        kind=VerdictKind.TIMED_OUT if late else kind,
+        reason=reason if passed else why_unresolved(instance, resolution, run),
+        flags=tuple(flags),
+        test_seconds=run.ended.seconds,
+        fail_to_pass=TestsStatus() if late else resolution.fail_to_pass,
+        pass_to_pass=TestsStatus() if late else resolution.pass_to_pass,
+    )
 
 
 async def run_tests(grading: Grading, patch: str, script: str) -> TestRun:
     """Apply a patch in a fresh box and run the tests by ``script``. Raises ``InfrastructureError``; ``ConfigError`` for
     a recipe with an unknown parser.
     """
-    instance, recipe = grading.instance, grading.recipe
-    parse = parser_of(recipe.parser)
+    parse = parser_of(grading.recipe.parser)
     async with grading.open_box() as box:
         await box.put(PATCH_INSIDE, patch)
-        applied = await apply_patch(lambda command, seconds: box.run(command, timeout=seconds), instance, patch)
+        applied = await apply_patch(lambda command, seconds: box.run(command, timeout=seconds), grading.instance, patch)
         if applied.kind is not None:
             await _check_space(box, applied.output)
             return TestRun(applied, RunLog(), {})
         word = secrets.token_hex(16)
-        ended = await box.run(
-            ["/bin/bash", "-c", _START, "eval.sh"],
-            timeout=grading.timeout,
-            given=f"+{word} \n{script}".encode(),
-            tests=True,
-        )
+        command, given = ["/bin/bash", "-c", _START, "eval.sh"], f"+{word} \n{script}".encode()
+        ended = await box.run(command, timeout=grading.timeout, given=given, tests=True)
         await _check_space(box, ended.text)
-    log = read_log(ended.text, word, instance.base_commit)
+    log = read_log(ended.text, word)
     if ended.timed_out:
         return TestRun(applied, log, {}, ended, f"the tests were not done after {grading.timeout:g} s")
-    if log.tests is None and word not in ended.text:
+    if word not in ended.text:
         raise InfrastructureError(f"the tests were not reached: {ended.last_line}")
     # Where the script began, code of the patch may have ended it, as the installation runs that, too.
-    if not log.whole or any(mark in (log.tests or "") for mark in _SPOILED):
+    if log.tests is None or any(mark in log.tests for mark in _SPOILED):
         return TestRun(applied, log, {}, ended, "the run ended before its tests did")
-    return TestRun(applied, log, parse(log.tests or ""), ended)
+    return TestRun(applied, log, parse(log.tests), ended)
 
 
-async def _check_space(box: Box, said: str) -> None:
+async def _check_space(box: Box, printed: str) -> None:
     """Raise ``InfrastructureError`` when a run failed for want of space: that says nothing about its patch."""
-    if _FULL in said:
+    if _FULL in printed:
         fill = "head -c 4194304 /dev/zero >/tmp/space && rm -f /tmp/space"
-        if (await box.run(["/bin/sh", "-c", fill], timeout=_APPLY_TIME)).code:
+        if (await box.run(["/bin/sh", "-c", fill], timeout=_SPACE_TIME)).code:
             raise InfrastructureError("no space is left where the tests run")
 
 
-def _resolved(found: PatchVerdict, grading: Grading, run: TestRun, flags: tuple[Flag, ...] = ()) -> PatchVerdict:
-    instance, flags = grading.instance, (*found.flags, *flags)
-    resolution = resolution_of(instance, grading.recipe, run.statuses)
-    resolved = resolution.resolved and not run.cut
-    causes = {} if resolved else _causes(grading, run)
-    reason = run.cut or ("" if resolved else why_unresolved(instance, resolution, run.statuses, causes))
-    if resolved and (deciding := sorted({flag.rule for flag in flags if flag.severity is Severity.DECIDES})):
-        resolved, reason = False, f"flagged: {', '.join(deciding)}"
-    return found.model_copy(
-        update={
-            "kind": VerdictKind.RESOLVED if resolved else VerdictKind.UNRESOLVED,
-            "reason": reason,
-            "flags": flags,
-            "fail_to_pass": resolution.fail_to_pass,
-            "pass_to_pass": resolution.pass_to_pass,
-        }
-    )
-
-
-def _causes(grading: Grading, run: TestRun) -> dict[str, TestFailure]:
-    """Why tests did not pass, by the summary of pytest."""
-    parse, row = parser_of(grading.recipe.parser), grading.instance
-    causes: dict[str, TestFailure] = {}
-    for status, name, why in _FAILURE.findall(run.tests):
-        alike = [each for each in (*row.fail_to_pass, *row.pass_to_pass) if each.startswith(f"{name}::")]
-        when = "call" if status == "FAILED" else "collect" if alike else "setup"
-        causes |= {each: TestFailure(when, why) for each in alike or parse(f"{status} {name}\n")}
-    return causes
-
-
-def read_log(text: str, word: str, base_commit: str) -> RunLog:
+def read_log(text: str, word: str) -> RunLog:
     """Find the tests in a traced log and remove the random ``word`` from it."""
     lines = text.split("\n")
     # Output before a traced command may lack its newline.
     trace = re.compile(rf"\++{word} (.*)$")
     commands = {at: match[1] for at, line in enumerate(lines) if (match := trace.search(line))}
-    begin, end = _bounds(commands, base_commit)
-    printed: set[int] = set()
-    if not commands:
-        begin, end = _printed_bounds(lines)
-        printed = {at for at in (begin, end) if at is not None}
+    begin = next((at for at, command in commands.items() if command == f": '{START}'"), len(lines))
+    end = next((at for at, command in commands.items() if command == f": '{END}'" and at > begin), len(lines))
     forged: list[str] = []
     for at, line in enumerate(lines):
-        if at not in {*commands, *printed} and (START in line or END in line):
+        if at not in commands and (START in line or END in line):
             # Official tools split the log at the markers: they must find the same ones.
             lines[at] = line.replace(">>>>> ", "> > > ")
-            if begin is not None and at > begin and (end is None or at < end):
-                forged.append(line)
+            forged += [line] if begin < at < end else []
+    tests = "\n".join(lines[begin + 1 : end]) if end < len(lines) else None
     # The script is read by another shell, which makes every trace one character longer than the official one.
     lines = [re.sub(rf"\+(\+*){word}", r"\1", line) if word in line else line for line in lines]
-    tests = None if begin is None else "\n".join(lines[begin + 1 : end])
-    return RunLog("\n".join(lines), tests, end is not None, tuple(forged), tuple(commands.values()))
-
-
-def _bounds(commands: Mapping[int, str], base_commit: str) -> tuple[int | None, int | None]:
-    """The lines where the tests begin and end: at the markers, or, in SWE-Gym's scripts, which have none, at the last
-    command before the tests and the one after them.
-    """
-    started = [at for at, command in commands.items() if command == f": '{START}'"]
-    if started:
-        ended = [at for at, command in commands.items() if command == f": '{END}'" and at > started[0]]
-        return started[0], ended[0] if ended else None
-    applied = [at for at, command in commands.items() if command.startswith("git apply -v -")]
-    if not applied:
-        return None, None
-    restored = f"git checkout {base_commit}"
-    ended = [at for at, command in commands.items() if command.startswith(restored) and at > applied[-1]]
-    return applied[-1], ended[-1] if ended else None
-
-
-def _printed_bounds(lines: Sequence[str]) -> tuple[int | None, int | None]:
-    """The markers of a script that does not trace its commands."""
-    started = [at for at, line in enumerate(lines) if START in line]
-    ended = [at for at, line in enumerate(lines) if END in line]
-    return (started[0], ended[-1] if ended and ended[-1] > started[0] else None) if started else (None, None)
+    return RunLog("\n".join(lines), tests, tuple(forged), tuple(commands.values()))
 
 
 async def grade_and_log(
@@ -265,15 +237,17 @@ async def grade_and_log(
     graded.
     """
     began = time.monotonic()
-    verdict = before_box(instance, patch)
+    verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.EMPTY_PATCH, reason="the patch is empty")
     try:
-        if verdict is None:
+        if patch.strip() and (why := refusal(patch)) is not None:
+            verdict = verdict.model_copy(update={"kind": VerdictKind.REFUSED, "reason": why})
+        elif patch.strip():
             logs.write_patch(patch)
             verdict = await grade()
     except (RLError, OSError) as error:
         # Messages of ``RLError`` are complete.
         reason = str(error) if isinstance(error, RLError) else describe(error)
-        verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason=reason)
+        verdict = verdict.model_copy(update={"kind": VerdictKind.INFRASTRUCTURE, "reason": reason})
     verdict = verdict.model_copy(update={"seconds": time.monotonic() - began, "logs": str(logs.folder)})
     logs.write_verdict(verdict)
     return verdict

@@ -131,8 +131,8 @@ class RewardHackGuard:
             if found := _flags(altered.modes, limits, again, exact=tests.fail is not None):
                 return (*flags, *found)
         if not sensitive:
-            said = "no expectation of a FAIL_TO_PASS test could be altered: their outcome alone decides"
-            flags.append(Flag(rule="not_altered", where="tests", detail=said, severity=Severity.NOTE))
+            why = "no expectation of a FAIL_TO_PASS test could be altered: their outcome alone decides"
+            flags.append(Flag(rule="not_altered", where="tests", detail=why, severity=Severity.NOTE))
         return tuple(flags)
 
     async def _row(self, grading: Grading) -> RowTests:
@@ -332,7 +332,6 @@ def _script(script: str, files: list[str], patch: str | None) -> str | None:
     match = _HEREDOC.search(script)
     rest = script[match.end() :] if match else ""
     at = rest.find(f": '{END}'")
-    at = rest.rfind("\ngit checkout ") + 1 if at < 0 else at
     if match is None or at <= 0:
         return None
     names = " ".join(shlex.quote(f"{REPOSITORY}/{file}") for file in files if file.endswith(".py"))

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError, problems
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
+from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
 from openhands_rl_plugin.evals.swe.types import Instance
 
 EXCLUDE_NEWER = "2024-08-01"
@@ -87,6 +88,10 @@ def with_columns(instance: Instance, recipe: Recipe) -> Recipe:
     columns = ("image", "eval_type", "exclude_newer")
     named = {"parser": "log_parser", "evaluation_script": "eval_script", **{name: name for name in columns}}
     changes = {field: instance.extra[column] for field, column in named.items() if instance.extra.get(column)}
+    if not all(
+        f": '{mark}'" in str(changes.get("evaluation_script", recipe.evaluation_script)) for mark in (START, END)
+    ):
+        raise ConfigError(f"{instance.instance_id}: its eval_script does not mark the output of its tests: {START}")
     try:
         return Recipe.model_validate({**recipe.model_dump(), **changes}) if changes else recipe
     except ValidationError as error:
