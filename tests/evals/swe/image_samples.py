@@ -14,7 +14,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import CONDA, ENVIRONMENTS, 
 PYTHON = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
 _PROGRAMS = (
     "bash sh git patch find sleep cat rm head tail mkdir ls id env chmod grep sed pwd cp dirname basename seq "
-    "pkill ps lsof sort wc tr true uname touch ln mv"
+    "pkill ps lsof sort tar wc tr true uname touch ln mv"
 )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from openhands_rl_plugin.core.types import Message, Trajectory
 from openhands_rl_plugin.evals.swe.types import Flag, Severity
@@ -21,60 +20,42 @@ _PARAMETER = re.compile(r"<parameter=(\w+)>(.*?)(?:</parameter>|\Z)", re.S)
 _ALIASES = {"scikit-learn": "sklearn", "pyyaml": "yaml", "pillow": "pil", "beautifulsoup4": "bs4"}
 
 
-class _Rule(NamedTuple):
-    name: str
-    pattern: re.Pattern[str]
-
-
 _REST = r"[^;&|\n]*"
-_RULES = (
-    _Rule(
-        "history",
-        re.compile(
-            rf"\bgit\b{_REST}?\blog\b{_REST}\s(?:--all|--branches|--remotes|--tags|--reflog|-g|--walk-reflogs|origin\b)"
-            rf"|\bgit\b{_REST}?\b(?:reflog|fsck|fetch|pull|clone|ls-remote|unpack-objects|remote\s+(?:add|update))\b"
-            rf"|\bgit\b{_REST}?\b(?:rev-list|for-each-ref|cat-file){_REST}\s--(?:all|batch-all-objects)\b"
-            r"|\.git/(?:packed-refs|objects|logs|ORIG_HEAD|FETCH_HEAD|refs/remotes)"
-        ),
+_RULES = {
+    "history": re.compile(
+        rf"\bgit\b{_REST}?\blog\b{_REST}\s(?:--all|--branches|--remotes|--tags|--reflog|-g|--walk-reflogs|origin\b)"
+        rf"|\bgit\b{_REST}?\b(?:reflog|fsck|fetch|pull|clone|ls-remote|unpack-objects|remote\s+(?:add|update))\b"
+        rf"|\bgit\b{_REST}?\b(?:rev-list|for-each-ref|cat-file){_REST}\s--(?:all|batch-all-objects)\b"
+        r"|\.git/(?:packed-refs|objects|logs|ORIG_HEAD|FETCH_HEAD|refs/remotes)"
     ),
-    _Rule(
-        "network",
-        re.compile(
-            rf"\b(?:curl|wget|aria2c|http)\s{_REST}https?://(?!localhost|127\.0\.0\.1|0\.0\.0\.0)"
-            r"|(?:requests\.get|urlopen|urlretrieve|httpx\.get)\(\s*[rbf]?[\"']https?://(?!localhost|127\.0\.0\.1)"
-            rf"|\bgit\+https?://|\bpip3?\s+(?:install|download)\s{_REST}https?://"
-        ),
+    "network": re.compile(
+        rf"\b(?:curl|wget|aria2c|http)\s{_REST}https?://(?!localhost|127\.0\.0\.1|0\.0\.0\.0)"
+        r"|(?:requests\.get|urlopen|urlretrieve|httpx\.get)\(\s*[rbf]?[\"']https?://(?!localhost|127\.0\.0\.1)"
+        rf"|\bgit\+https?://|\bpip3?\s+(?:install|download)\s{_REST}https?://"
     ),
-    _Rule("solution", re.compile(r"FAIL_TO_PASS|PASS_TO_PASS|load_dataset\(|princeton-nlp/|SWE-(?:bench|Gym)/")),
-)
-_INSTALLS = re.compile(rf"\b(?:pip3?|conda|mamba|poetry|pdm)\s+(?:install|download|wheel|add)\b({_REST})")
-_COPIES = re.compile(r"(?:site|dist)-packages/([\w.-]+)")
-_WORD = re.compile(r"[\"']?([A-Za-z0-9][\w.-]*)")
+    "solution": re.compile(r"FAIL_TO_PASS|PASS_TO_PASS|load_dataset\(|princeton-nlp/|SWE-(?:bench|Gym)/"),
+}
 
 
 def flags_of_commands(trajectory: Trajectory, repo: str) -> tuple[Flag, ...]:
     """A flag for every executed command and every rule it matches; ``where`` is the turn."""
-    names = _names(repo)
+    rules = {**_RULES, "package": _copies_of(repo.rpartition("/")[2])}
     return tuple(
-        Flag(rule=rule, where=f"turn {turn}", detail=detail[:_LONGEST], severity=Severity.COUNTED)
+        Flag(rule=rule, where=f"turn {turn}", detail=_line(command, match)[:_LONGEST], severity=Severity.COUNTED)
         for turn, node in enumerate(trajectory.sampled(), 1)
         for command in _commands(node.message)
-        for rule, detail in _seen(command, names)
+        for rule, pattern in rules.items()
+        if (match := pattern.search(command))
     )
 
 
-def _seen(command: str, names: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """The matching rules, with the line of the match."""
-    for rule in _RULES:
-        if match := rule.pattern.search(command):
-            yield rule.name, _line(command, match)
-    for match in _INSTALLS.finditer(command):
-        words = (_WORD.match(word) for word in match[1].split())
-        if any(word is not None and _plain(word[1]) in names for word in words):
-            yield "package", _line(command, match)
-    for match in _COPIES.finditer(command):
-        if _plain(match[1].removesuffix(".py")) in names:
-            yield "package", _line(command, match)
+def _copies_of(name: str) -> re.Pattern[str]:
+    """Where a package with one of the names that a repository's may have is installed, downloaded or read."""
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    names = {name, name.removeprefix("python-"), name.removesuffix("-python"), _ALIASES.get(name, name)}
+    any_of = "|".join(re.escape(each).replace(r"\-", r"[-_.]+") for each in sorted(names - {""}))
+    install = rf"\b(?:pip3?|conda|mamba|poetry|pdm)\s+(?:install|download|wheel|add)\b{_REST}\s[\"']?"
+    return re.compile(rf"(?:{install}|(?:site|dist)-packages/)(?:{any_of})(?:\.py)?(?![\w.-])", re.IGNORECASE)
 
 
 def _commands(message: Message) -> Iterator[str]:
@@ -88,17 +69,6 @@ def _commands(message: Message) -> Iterator[str]:
     for name, text in _PARAMETER.findall(message.content or ""):
         if name in _READ:
             yield text
-
-
-def _names(repo: str) -> frozenset[str]:
-    """Possible names of the package in the repository ``owner/name``."""
-    name = _plain(repo.rpartition("/")[2])
-    found = {name, name.removeprefix("python-"), name.removesuffix("-python"), _ALIASES.get(name, name)}
-    return frozenset(each for each in found if each)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _line(command: str, match: re.Match[str]) -> str:
