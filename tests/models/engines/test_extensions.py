@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import SamplingParams
 from openhands_rl_plugin.models.engines.extensions import (
     LOGPROBS,
     SAMPLING,
     TOKEN_IDS,
     ExtensionTable,
-    extension_values,
     sampling_as_sent,
 )
 
@@ -60,9 +58,7 @@ def ask(
     ("status", "body"),
     [
         (400, '{"error": {"message": "Unrecognized request argument supplied: {name}"}}'),
-        (400, '{"error": {"message": "Unknown parameter: \'{name}\'."}}'),
         (403, '{"error": {"message": "You are not allowed to request {name} from this model"}}'),
-        (400, '{"detail": "{name}: Extra inputs are not permitted"}'),
         (422, '{"detail": [{"type": "extra_forbidden", "loc": ["body", "{name}"], "input": true}]}'),
         (404, '{"error": {"message": "No endpoints found that support {name}"}}'),
         (500, "{name} is not supported for models created with logits_all=False"),
@@ -108,10 +104,3 @@ def test_a_hosted_api_that_names_one_unknown_parameter_at_a_time_is_asked_twice(
     asked = SamplingParams(temperature=0.5, top_k=7, min_p=0.0)
     assert sampling_as_sent(asked, attempt) == SamplingParams(temperature=0.5, top_k=7)
     assert ask(table, answer, wanted=(TOKEN_IDS, LOGPROBS, SAMPLING))[1] == [{LOGPROBS}]
-
-
-def test_own_values_stand_and_neutral_ones_fill_in():
-    found = extension_values((TOKEN_IDS, SAMPLING), {"top_k": 5, "min_p": None})
-    neutral = {name: value for name, value in NEUTRAL_PARAMETERS.items() if name != "top_k"}
-    assert found == {TOKEN_IDS: True, **neutral}
-    assert extension_values((LOGPROBS,), {}) == {LOGPROBS: True}

@@ -1,6 +1,5 @@
 """The generation core against the original model: equal tokens and logprobs, however requests are batched."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from openhands_rl_plugin.models.generator.config import GeneratorConfig
 from openhands_rl_plugin.models.generator.errors import StartError
 from openhands_rl_plugin.models.generator.generator import Generator
-from openhands_rl_plugin.models.generator.model import KVCache
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation
 
 pytestmark = pytest.mark.contract
@@ -41,10 +39,6 @@ def reference(
         tokens.append(ids[-1])
         logprobs.append(float(distribution.max()))
     return tokens, logprobs
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def same(one: Generation, other: Generation) -> None:
@@ -223,18 +217,3 @@ def test_a_server_that_nobody_asks_gives_the_memory_of_sequences_back(tiny_model
         again = restful.generate(prompt(40), GREEDY)
         same(first, again)
         same(again, generator.generate(prompt(40), GREEDY))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slots_take_memory_where_they_are_written(dtype: torch.dtype) -> None:
-    before = resident_bytes()
-    store = KVCache(layers=8, slots=64, kv_heads=4, head_dim=64, dtype=dtype, device=torch.device("cpu"))
-    store.ensure(1024)
-    whole = store.bytes_per_token * store.capacity
-    assert whole > 500_000_000 and resident_bytes() - before < whole / 10
-    block = torch.randn((8, 2, 4, 16, 64)).to(dtype)
-    store.write(3, 100, block)
-    store.ensure(1100)
-    assert torch.equal(store.read(3, 100, 116), block)
-    assert not store.read(3, 116, 132).any() and not store.read(2, 100, 116).any()

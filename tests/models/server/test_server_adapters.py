@@ -43,22 +43,15 @@ def edited_config(path: Path, source: Path, **changes: object) -> Path:
 
 
 def test_load_use_unload(http: httpx.Client, adapter_a: Path) -> None:
-    answer = load(http, "policy-v000001", adapter_a)
-    assert answer.status_code == 200
-    assert answer.text == "Success: LoRA adapter 'policy-v000001' added successfully."
+    assert load(http, "policy-v000001", adapter_a).status_code == 200
     again = load(http, "policy-v000001", adapter_a)
     assert again.status_code == 400 and "has already been loaded" in again.json()["error"]["message"]
     body = {"model": "policy-v000001", "prompt": "one two", "max_tokens": 5, "temperature": 0}
     used, expected = (http.post("/v1/completions", json=body | {"model": m}).json() for m in (body["model"], "a"))
     assert used["choices"][0]["text"] == expected["choices"][0]["text"]
-    answer = unload(http, "policy-v000001")
-    assert answer.text == "Success: LoRA adapter 'policy-v000001' removed successfully."
+    assert [unload(http, "policy-v000001").status_code for _ in range(2)] == [200, 404]
     gone = http.post("/v1/completions", json=body)
-    assert gone.status_code == 404
-    assert gone.json()["error"]["message"] == "The model `policy-v000001` does not exist."
-    unknown = unload(http, "policy-v000001")
-    assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "NotFoundError"
-    assert unknown.json()["error"]["message"] == "The lora adapter 'policy-v000001' cannot be found."
+    assert gone.status_code == 404 and "`policy-v000001` does not exist" in gone.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "", "..", "x" * 200, "tiny"])
@@ -77,8 +70,6 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
     broken = tmp_path / "broken"
     shutil.copytree(adapter_a, broken)
     (broken / "adapter_model.safetensors").write_bytes(b"garbage")
-    deep = edited_config(tmp_path / "deep", adapter_a)
-    (deep / "adapter_config.json").write_text("[" * 100_000)
     infinite = tmp_path / "infinite"
     shutil.copytree(adapter_a, infinite)
     weights = load_file(infinite / "adapter_model.safetensors")
@@ -90,7 +81,6 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
         (tmp_path / "nothing", 404, "No adapter found"),
         (wrong_shape, 400, "trained on"),
         (claimed, 400, "in the model"),
-        (deep, 400, "cannot be read"),
         (pickled, 400, "pickled weights are not loaded"),
         (broken, 400, "cannot be read"),
         (infinite, 400, "not finite"),
@@ -105,18 +95,11 @@ def test_unfit_adapters_are_refused_with_one_line(http: httpx.Client, adapter_a:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"lora_alpha": None}, {"lora_alpha": "8"}, {"lora_alpha": 1e308}, {"lora_alpha": 10**400}, {"r": True}),
-        {"base_model_name_or_path": 5},
-        *({"alpha_pattern": {"q_proj": 7}}, {"rank_pattern": {"q_proj": 2}}, {"target_modules": 3}),
-        # The base weights that these belong to are others.
-        *(
-            {"init_lora_weights": kind}
-            for kind in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "eva", "lora_ga")
-        ),
-        *({"use_dora": True}, {"use_bdlora": {"nblocks": 2}}, {"peft_type": "IA3"}, {"modules_to_save": ["lm_head"]}),
-        *({"alora_invocation_tokens": [1]}, {"option_of_tomorrow": 1}),
-        # Not the rank of the tensors, which is 4.
-        *({"r": 0}, {"r": -4}, {"r": 0.5}, {"r": 8}),
+        *({"lora_alpha": None}, {"lora_alpha": 10**400}, {"r": True}, {"r": 0}, {"base_model_name_or_path": 5}),
+        *({"alpha_pattern": {"q_proj": 7}}, {"target_modules": 3}, {"option_of_tomorrow": 1}),
+        {"init_lora_weights": "pissa"},  # the base weights that it belongs to are others
+        *({"use_dora": True}, {"peft_type": "IA3"}, {"modules_to_save": ["lm_head"]}),
+        {"r": 8},  # not the rank of the tensors, which is 4
     ],
     ids=lambda changes: "-".join(map(str, changes.items()))[:60] if isinstance(changes, dict) else None,
 )
@@ -132,9 +115,7 @@ def test_a_config_of_another_adapter_is_refused_with_one_line(
     "options",
     [
         {"init_lora_weights": "gaussian", "unsloth_fixed": True, "lora_dropout": 0.1},
-        {"init_lora_weights": "orthogonal", "use_rslora": True},
-        {"target_modules": "all-linear"},
-        {"layers_to_transform": [1], "layers_pattern": "layers"},
+        {"init_lora_weights": "orthogonal", "use_rslora": True, "target_modules": "all-linear"},
         {"layers_to_transform": 0, "exclude_modules": ["k_proj", "layers.0.mlp.gate_proj"]},
     ],
     ids=str,
