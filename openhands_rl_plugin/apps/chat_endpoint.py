@@ -39,10 +39,14 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolOptions
 from openhands_rl_plugin.environments.tools.environment import ToolCallStarted as ToolCallStarted
 from openhands_rl_plugin.environments.tools.environment import ToolResult as ToolResult
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.models.engines.seeded import SeededEngine, merge_sampling
-from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError, UpstreamFailure
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine, merge_sampling
+from openhands_rl_plugin.models.generator.config import (
+    NotFound,
+    Overloaded,
+    ServerConfig,
+    ServingError,
+    UpstreamFailure,
+)
 from openhands_rl_plugin.models.server.wire import (
     ERROR_HANDLERS,
     SSE_DONE,

@@ -53,8 +53,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine
 from openhands_rl_plugin.models.engines.server_models import local_weights, normalised_url, served_base
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out

@@ -20,8 +20,7 @@ from openhands_rl_plugin.apps.demo_model import SHORT_NAME, named_model
 from openhands_rl_plugin.cli.options import add_fields, read_fields
 from openhands_rl_plugin.cli.terminal import add_access_log, log_accesses_if_asked, sayable, wait_until_stopped
 from openhands_rl_plugin.core.errors import from_extra
-from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.generator.weights import check_model
+from openhands_rl_plugin.models.generator.config import ServerConfig, check_model
 
 PATIENCE = 8.0
 """Seconds: requests under way have five of them."""

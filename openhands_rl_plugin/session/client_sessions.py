@@ -74,7 +74,7 @@ from openhands_rl_plugin.core.types import (
     kind_of,
     path_to,
 )
-from openhands_rl_plugin.models.engines.extensions import missing_parts
+from openhands_rl_plugin.models.engines.client import missing_parts
 from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json, parse_object
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy

@@ -37,9 +37,9 @@ from openhands_rl_plugin.core.servers import (
 )
 from openhands_rl_plugin.core.types import Bounded, FailureKind, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
-from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.client import (
     ALL_FIELDS,
+    SAMPLING,
     HttpUpstream,
     RawHeaders,
     Response,
@@ -50,10 +50,10 @@ from openhands_rl_plugin.models.engines.client import (
     server_error,
     whole,
 )
-from openhands_rl_plugin.models.engines.extensions import SAMPLING
 from openhands_rl_plugin.models.engines.openai_wire import (
     DEEPEST,
     DONE,
+    EventStreamReader,
     Json,
     Unrecordable,
     dump_object,

@@ -69,14 +69,18 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream, ServerError, is_sent_again
-from openhands_rl_plugin.models.engines.extensions import (
+from openhands_rl_plugin.models.engines.client import (
+    ALL_FIELDS,
     LOGPROBS,
     TOKEN_IDS,
     ExtensionTable,
+    HttpUpstream,
+    ServerError,
     extension_values,
+    is_sent_again,
     missing_parts,
 )
+from openhands_rl_plugin.models.engines.openai import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.models.engines.openai_wire import (
     PROMPT_IDS,
     SAMPLED_IDS,
@@ -90,7 +94,6 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     parse_object,
     tokens_in,
 )
-from openhands_rl_plugin.models.engines.seeded import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.rollout.session import Episode
 
 

@@ -19,8 +19,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.messages import WireMessage, error_in, sampling_in
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
-from openhands_rl_plugin.models.engines.chunks import ChunkAssembler, ServerEvent
-from openhands_rl_plugin.models.engines.extensions import (
+from openhands_rl_plugin.models.engines.client import (
     LOGPROBS,
     SAMPLING,
     TOKEN_IDS,
@@ -32,7 +31,9 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     DONE,
     IDS,
     ChatAnswer,
+    ChunkAssembler,
     Json,
+    ServerEvent,
     Unrecordable,
     chat_answer,
     dump_object,

@@ -78,7 +78,7 @@ class LocalTeacher:
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
         """As ``ServedTeacher.logprobs``."""
-        from openhands_rl_plugin.models.generator.errors import ServingError
+        from openhands_rl_plugin.models.generator.config import ServingError
         from openhands_rl_plugin.models.generator.sequence import DecodingParams
 
         params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

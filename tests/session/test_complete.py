@@ -23,8 +23,7 @@ from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.records import MISSING, CommandEvidence, TrajectoryFilter, WorkspaceCommand
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, SamplingParams, StrategySpec, Task
-from openhands_rl_plugin.models.engines.client import HttpUpstream, server_error
-from openhands_rl_plugin.models.engines.extensions import LOGPROBS, SAMPLING, TOKEN_IDS
+from openhands_rl_plugin.models.engines.client import LOGPROBS, SAMPLING, TOKEN_IDS, HttpUpstream, server_error
 from openhands_rl_plugin.rollout.journal import on_its_loop
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import BranchWorld, Complete, Session

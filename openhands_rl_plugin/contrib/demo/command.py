@@ -27,8 +27,8 @@ from openhands_rl_plugin.cli.jobs import add_studio, studio_beside
 from openhands_rl_plugin.cli.options import checked, natural, positive
 from openhands_rl_plugin.cli.terminal import silence_libraries, typed
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.models.generator.config import check_model_folder
 from openhands_rl_plugin.models.generator.threads import prepare_threads
-from openhands_rl_plugin.models.generator.weights import check_model_folder
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions

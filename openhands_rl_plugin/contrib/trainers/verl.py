@@ -21,7 +21,7 @@ from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram, che
 from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.servers import listening, serving
-from openhands_rl_plugin.models.generator.errors import NotFound, Overloaded, ServingError
+from openhands_rl_plugin.models.generator.config import NotFound, Overloaded, ServingError
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, ScoredToken
 from openhands_rl_plugin.models.server.app import PromptRenderer
 from openhands_rl_plugin.models.server.wire import (

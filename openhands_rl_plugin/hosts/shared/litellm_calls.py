@@ -42,8 +42,13 @@ from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream, ServerError, server_error
-from openhands_rl_plugin.models.engines.extensions import ExtensionTable
+from openhands_rl_plugin.models.engines.client import (
+    ALL_FIELDS,
+    ExtensionTable,
+    HttpUpstream,
+    ServerError,
+    server_error,
+)
 from openhands_rl_plugin.models.engines.openai_wire import Json, parse_object
 from openhands_rl_plugin.models.engines.server_models import ListedModel, check_model_server, listed_models
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy

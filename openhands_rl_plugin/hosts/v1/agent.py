@@ -69,7 +69,7 @@ from openhands_rl_plugin.hosts.shared.sessions import (
 )
 from openhands_rl_plugin.hosts.v1.session_llm import Prompts, SessionLLM, Unrecorded, key_of, model_server
 from openhands_rl_plugin.hosts.v1.workspace import EDITOR, TERMINAL, ConversationWorkspace
-from openhands_rl_plugin.models.engines.extensions import TOKEN_IDS
+from openhands_rl_plugin.models.engines.client import TOKEN_IDS
 from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS, Json
 from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session, upstream_in
 

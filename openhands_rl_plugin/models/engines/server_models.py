@@ -13,11 +13,10 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.models.engines.client import JSON, HttpUpstream, ServerError, server_error, whole
+from openhands_rl_plugin.models.engines.client import JSON, HttpUpstream, ServerError, whole
 from openhands_rl_plugin.models.engines.openai_wire import dump_object
 
 _MANY = 20
-_NOT_OFFERED = (404, 405, 501)
 
 
 class ServedBase(Frozen):
@@ -110,13 +109,13 @@ def listed_models(
     except ValidationError:
         return None
     except ServerError as error:
-        if error.status in _NOT_OFFERED:
-            return None
         if error.status == 401:
             raise ConfigError(
                 f"{base_url} refuses the API key ({error.status}): name the variable that holds it in [rl.serving] "
                 "api_key_env, with --api-key-env, or in [llm] api_key"
             ) from error
+        if error.headers is not None:  # it answers, and may serve what it does not list
+            return None
         # The first words are those of OpenAI's client, for litellm.
         problem = str(error).removeprefix("Connection error: ")
         raise InfrastructureError(f"{problem} Or correct {named_by}.") from error
@@ -179,9 +178,4 @@ def check_answers(base_url: str, api_key: str | None = None, *, named_by: str = 
 
     Raises ``InfrastructureError`` where nothing answers, ``ConfigError`` for a wrong URL or key.
     """
-    try:
-        return [each.id for each in listed_models(base_url, api_key, _SECONDS, named_by=named_by) or ()]
-    except InfrastructureError as error:
-        if (answer := server_error(error)) is not None and answer.headers is not None:
-            return []
-        raise
+    return [each.id for each in listed_models(base_url, api_key, _SECONDS, named_by=named_by) or ()]

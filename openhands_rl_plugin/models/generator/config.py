@@ -1,11 +1,14 @@
-"""Options of the embedded server. Light: importing this module loads pydantic only."""
+"""Options of the embedded server, its errors, and whether a model can be loaded. Light: it imports no torch."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
+import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
 
 GIB = 1024**3
@@ -74,3 +77,77 @@ class ServerConfig(GeneratorConfig):
     def base_name(self) -> str:
         """The name under which the model without an adapter is served."""
         return self.served_model_name or self.model
+
+
+# Each error has the HTTP status and the error type that vLLM gives for it.
+
+
+class ServingError(RLError):
+    """A refused request (or start); ``str()`` is one line that names the cause. ``param``: the field at fault."""
+
+    status = 400
+    kind = "BadRequestError"
+
+    def __init_subclass__(cls, *, status: int, kind: str) -> None:
+        super().__init_subclass__()
+        cls.status, cls.kind = status, kind
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidUserInput(ServingError, status=400, kind="InvalidUserInput"):
+    """A field is missing or has an invalid value."""
+
+
+class NotFound(ServingError, status=404, kind="NotFoundError"):
+    """A model, an adapter or a path does not exist."""
+
+
+class Overloaded(ServingError, status=503, kind="ServiceUnavailableError"):
+    """The queue is full, or the server is stopping."""
+
+
+class StartError(ServingError, status=500, kind="InternalServerError"):
+    """The server cannot start: no such model, the port is taken, an unsupported architecture."""
+
+
+class GenerationFailed(ServingError, status=500, kind="InternalServerError"):
+    """This sequence could not be computed; the others go on."""
+
+
+class UpstreamFailure(ServingError, status=502, kind="UpstreamError"):
+    """An agent could not answer, because its model or a tool failed."""
+
+
+_SECONDS = 5.0
+_FOLDER = "give the folder of a Hugging Face model, with config.json, *.safetensors and a tokenizer"
+
+
+def check_model(name: str) -> None:
+    """Raise ``ConfigError`` for a path that is no model's folder. Whether a name is on the hub, loading it shows.
+
+    Where the hub does not answer within five seconds, only its cache is read.
+    """
+    place = Path(name).expanduser()
+    if place.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith("/"):
+        check_model_folder(place)
+        return
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        httpx.head(constants.ENDPOINT, timeout=_SECONDS)
+    except httpx.HTTPError:  # without this, transformers asks for every file again and again
+        constants.HF_HUB_OFFLINE = True
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise ``ConfigError`` for a folder without ``config.json``, and for what is no folder."""
+    if not folder.exists():
+        raise ConfigError(f"{folder}: there is no such folder; {_FOLDER}")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: there is no config.json in it, so no model; {_FOLDER}")

@@ -31,8 +31,7 @@ from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
-from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.errors import NotFound, ServingError, StartError
+from openhands_rl_plugin.models.generator.config import GeneratorConfig, NotFound, ServingError, StartError
 from openhands_rl_plugin.models.short_windows import short_windows
 
 log = logging.getLogger(__name__)

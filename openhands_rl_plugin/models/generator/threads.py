@@ -1,10 +1,8 @@
-"""What keeps torch's threads quick: settings from before torch is imported, and work in threads that end with it."""
+"""What keeps torch's threads quick: settings from before torch is imported."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 SPIN_COUNT = "4000"
 KERNELS_KEPT = "128"
@@ -26,15 +24,3 @@ def prepare_threads() -> None:
     # again, it costs 2 ms of a decoding step.
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, KERNELS_KEPT)
-
-
-def in_passing_thread[T](work: Callable[[], T]) -> T:
-    """The result of ``work``, which uses torch, in a thread that ends with it.
-
-    Each thread that has computed in parallel keeps a team of OpenMP threads as long as it lives. Where all teams
-    together have more threads than there are processors, libgomp hardly spins any more, and every parallel region costs
-    a wake-up: a model that was loaded by a thread which lives on takes 1.4 times as long for a step in another thread
-    (2 cores, SmolLM2-135M, 20 sequences: 170 to 210 ms instead of 110 to 140).
-    """
-    with ThreadPoolExecutor(1, "passing") as thread:
-        return thread.submit(work).result()

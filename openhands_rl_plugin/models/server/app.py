@@ -26,10 +26,11 @@ from openhands_rl_plugin.core.servers import error_body, listening, read_body, s
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
 from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.generator.config import DEFAULT_ADAPTERS, ServerConfig
-from openhands_rl_plugin.models.generator.errors import (
+from openhands_rl_plugin.models.generator.config import (
+    DEFAULT_ADAPTERS,
     InvalidUserInput,
     Overloaded,
+    ServerConfig,
     ServingError,
     StartError,
 )
@@ -287,7 +288,7 @@ class ModelEndpoints:
         events: Events | None = None,
     ) -> tuple[str, list[Ids], list[Future[Generation]]]:
         """Submit ``n`` choices of each prompt, or none; gives the model's name, the prompts, and the choices."""
-        loop, weights, base = asyncio.get_running_loop(), self._generator.weights, self._base_name
+        loop, base = asyncio.get_running_loop(), self._base_name
         adapter = self._adapter(body.model)
         futures: list[Future[Generation]] = []
 
@@ -305,9 +306,7 @@ class ModelEndpoints:
                 for own in params.seeds(body.n or 1):
                     show = partial(put, len(futures))
                     futures.append(
-                        self._generator.submit(
-                            ids, own, adapter=adapter, weights=weights, on_delta=None if events is None else show
-                        )
+                        self._generator.submit(ids, own, adapter=adapter, on_delta=None if events is None else show)
                     )
                     futures[-1].add_done_callback(show)
         except ServingError:

@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.messages import calls_in
 from openhands_rl_plugin.core.servers import error_response
 from openhands_rl_plugin.core.templates.parsing import ParsedAnswer, parse_calls
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.models.generator.errors import ServingError
+from openhands_rl_plugin.models.generator.config import ServingError
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and clients of this module need neither
     from transformers import PreTrainedTokenizerFast

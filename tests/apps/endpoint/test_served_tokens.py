@@ -24,8 +24,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.tools.environment import FinalTool, FunctionTool, ThinkTool, ToolEnvironment
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.models.engines.seeded import SeededEngine
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from openhands_rl_plugin.models.generator.errors import ServingError
+from openhands_rl_plugin.models.generator.config import ServingError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sequence import DecodingParams
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from openhands_rl_plugin.core.types import SamplingParams
-from openhands_rl_plugin.models.engines.extensions import (
+from openhands_rl_plugin.models.engines.client import (
     LOGPROBS,
     SAMPLING,
     TOKEN_IDS,

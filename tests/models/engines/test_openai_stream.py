@@ -13,8 +13,8 @@ from raw_server import raw_server, respond
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
 from openhands_rl_plugin.core.protocols import StreamingEngine
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Tokens, Usage
-from openhands_rl_plugin.models.engines.chunks import EventStreamReader
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.openai_wire import EventStreamReader
 
 ASK = (Message(role="user", content="hi"),)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.errors import GenerationFailed, Overloaded
+from openhands_rl_plugin.models.generator.config import GenerationFailed, GeneratorConfig, Overloaded
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sequence import DecodingParams
 

@@ -11,8 +11,7 @@ from peft import PeftModel
 from tiny_model import write_model
 from transformers import AutoModelForCausalLM
 
-from openhands_rl_plugin.models.generator.config import GeneratorConfig
-from openhands_rl_plugin.models.generator.errors import StartError
+from openhands_rl_plugin.models.generator.config import GeneratorConfig, StartError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation
 

@@ -21,8 +21,7 @@ from openhands_rl_plugin.core.errors import PublishError, TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, check_servable
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
-from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
-from openhands_rl_plugin.models.generator.errors import StartError
+from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig, StartError
 from openhands_rl_plugin.models.generator.model import ServedModel
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.batch import lay_out
