@@ -171,10 +171,10 @@ class TrainingRun:
         """
         async with open_store(self._args.store, skip_damaged=self._args.skip_damaged) as storage:
             if suite := self._args.tasks:
+                from openhands_rl_plugin.evals.runs.suites import rows_file
                 from openhands_rl_plugin.evals.tasks.gate import require_checked
-                from openhands_rl_plugin.evals.tasks.packages import tasks_file
 
-                known = {task.instance_id for task in require_checked(tasks_file(suite))}
+                known = {task.instance_id for task in require_checked(rows_file(suite))}
                 ids = tuple([each.id async for each in storage.summaries(self._where) if each.task_id in known])
                 if not ids:
                     raise TrainingError(

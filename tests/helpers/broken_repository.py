@@ -7,7 +7,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+
+from openhands_rl_plugin.evals.tasks.trees import SourceTree, make_repository
 
 REPAIR = "sed -i s/-/+/ sums.py"
 FILES = {
@@ -231,3 +235,9 @@ def gym_repository(folder: Path) -> Path:
     commit(folder, "mean", day=2, sums=SUMS, test_sums=tests_of("sums"))
     commit(folder, "initials", day=3, words=WORDS, test_words=tests_of("words"))
     return folder
+
+
+def commit_of(files: Mapping[str, str]) -> str:
+    """The commit of a repository of these files."""
+    with tempfile.TemporaryDirectory() as folder:
+        return make_repository(SourceTree({}).changed(files), Path(folder) / "repository")

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 from openhands_rl_plugin.evals.runs.backends import make_backend
+from openhands_rl_plugin.evals.runs.suites import local_rows
 from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict
 from openhands_rl_plugin.evals.tasks.gate import NO_OP
-from openhands_rl_plugin.evals.tasks.packages import suite_file
 
 
 async def round_of(
@@ -73,7 +73,7 @@ async def measure(args: argparse.Namespace) -> int:
 def main() -> int:
     """Read the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", type=Path, default=suite_file("swe_local.jsonl"))
+    parser.add_argument("--file", type=Path, default=local_rows())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--no-op", action="store_true")

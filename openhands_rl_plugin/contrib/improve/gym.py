@@ -28,7 +28,6 @@ from openhands_rl_plugin.evals.swe.patches import touched_files
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.gate import (
     OnProgress,
-    QualityGate,
     TaskLineage,
     check_tasks,
     lineage_path,
@@ -159,15 +158,12 @@ class _GymProgress:
         self._bar.update(0, total, what=what, note="")
         self._print(what)
 
-    def package(self, label: str, at: int, of: int) -> None:
-        pass  # there is one only
-
-    def tried(self, made: int, wanted: int, reason: str) -> None:
+    def tried(self, package: Package, made: int, reason: str) -> None:
         with open(self._file, "a", encoding="utf-8") as file:
             file.write(f"{' '.join(reason.split())}\n")
         note = reason or "made one"
-        self._bar.update(made, wanted, note=note)
-        self._print(f"  {made} of {wanted} tasks; {note}")
+        self._bar.update(made, note=note)
+        self._print(f"  {made} tasks; {note}")
 
     def checked(self, done: int, total: int, last: str) -> None:
         self._bar.update(done, total, note=last)
@@ -218,7 +214,7 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
     if not lineage_path(made).exists():  # it is written after the rows
         shortest, longest = (plan.per_package * runs * found.seconds / 60 for runs in _RUNS)
         progress.stage(f"making tasks, in {shortest:.0f} to {longest:.0f} min", plan.per_package)
-        make_suite(plan, made, cache, progress)
+        make_suite(plan, made, cache, progress.tried)
     instances = read_instances(made)
     progress.stage("checking tasks", len(instances))
     checked, grading = ENDING.run(_gated(made, cache, progress.checked))
@@ -229,13 +225,13 @@ def make_gym(repository: OwnRepository, options: WantedTasks, folder: Path, cach
 
 async def _gated(made: Path, cache: Path, on_progress: OnProgress) -> tuple[dict[str, TaskLineage], float]:
     """Task -> what the gate found, and the seconds in which one patch is graded."""
-    gate = QualityGate(repeats=_REPEATS, workers=max(1, (os.cpu_count() or 1) // 2))
+    workers = max(1, (os.cpu_count() or 1) // 2)
     backend, began = make_backend("local", cache=cache), time.monotonic()
     try:
-        found = await check_tasks(made, backend, gate, on_progress=on_progress)
+        found = await check_tasks(made, backend, repeats=_REPEATS, workers=workers, on_progress=on_progress)
     finally:
         await backend.close()
-    seconds = (time.monotonic() - began) * gate.workers / (2 * gate.repeats * len(found.tasks))
+    seconds = (time.monotonic() - began) * workers / (2 * _REPEATS * len(found.tasks))
     return {task.instance_id: task for task in found.tasks}, round(seconds, 1)
 
 

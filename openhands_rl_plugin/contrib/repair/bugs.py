@@ -5,24 +5,14 @@ from __future__ import annotations
 import ast
 import builtins
 import difflib
+import itertools
 import keyword
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.tasks import bugs as made
-from openhands_rl_plugin.evals.tasks.bugs import (
-    Edit,
-    FunctionModifier,
-    FunctionSite,
-    Mutation,
-    PythonSource,
-    blocks,
-    one,
-    own_nodes,
-    parse,
-)
+from openhands_rl_plugin.evals.tasks.bugs import Edit, Mutation, PythonSource, blocks, mutations, own_nodes, parse
 
 _WORDS = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|\w+|\s+|[=!<>]=|\*\*|//|.")
 _SPECIAL = re.compile(r"[\\*\[\]^$]")
@@ -145,111 +135,86 @@ def is_told(wrong: str, right: str, name: str) -> bool:
 
 
 _MOST_OTHERS = 3
+_OTHER_TEXT = dict(zip(("", " ", *"_-,./:0"), (" ", "", *"-_;,.;1"), strict=True))
+_OTHER_DEFAULT = {"": "' '", " ": "''", "_": "'-'", "-": "'_'", ",": "';'", None: "0"}
 
 
-def other_variable(site: FunctionSite) -> Iterator[Mutation]:
-    """A variable is read in place of another one of the function."""
-    arguments = site.node.args
+def _own_mutations(source: PythonSource, function: ast.FunctionDef) -> Iterator[Mutation]:
+    """Kinds that only functions of a few lines have."""
+    arguments = function.args
     known = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    for node in own_nodes(site.node):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            known.append(node.id)
+    nodes = [*own_nodes(function)]
+    known += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     names = list(dict.fromkeys(known))
-    for node in own_nodes(site.node):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names:
-            for other in [name for name in names if name != node.id][:_MOST_OTHERS]:
-                yield one(site.source.replaced(node, other), node.lineno)
+
+    def bug(kind: str, node: ast.expr, text: str) -> Mutation:
+        return Mutation(kind, node.lineno, (source.replaced(node, text),))
+
+    for node in nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) if name in names:
+                for other in [other for other in names if other != name][:_MOST_OTHERS]:
+                    yield bug("other_variable", node, other)
+            case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper, step=None)) if not (lower and upper):
+                if bound := lower or upper:
+                    text = source.text(bound)
+                    yield bug("other_index", node.slice, f"{text}:" if upper else f":{text}")
+            case ast.Subscript(slice=ast.Constant() | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()) as index):
+                at = ast.literal_eval(index)
+                if type(at) is int:
+                    for other in {0: (1, -1), -1: (0, -2)}.get(at, (at - 1, at + 1)):
+                        yield bug("other_index", index, str(other))
+            case ast.Constant(value=str() as text) if text in _OTHER_TEXT:
+                yield bug("other_text", node, repr(_OTHER_TEXT[text]))
+    for statement in itertools.chain.from_iterable(blocks(function)):
+        if isinstance(statement, ast.Return) and statement.value and not isinstance(statement.value, ast.Constant):
+            start, end = source.span(statement)[0], source.span(statement.value)[0]
+            yield Mutation("drop_return", statement.lineno, (Edit(start, end, ""),))
+    for default in (*arguments.defaults, *arguments.kw_defaults):
+        if (
+            isinstance(default, ast.Constant)
+            and isinstance(text := default.value, str | None)
+            and text in _OTHER_DEFAULT
+        ):
+            yield bug("other_default", default, _OTHER_DEFAULT[text])
 
 
-def drop_return(site: FunctionSite) -> Iterator[Mutation]:
-    """``return x`` -> ``x``."""
-    for block in blocks(site.node):
-        for node in block:
-            if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
-                start, _ = site.source.span(node)
-                yield one(Edit(start=start, end=site.source.span(node.value)[0], text=""), node.lineno)
-
-
-def other_index(site: FunctionSite) -> Iterator[Mutation]:
-    """``x[0]`` -> ``x[1]``, ``x[-1]`` -> ``x[0]``, ``x[1:]`` -> ``x[:1]``."""
-    for node in own_nodes(site.node):
-        if not isinstance(node, ast.Subscript):
-            continue
-        if isinstance(node.slice, ast.Slice):
-            lower, upper = node.slice.lower, node.slice.upper
-            if node.slice.step is None and (lower is None) != (upper is None):
-                bound = lower or upper
-                assert bound is not None
-                text = site.source.text(bound)
-                yield one(site.source.replaced(node.slice, f"{text}:" if upper else f":{text}"), node.lineno)
-            continue
-        try:
-            index = ast.literal_eval(node.slice)
-        except ValueError:
-            continue
-        if type(index) is int:
-            for other in {0: (1, -1), -1: (0, -2)}.get(index, (index - 1, index + 1)):
-                yield one(site.source.replaced(node.slice, str(other)), node.lineno)
-
-
-def other_text(site: FunctionSite) -> Iterator[Mutation]:
-    """Another short text: ``"_"`` -> ``"-"``, ``" "`` -> ``""``."""
-    others = dict(zip(("", " ", *"_-,./:0"), (" ", "", *"-_;,.;1"), strict=True))
-    for node in own_nodes(site.node):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in others:
-            yield one(site.source.replaced(node, repr(others[node.value])), node.lineno)
-
-
-def other_default(site: FunctionSite) -> Iterator[Mutation]:
-    """The default of an argument is another text, or none where there was one."""
-    arguments, body = site.node.args, site.node.body[-1].lineno
-    others: dict[object, str] = {
-        "": "' '",
-        " ": "''",
-        "_": "'-'",
-        "-": "'_'",
-        ",": "';'",
-        None: "0",
-    }
-    for default in (*arguments.defaults, *(each for each in arguments.kw_defaults if each is not None)):
-        if isinstance(default, ast.Constant) and isinstance(default.value, str | None) and default.value in others:
-            yield one(site.source.replaced(default, others[default.value]), body)
-
-
-KINDS: Mapping[str, tuple[FunctionModifier, ...]] = {
-    "operator": (made.swap_operator, made.swap_boolean_operator),
-    "comparison": (made.move_boundary,),
-    "off by one": (made.miss_by_one,),
-    "constant": (made.shift_number, made.flip_boolean, other_text),
-    "wrong variable": (other_variable,),
-    "missing return": (drop_return,),
-    "swapped arguments": (made.swap_arguments, made.swap_operands),
-    "inverted condition": (made.negate_condition, made.swap_branches),
-    "missing case": (made.drop_guard, made.drop_clause, made.drop_assignment),
-    "wrong index": (other_index,),
-    "wrong method": (made.swap_name, made.drop_conversion),
-    "wrong default": (made.change_default, other_default),
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "operator": ("swap_operator", "swap_boolean_operator"),
+    "comparison": ("move_boundary",),
+    "off by one": ("miss_by_one",),
+    "constant": ("shift_number", "flip_boolean", "other_text"),
+    "wrong variable": ("other_variable",),
+    "missing return": ("drop_return",),
+    "swapped arguments": ("swap_arguments", "swap_operands"),
+    "inverted condition": ("negate_condition", "swap_branches"),
+    "missing case": ("drop_guard", "drop_clause", "drop_assignment"),
+    "wrong index": ("other_index",),
+    "wrong method": ("swap_name", "drop_conversion"),
+    "wrong default": ("change_default", "other_default"),
 }
-"""Kind -> the modifiers that make it."""
+"""Kind -> the kinds of mutations that make it."""
 
 
 def bugs_in(text: str, name: str) -> Iterator[tuple[str, str]]:
     """``(kind, text with the bug)`` for every bug of the module's function ``name``, without repetitions."""
     source = PythonSource(text)
     node = next(each for each in source.tree.body if isinstance(each, ast.FunctionDef) and each.name == name)
+    found = [*mutations(source, node), *_own_mutations(source, node)]
     seen = {ast.dump(source.tree)}
-    for kind, modifiers in KINDS.items():
-        for modifier in modifiers:
-            for mutation in modifier(FunctionSite(source, node, name)):
-                try:
-                    changed = source.apply(mutation.edits)
-                    meaning = ast.dump(parse(changed))
-                    compile(changed, "bug", "exec")
-                except (SyntaxError, ValueError):
-                    continue
-                if meaning not in seen:
-                    seen.add(meaning)
-                    yield kind, changed
+    for kind, makers in KINDS.items():
+        for mutation in sorted(
+            (each for each in found if each.kind in makers), key=lambda each: makers.index(each.kind)
+        ):
+            try:
+                changed = source.apply(mutation.edits)
+                meaning = ast.dump(parse(changed))
+                compile(changed, "bug", "exec")
+            except (SyntaxError, ValueError):
+                continue
+            if meaning not in seen:
+                seen.add(meaning)
+                yield kind, changed
 
 
 LONGEST_FUNCTION, LEAST_FUNCTION = 25, 3

@@ -280,6 +280,15 @@ def local_rows() -> Path:
     return Path(str(files("openhands_rl_plugin.evals.tasks") / "data" / "swe_local.jsonl"))
 
 
+def rows_file(name: str) -> Path:
+    """The file of the rows of a suite, or the file of that name. Raises ``ConfigError`` where there is none."""
+    own = own_suite(name)
+    path = local_rows() if name == LOCAL else own.rows if own is not None and own.rows is not None else Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{name}: there is no such file; make one with `openhands-rl tasks make`, or give {LOCAL}")
+    return path
+
+
 def has_splits(instances: Iterable[Instance]) -> bool:
     """Whether rows say in a column ``split`` which of them are to train on and which are held out."""
     return {str(each.extra.get("split")) for each in instances} == set(FILE_SPLITS)

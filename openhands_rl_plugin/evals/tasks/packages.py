@@ -1,4 +1,4 @@
-"""Packages for tasks: named in a plan or on the command line, fetched, laid out, with their Python environments."""
+"""Packages for tasks: releases and git repositories, fetched, laid out, with their Python environments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Sequence
 from email.parser import Parser
-from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self
+from typing import NamedTuple
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, problems
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, read_left, scratch_folder, write_file
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.environments.workspace.git import clone_command, git_folder, run_git
@@ -30,54 +28,28 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.trees import MOST_BYTES, GitRepository, SourceTree, bounded, read_archive
 
-SUITE = "swe-local"
-SUITE_PLAN = "swe_local.toml"
-SUITE_TASKS = "swe_local.jsonl"
 _NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
-_VERSION = r"[0-9][A-Za-z0-9.!+_-]*?"
-_RELEASE = re.compile(rf"(?P<name>{_NAME})==((?P<previous>{_VERSION})\.\.)?(?P<version>{_VERSION})")
-
-
-class Release(Frozen):
-    """A version on the package index. ``sha256`` is that of its source archive; empty: whatever the index gives."""
-
-    version: str = Field(pattern=rf"^{_VERSION}$")
-    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+_VERSION = r"[0-9][A-Za-z0-9.!+_-]*"
 
 
 class Package(Frozen):
-    """One package and how its tests run.
+    """One package and how its tests run: a release (``version``) on the package index, or a commit of a repository.
 
-    Exactly one of ``release``, ``archive`` and ``git`` says where it comes from. ``previous`` is an older release: what
-    changed since is put back as a bug. ``tests`` are pytest's arguments and ``paths`` the folders that are imported
-    from; both are found when left empty. ``requirements`` are installed beside those of the plan and the package's own.
+    ``sha256`` is that of the release's source archive; empty: whatever the index gives. ``tests`` are pytest's
+    arguments, found when left empty.
     """
 
     name: str = Field(pattern=rf"^{_NAME}$")
-    release: Release | None = None
-    previous: Release | None = None
-    archive: Path | None = None
-    git: str | None = None
+    version: str = Field(default="", pattern=rf"^({_VERSION})?$")
+    sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+    git: str = ""
     commit: str = "HEAD"
-    split: Literal["train", "heldout", ""] = ""
     tests: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
-    requirements: tuple[str, ...] = ()
-    avoid: tuple[str, ...] = ()
-    """Tests whose names contain one of these are left alone."""
-    license: str = ""
-    """Under which its functions are published in repair tasks."""
-
-    @model_validator(mode="after")
-    def _has_one_origin(self) -> Self:
-        if sum(each is not None for each in (self.release, self.archive, self.git)) != 1:
-            raise ValueError("give one of release, archive and git")
-        return self
 
     @property
     def label(self) -> str:
         """The package's name and version, for messages."""
-        return f"{self.name} {self.release.version}" if self.release else self.name
+        return f"{self.name} {self.version}".rstrip()
 
 
 class TaskPlan(Frozen):
@@ -94,55 +66,17 @@ class TaskPlan(Frozen):
     """The fraction of the tests that a bug has to make fail, at least; one test in any case."""
 
 
-def read_plan(path: Path) -> TaskPlan:
-    """A plan from a TOML file. Raises ``ConfigError``, a line for each thing that is wrong."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        return TaskPlan.model_validate(tomllib.loads(text))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
-    except ValidationError as error:
-        lines = (f"{path}: {'.'.join(where) or 'plan'} {what}" for where, what in problems(error, TaskPlan))
-        raise ConfigError("\n".join(lines)) from error
-
-
-def suite_file(name: str) -> Path:
-    """A file that is published with the package."""
-    return Path(str(files("openhands_rl_plugin.evals.tasks").joinpath("data", name)))
-
-
-def tasks_file(name: str) -> Path:
-    """The file of the rows of a suite, or the file of that name. Raises ``ConfigError`` where there is none."""
-    if name == SUITE:
-        return suite_file(SUITE_TASKS)
-    if name in registry.names("suites") and (rows := registry.find("suites", name).rows) is not None:
-        return rows
-    if not Path(name).is_file():
-        raise ConfigError(f"{name}: there is no such file; make one with `openhands-rl tasks make`, or give {SUITE}")
-    return Path(name)
-
-
-def parse_source(text: str) -> Package:
-    """One SOURCE of the command line. Raises ``ConfigError`` for what is none.
-
-    ``name==1.2``, ``name==1.1..1.2`` (with what changed between them), an archive, a git repository (``@commit``).
-    """
-    if found := _RELEASE.fullmatch(text):
-        previous = Release(version=found["previous"]) if found["previous"] else None
-        return Package(name=found["name"], release=Release(version=found["version"]), previous=previous)
-    if re.fullmatch(_NAME, text) and not Path(text).exists():
-        raise ConfigError(f"{text}: say which version, as {text}==1.0, so that the tasks can be made again")
+def parse_source(text: str, tests: tuple[str, ...] = ()) -> Package:
+    """One SOURCE of the command line: ``name==1.2``, or a git repository (``@commit``). Raises ``ConfigError``."""
+    if found := re.fullmatch(rf"(?P<name>{_NAME})==(?P<version>{_VERSION})", text):
+        return Package(name=found["name"], version=found["version"], tests=tests)
     place, _, commit = text.partition("@") if not re.match(r"[\w.+-]+@|[a-z+]+://[^/]*@", text) else (text, "", "")
-    if "://" in place or place.endswith(".git") or (Path(place) / ".git").exists() or (Path(place) / "HEAD").exists():
-        where = place if "://" in place or not Path(place).exists() else str(Path(place).resolve())
-        return Package(name=package_name(Path(place.rstrip("/")).resolve()), git=where, commit=commit or "HEAD")
-    path = Path(text)
-    if path.is_file():
-        name = re.sub(r"\.(tar\.\w+|tgz|zip)$", "", path.name)
-        return Package(name=re.sub(r"[^A-Za-z0-9._-]", "-", name).strip("._-"), archive=path.resolve())
-    raise ConfigError(f"{text} is no source: give name==version, an archive, a git repository, or a plan (.toml)")
+    path = Path(place)
+    if "://" in place or place.endswith(".git") or (path / ".git").exists() or (path / "HEAD").exists():
+        where = place if "://" in place or not path.exists() else str(path.resolve())
+        name = package_name(Path(place.rstrip("/")).resolve())
+        return Package(name=name, git=where, commit=commit or "HEAD", tests=tests)
+    raise ConfigError(f"{text} is no source: give name==version (as {text}==1.0), or a git repository")
 
 
 def package_name(folder: Path) -> str:
@@ -302,49 +236,42 @@ _DOWNLOAD = """
 """
 
 
-class SourceOrigin(Frozen):
-    """Where a tree came from, exactly: a release or an archive with its hash, or a repository with a commit."""
+class SourceOrigin(NamedTuple):
+    """Where a tree came from. ``pin``: the hash of a release's archive, or the commit; ``source``: as in a row."""
 
     kind: str
-    name: str
     version: str
     pin: str
-    place: str = ""
-
-    def as_json(self) -> JsonObject:
-        """As it stands in a row."""
-        if self.kind == "git":
-            return {"git": self.place, "commit": self.pin}
-        if self.kind == "archive":
-            return {"archive": self.name, "path": self.place, "sha256": self.pin}
-        return {"sdist": self.name, "version": self.version, "sha256": self.pin}
+    source: JsonObject
 
 
 def fetch(package: Package, cache: Path) -> tuple[SourceOrigin, SourceTree]:
     """The files of a package. Raises ``ConfigError`` for an unknown one, ``InfrastructureError`` without network."""
-    if package.git is not None:
-        return _from_git(package, cache)
-    if package.archive is not None:
-        pin = file_sha256(package.archive)
-        origin = SourceOrigin(kind="archive", name=package.name, version=pin[:8], pin=pin, place=str(package.archive))
-        return origin, read_archive(package.archive)
-    assert package.release is not None
-    return fetch_release(package.name, package.release, cache)
-
-
-def fetch_release(name: str, release: Release, cache: Path) -> tuple[SourceOrigin, SourceTree]:
-    """The source archive of a release, from the cache or the index. Raises as ``fetch`` does, and for another hash."""
-    folder = cache / "sdists" / f"{name.lower()}-{release.version}"
+    if package.git:
+        repository = open_git(package, cache)
+        try:
+            name = f"{package.commit}^{{commit}}"
+            commit = repository.text("rev-parse", "--verify", "--end-of-options", name).strip()
+        except ConfigError as error:
+            raise ConfigError(f"{package.git} has no commit {package.commit}") from error
+        return git_origin(package, commit), bounded(repository.tree(commit), package.label)
+    folder = cache / "sdists" / f"{package.name.lower()}-{package.version}"
     archive = next((path for path in sorted(folder.glob("*")) if not path.name.startswith(".")), None)
     if archive is None:
-        archive = _download(name, release.version, folder)
+        archive = _download(package.name, package.version, folder)
     pin = file_sha256(archive)
-    if release.sha256 and pin != release.sha256:
+    if package.sha256 and pin != package.sha256:
         raise ConfigError(
-            f"{name} {release.version}: {archive} has another sha256 ({pin}) than the pinned {release.sha256};"
+            f"{package.label}: {archive} has another sha256 ({pin}) than the pinned {package.sha256};"
             " delete the file, or find out who changed it"
         )
-    return SourceOrigin(kind="sdist", name=name, version=release.version, pin=pin), read_archive(archive)
+    source: JsonObject = {"sdist": package.name, "version": package.version, "sha256": pin}
+    return SourceOrigin("sdist", package.version, pin, source), read_archive(archive)
+
+
+def git_origin(package: Package, commit: str) -> SourceOrigin:
+    """The origin of a commit of a package's repository."""
+    return SourceOrigin("git", commit[:8], commit, {"git": package.git, "commit": commit})
 
 
 def _download(name: str, version: str, folder: Path) -> Path:
@@ -363,7 +290,7 @@ def _download(name: str, version: str, folder: Path) -> Path:
         except subprocess.TimeoutExpired as error:
             raise InfrastructureError(f"fetching {what} took more than {_FETCHING} s; try again") from error
         found = next(os.walk(scratch / "tmp" / "found"), ("", [], []))[2]
-        files = [file for file in sorted(found) if re.search(r"\.(tar\.\w+|tgz|zip)$", file)]
+        files = [file for file in sorted(found) if re.search(r"\.(tar\.\w+|tgz)$", file)]
         if done.returncode or not files:
             said = done.stderr.decode("utf-8", "replace").splitlines()
             why = next((line.strip() for line in reversed(said) if "ERROR" in line), "there is none")
@@ -372,19 +299,9 @@ def _download(name: str, version: str, folder: Path) -> Path:
     return folder / files[0]
 
 
-def _from_git(package: Package, cache: Path) -> tuple[SourceOrigin, SourceTree]:
-    repository = open_git(package, cache)
-    try:
-        commit = repository.text("rev-parse", "--verify", "--end-of-options", f"{package.commit}^{{commit}}").strip()
-    except ConfigError as error:
-        raise ConfigError(f"{package.git} has no commit {package.commit}") from error
-    origin = SourceOrigin(kind="git", name=package.name, version=commit[:8], pin=commit, place=package.git or "")
-    return origin, bounded(repository.tree(commit), package.label)
-
-
 def open_git(package: Package, cache: Path) -> GitRepository:
     """The repository where it lies, or a copy in the cache of one at an HTTP address. Raises as ``fetch`` does."""
-    where = (package.git or "").removeprefix("file://")
+    where = package.git.removeprefix("file://")
     if not re.match(r"https?://", where):
         if not Path(where).exists():
             raise ConfigError(f"{where}: give a folder, or an HTTPS address; a repository elsewhere is cloned by you")
@@ -421,19 +338,14 @@ def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
     if not path.is_dir():
         raise ConfigError(f"--repo {path}: there is no such folder")
     here = path.resolve()
-    root = next(
-        (each for each in (here, *here.parents) if (each / ".git").exists() or (each / "objects").is_dir()), here
-    )
-    try:
-        bare = git_folder(root) == root
-    except ConfigError as error:
-        if "no git repository" not in str(error):
-            raise ConfigError(f"--repo {error}") from error
+    roots = (each for each in (here, *here.parents) if (each / ".git").exists() or (each / "objects").is_dir())
+    if (root := next(roots, None)) is None:
         raise ConfigError(
             f"--repo {path} is no git repository: tasks are made of commits; run `git init`, `git add` and "
             "`git commit` in it, or give another folder"
-        ) from error
+        )
     git = GitRepository(root)
+    bare = git_folder(root) == root
     try:
         found = git.text("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").strip()
     except ConfigError as error:
@@ -446,12 +358,12 @@ def find_repository(path: Path, commit: str = "HEAD") -> OwnRepository:
 
 def repository_lines(repository: OwnRepository, newest: str) -> list[str]:
     """Which commit the tasks are of; ``newest``: the commit that is checked out by now."""
-    told = [f"{repository.name}: commit {repository.commit[:12]} of {repository.root}"]
+    lines = [f"{repository.name}: commit {repository.commit[:12]} of {repository.root}"]
     if newest != repository.commit:
-        told.append(f"  the repository is at {newest[:12]} by now: --fresh makes tasks of that")
+        lines.append(f"  the repository is at {newest[:12]} by now: --fresh makes tasks of that")
     if repository.uncommitted:
-        told.append(f"  {repository.uncommitted} files with uncommitted changes: tasks are made of what is committed")
-    return told
+        lines.append(f"  {repository.uncommitted} files with uncommitted changes: tasks are made of what is committed")
+    return lines
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
@@ -508,12 +420,9 @@ def _package(source: JsonObject) -> Package:
     texts = {name: str(value) for name, value in source.items()}
     try:
         if {"sdist", "version", "sha256"} <= texts.keys():
-            release = Release(version=texts["version"], sha256=texts["sha256"])
-            return Package(name=texts["sdist"], release=release)
+            return Package(name=texts["sdist"], version=texts["version"], sha256=texts["sha256"])
         if {"git", "commit"} <= texts.keys():
             return Package(name="repository", git=texts["git"], commit=texts["commit"])
-        if {"archive", "path"} <= texts.keys():
-            return Package(name=texts["archive"], archive=Path(texts["path"]))
     except ValidationError as error:
         raise ConfigError(f"a source that is none: {error.errors()[0]['msg']}") from error
     raise ConfigError(f"a source of an unknown kind: {', '.join(sorted(texts))}")

@@ -30,7 +30,6 @@ from openhands_rl_plugin.evals.tasks.packages import (
     SourceOrigin,
     TaskPlan,
     fetch,
-    fetch_release,
     layout_of,
     make_environment,
 )
@@ -297,7 +296,6 @@ class PreparedPackage:
     plan: TaskPlan
     origin: SourceOrigin
     tree: SourceTree
-    older: SourceTree | None
     layout: PackageLayout
     sandbox: TreeSandbox
     requirements: tuple[str, ...]
@@ -313,7 +311,7 @@ class PreparedPackage:
     @property
     def paths(self) -> tuple[str, ...]:
         """The folders that are imported from."""
-        return self.package.paths or self.layout.paths
+        return self.layout.paths
 
     @property
     def test_command(self) -> str:
@@ -333,56 +331,45 @@ class PreparedPackage:
 def prepare_package(package: Package, plan: TaskPlan, cache: Path) -> PreparedPackage:
     """Fetch a package and run its tests twice. Raises ``ConfigError`` or ``InfrastructureError``."""
     origin, tree = fetch(package, cache)
-    older = None
-    if package.previous is not None:
-        older = fetch_release(package.name, package.previous, cache)[1]
-    return prepare_tree(package, plan, origin, tree, older, cache)
+    return prepare_tree(package, plan, origin, tree, cache)
 
 
 def prepare_tree(
-    package: Package, plan: TaskPlan, origin: SourceOrigin, tree: SourceTree, older: SourceTree | None, cache: Path
+    package: Package, plan: TaskPlan, origin: SourceOrigin, tree: SourceTree, cache: Path
 ) -> PreparedPackage:
     """A prepared package of existing files. Raises as ``prepare_package`` does."""
     found = layout_of(tree)
     arguments = package.tests or found.arguments
     if not arguments:
-        raise ConfigError(
-            f"{package.label}: no tests found in it; name them (--tests of `improve`, tests = [...] in a plan)"
-        )
+        raise ConfigError(f"{package.label}: no tests found in it; name them (--tests)")
     if not found.code:
         raise ConfigError(f"{package.label}: no Python code found in it beside the tests")
-    requirements = tuple(dict.fromkeys([*plan.requirements, *package.requirements, *found.requirements]))
+    requirements = tuple(dict.fromkeys([*plan.requirements, *found.requirements]))
     environment = make_environment(plan.python, requirements, cache)
-    sandbox = TreeSandbox(environment, package.paths or found.paths, plan.timeout)
+    sandbox = TreeSandbox(environment, found.paths, plan.timeout)
     first = sandbox.run_tests(tree, arguments, covered=True)
     _refuse_useless(package, first, plan.timeout)
     second = sandbox.run_tests(tree, arguments, hash_seed=1)
-    tests = frozenset(test for test in first.passed & second.passed if _usable(test, package.avoid))
+    tests = frozenset(test for test in first.passed & second.passed if _usable(test))
     if len(tests) < 2:
         raise ConfigError(f"{package.label}: fewer than two tests pass twice in a row; nothing can be measured by them")
     changing = first.passed ^ second.passed
-    return PreparedPackage(package, plan, origin, tree, older, found, sandbox, requirements, first, tests, changing)
+    return PreparedPackage(package, plan, origin, tree, found, sandbox, requirements, first, tests, changing)
 
 
 def _refuse_useless(package: Package, run: TestRun, timeout: float) -> None:
     if run.timed_out:
-        raise ConfigError(
-            f"{package.label}: its tests take more than {timeout:g} s; run fewer of them (--tests of `improve`, "
-            "tests = [...] in a plan)"
-        )
+        raise ConfigError(f"{package.label}: its tests take more than {timeout:g} s; run fewer of them (--tests)")
     if run.crashed:
         raise ConfigError(f"{package.label}: its tests do not run: {run.crashed}")
     if not run.passed:
         files = [f"{file} ({why:.200})" if why else file for file, why in run.broken.items()]
         not_read = f"; not even collected: {', '.join(files[:3])}" if files else ""
-        raise ConfigError(
-            f"{package.label}: no test passes, are requirements missing (--with of `improve`, requirements = [...] in "
-            f"a plan)?{not_read}"
-        )
+        raise ConfigError(f"{package.label}: no test passes, are requirements missing (--with)?{not_read}")
 
 
-def _usable(test: str, avoid: Sequence[str]) -> bool:
-    """Whether a test's name is read off a log, passed or failed, as it is, and is not in ``avoid``."""
+def _usable(test: str) -> bool:
+    """Whether a test's name is read off a log, passed or failed, as it is."""
     lines = ((f"PASSED {test}", "PASSED"), (f"FAILED {test} - assert [1] == [2] - x", "FAILED"))
     read = all(parse_pytest(line) == {test: status} for line, status in lines)
-    return read and file_of(test).endswith(".py") and not any(each in test for each in avoid)
+    return read and file_of(test).endswith(".py")

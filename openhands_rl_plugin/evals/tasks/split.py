@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import Frozen
 
 TRAIN = "train"
 """The split of rows to train on, beside ``HELD_OUT``."""
@@ -32,7 +32,7 @@ ACROSS, EARLIER, LATER, SPARE, NO_FUNCTION = (
 """Why a good task is in neither part."""
 
 
-class SplitTask(Frozen):
+class SplitTask(NamedTuple):
     """``files``: those that its fix changes. ``time``: of a fix's commit, Unix seconds; ``None``: injected.
 
     ``function``: the qualified name of the one that an injected bug is in; empty: not known.
@@ -44,7 +44,7 @@ class SplitTask(Frozen):
     function: str = ""
 
 
-class TaskSplit(Frozen):
+class TaskSplit(NamedTuple):
     """Ids, and why the others were dropped. ``by``: what no two tasks of different parts change."""
 
     training: tuple[str, ...]
@@ -70,16 +70,33 @@ def split_tasks(tasks: Sequence[SplitTask], training: int, held_out: int, *, see
         return split
     alone = [task for task in tasks if task.time is None and task.function]
     by_function = _best(_in_functions(alone), training, held_out, seed)
-    if not by_function.enough:
-        raise ConfigError(_too_few(tasks, split))
-    fixes = {task.id: NO_FUNCTION for task in tasks if task not in alone}
-    return by_function.model_copy(update={"dropped": {**by_function.dropped, **fixes}, "by": "function"})
+    if by_function.enough:
+        fixes = {task.id: NO_FUNCTION for task in tasks if task not in alone}
+        return by_function._replace(dropped={**by_function.dropped, **fixes}, by="function")
+    files = {file for task in tasks for file in task.files}
+    why = "".join(f"; {count} dropped: {reason}" for reason, count in Counter(split.dropped.values()).most_common())
+    raise ConfigError(
+        f"too few tasks: {len(split.training)} to train on and {len(split.held_out)} held out of {len(tasks)} good "
+        f"ones, which change {len(files)} files; at least {LEAST_TRAINING} and {LEAST_HELD_OUT} are needed that share "
+        f"no file, or at least no function: ask for more (--tasks, --held-out){why}"
+    )
 
 
 def _best(tasks: Sequence[SplitTask], training: int, held_out: int, seed: int) -> TaskSplit:
+    """Of many random sets of files to hold out, the one that gives enough, is near the goal and drops few tasks."""
     goal = min(held_out, max(LEAST_HELD_OUT, round(len(tasks) * held_out / (training + held_out))))
-    best = max((_cut(tasks, files) for files in _choices(tasks, goal, seed)), key=lambda each: _worth(each, goal))
-    return _limited(best, training, held_out)
+    count = Counter(file for task in tasks for file in task.files)
+    files, order = sorted(count), random.Random(seed)
+    splits: list[TaskSplit] = []
+    for _ in range(_ORDERS):
+        order.shuffle(files)
+        before = accumulate((count[file] for file in files), initial=0)
+        splits.append(
+            _cut(tasks, frozenset(file for file, so_far in zip(files, before, strict=False) if so_far < goal))
+        )
+    best = max(splits, key=lambda each: (each.enough, -abs(len(each.held_out) - goal), -len(each.dropped)))
+    spare = dict.fromkeys((*best.training[training:], *best.held_out[held_out:]), SPARE)
+    return TaskSplit(best.training[:training], best.held_out[:held_out], {**best.dropped, **spare})
 
 
 def _in_functions(tasks: Sequence[SplitTask]) -> list[SplitTask]:
@@ -87,70 +104,25 @@ def _in_functions(tasks: Sequence[SplitTask]) -> list[SplitTask]:
     places = {(file, task.function) for task in tasks for file in task.files}
 
     def outermost(file: str, function: str) -> str:
-        parts = function.split(".")
-        names = (".".join(parts[:length]) for length in range(1, len(parts)))
-        return f"{file}::{next((name for name in names if (file, name) in places), function)}"
+        names = accumulate(function.split("."), "{}.{}".format)
+        return f"{file}::{next(name for name in names if (file, name) in places)}"
 
-    return [
-        task.model_copy(update={"files": frozenset(outermost(file, task.function) for file in task.files)})
-        for task in tasks
-    ]
-
-
-def _choices(tasks: Sequence[SplitTask], goal: int, seed: int) -> Iterator[frozenset[str]]:
-    """Sets of files to hold out: those of a random order, until they have ``goal`` tasks."""
-    count = Counter(file for task in tasks for file in task.files)
-    files, order = sorted(count), random.Random(seed)
-    for _ in range(_ORDERS):
-        order.shuffle(files)
-        chosen: list[str] = []
-        while len(chosen) < len(files) and sum(count[file] for file in chosen) < goal:
-            chosen.append(files[len(chosen)])
-        yield frozenset(chosen)
+    return [task._replace(files=frozenset(outermost(file, task.function) for file in task.files)) for task in tasks]
 
 
 def _cut(tasks: Sequence[SplitTask], files: frozenset[str]) -> TaskSplit:
     """The parts of one choice of files, with the cut in time that keeps most fixes."""
     held_out = [task for task in tasks if task.files <= files]
     training = [task for task in tasks if not task.files & files]
-    times = sorted({task.time for task in tasks if task.time is not None})
-
-    def kept(cut: int) -> int:
-        new = sum(task.time is not None and task.time >= cut for task in held_out)
-        return new + sum(task.time is not None and task.time < cut for task in training)
-
-    cut = max([*times, *(time + 1 for time in times[-1:])], key=kept, default=0)
-    early = {task.id for task in held_out if task.time is not None and task.time < cut}
-    late = {task.id for task in training if task.time is not None and task.time >= cut}
-    inside = {task.id for task in (*held_out, *training)}
-    across = {task.id: ACROSS for task in tasks if task.id not in inside}
+    new, old = ([task.time for task in part if task.time is not None] for part in (held_out, training))
+    times = sorted({*new, *old})
+    cuts = [*times, *(time + 1 for time in times[-1:])]
+    cut = max(cuts, key=lambda cut: sum(time >= cut for time in new) + sum(time < cut for time in old), default=0)
+    early = {task.id: EARLIER for task in held_out if task.time is not None and task.time < cut}
+    late = {task.id: LATER for task in training if task.time is not None and task.time >= cut}
+    across = {task.id: ACROSS for task in tasks if task not in held_out and task not in training}
     return TaskSplit(
         training=tuple(task.id for task in training if task.id not in late),
         held_out=tuple(task.id for task in held_out if task.id not in early),
-        dropped={**across, **dict.fromkeys(sorted(early), EARLIER), **dict.fromkeys(sorted(late), LATER)},
-    )
-
-
-def _worth(split: TaskSplit, goal: int) -> tuple[bool, int, int]:
-    """Both parts large enough; near the goal; few tasks dropped."""
-    return split.enough, -abs(len(split.held_out) - goal), len(split.training) + len(split.held_out)
-
-
-def _limited(split: TaskSplit, training: int, held_out: int) -> TaskSplit:
-    spare = (*split.training[training:], *split.held_out[held_out:])
-    return TaskSplit(
-        training=split.training[:training],
-        held_out=split.held_out[:held_out],
-        dropped={**split.dropped, **dict.fromkeys(spare, SPARE)},
-    )
-
-
-def _too_few(tasks: Sequence[SplitTask], split: TaskSplit) -> str:
-    files = {file for task in tasks for file in task.files}
-    reasons = Counter(split.dropped.values())
-    why = "".join(f"; {count} dropped: {reason}" for reason, count in reasons.most_common())
-    return (
-        f"too few tasks: {len(split.training)} to train on and {len(split.held_out)} held out of {len(tasks)} good "
-        f"ones, which change {len(files)} files; at least {LEAST_TRAINING} and {LEAST_HELD_OUT} are needed that share "
-        f"no file, or at least no function: ask for more (--tasks, --held-out){why}"
+        dropped={**across, **early, **late},
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tarfile
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -80,13 +79,20 @@ class SourceTree:
 
 
 def read_archive(path: Path) -> SourceTree:
-    """The files of a ``.tar.gz`` or ``.zip`` below its one top folder. Raises ``ConfigError`` for what is none."""
+    """The files of a ``.tar.gz`` below its one top folder. Raises ``ConfigError`` for what is none."""
+    files: dict[str, TreeFile] = {}
+    total = 0
     try:
-        members = dict(_zip_members(path) if zipfile.is_zipfile(path) else _tar_members(path))
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
+        with tarfile.open(path, tarinfo=_Header) as archive:
+            for at, member in enumerate(archive):
+                total += member.size
+                check_size(at, total, str(path))
+                name = member.name.partition("/")[2]
+                if member.isfile() and is_contained(name) and (stream := archive.extractfile(member)) is not None:
+                    files[name] = TreeFile(EXECUTABLE if member.mode & 0o100 else PLAIN, stream.read())
+    except (tarfile.TarError, EOFError, OSError) as error:
         raise ConfigError(f"{path} is no source archive that can be read: {error}") from error
-    files = {name.partition("/")[2]: file for name, file in members.items() if name.find("/") > 0}
-    return bounded(SourceTree({name: files[name] for name in sorted(files) if is_contained(name)}), str(path))
+    return bounded(SourceTree({name: files[name] for name in sorted(files)}), str(path))
 
 
 def bounded(tree: SourceTree, what: str) -> SourceTree:
@@ -113,24 +119,6 @@ class _Header(tarfile.TarInfo):
         found = super().frombuf(buf, encoding, errors)
         check_size(0, found.size, "the archive")
         return found
-
-
-def _tar_members(path: Path) -> Iterator[tuple[str, TreeFile]]:
-    with tarfile.open(path, tarinfo=_Header) as archive:
-        total = 0
-        for at, member in enumerate(archive):
-            total += member.size
-            check_size(at, total, str(path))
-            if member.isfile() and (stream := archive.extractfile(member)) is not None:
-                yield member.name, TreeFile(EXECUTABLE if member.mode & 0o100 else PLAIN, stream.read())
-
-
-def _zip_members(path: Path) -> Iterator[tuple[str, TreeFile]]:
-    with zipfile.ZipFile(path) as archive:
-        check_size(len(archive.infolist()), sum(info.file_size for info in archive.infolist()), str(path))
-        for info in archive.infolist():
-            if not info.is_dir():
-                yield info.filename, TreeFile(PLAIN, archive.read(info))
 
 
 _WHO, _MAIL = "swe-local", "swe-local@localhost"
@@ -167,9 +155,9 @@ class GitRepository:
 
     def commit(self, tree: SourceTree, message: str, branch: str) -> str:
         """Make ``branch`` the one commit, without a parent, that holds ``tree``; its hash."""
-        said = (message.rstrip("\n") + "\n").encode()
-        head = f"commit refs/heads/{branch}\ncommitter {_WHO} <{_MAIL}> {_WHEN}\ndata {len(said)}\n".encode()
-        stream = [b"reset refs/heads/%s\n" % branch.encode(), head, said, b"\ndeleteall\n"]
+        text = (message.rstrip("\n") + "\n").encode()
+        head = f"commit refs/heads/{branch}\ncommitter {_WHO} <{_MAIL}> {_WHEN}\ndata {len(text)}\n".encode()
+        stream = [b"reset refs/heads/%s\n" % branch.encode(), head, text, b"\ndeleteall\n"]
         for path, file in sorted(tree.files.items()):
             stream += [f"M {file.mode} inline {_quoted(path)}\ndata {len(file.data)}\n".encode(), file.data, b"\n"]
         self.git("fast-import", "--quiet", "--force", stdin=b"".join(stream))
@@ -249,12 +237,6 @@ def make_repository(tree: SourceTree, directory: Path) -> str:
         return run_git(command).decode().strip()
     except (OSError, subprocess.SubprocessError) as error:
         raise InfrastructureError(f"{directory} could not be committed: {describe(error)}") from error
-
-
-def commit_of(files: Mapping[str, str]) -> str:
-    """The hash that ``make_repository`` would return."""
-    with scratch_folder("trees") as folder:
-        return make_repository(SourceTree({}).changed(files), Path(folder) / "repository")
 
 
 def apply_patch(tree: SourceTree, patch: str, folder: Path) -> str:

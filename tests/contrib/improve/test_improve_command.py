@@ -147,8 +147,7 @@ def steady_and(line: str, count: int) -> str:
         ({}, "units: no tests found in it"),
         (
             {"test_units": "import nowhere\n" + STEADY},
-            "(--with of `improve`, requirements = [...] in a plan)?; not even collected: "
-            "test_units.py (ModuleNotFoundError: No module named 'nowhere')",
+            "(--with)?; not even collected: test_units.py (ModuleNotFoundError: No module named 'nowhere')",
         ),
         ({"test_units": steady_and(FAILS, 3)}, "of 5 tests, 3 fail and 0 flicker before any bug"),
         ({"test_units": steady_and(FLICKERS, 3)}, "of 5 tests, 0 fail and 3 flicker before any bug"),

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from broken_repository import commit_of
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.contrib.repair.rows import COLUMN, RUN_TESTS, RepairSpec, repository_files
@@ -14,7 +15,7 @@ from openhands_rl_plugin.contrib.repair.suites import RepairBackend, same
 from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap
 from openhands_rl_plugin.environments.workspace.visible import hidden_package, system_mounts
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
-from openhands_rl_plugin.evals.tasks.trees import SourceTree, commit_of, make_repository
+from openhands_rl_plugin.evals.tasks.trees import SourceTree, make_repository
 
 MODULE, TESTS = "pack/__init__.py", "test_counts.py"
 BUG = '''import re

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from broken_repository import commit_of
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.contrib.repair.bugs import KINDS, LONGEST_FUNCTION, PackageSlicer, bugs_in
@@ -29,7 +30,6 @@ from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.runs.suites import find_suite, instruction_of, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.gate import NO_OP
-from openhands_rl_plugin.evals.tasks.trees import commit_of
 
 EVERY_KIND = '''def shorten(text, width=10, mark='...', keep=True):
     """Shorten a text."""

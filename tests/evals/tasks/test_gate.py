@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.gate import (
     NO_OP,
-    QualityGate,
     TaskLineage,
     check_tasks,
     require_checked,
@@ -73,8 +71,8 @@ def written(path: Path, *instances: Instance) -> Path:
     return path
 
 
-async def problems(path: Path, judge: Judge = good, results: Path | None = None) -> dict[str, str]:
-    lineage = await check_tasks(path, KnownBackend(judge), QualityGate(repeats=3, low=0.1, high=0.9), results=results)
+async def problems(path: Path, judge: Judge = good) -> dict[str, str]:
+    lineage = await check_tasks(path, KnownBackend(judge), repeats=3)
     assert lineage.checked == (not any(task.check and task.check.problems for task in lineage.tasks))
     return {
         task.instance_id: "; ".join(task.check.problems if task.check else ("unchecked",)) for task in lineage.tasks
@@ -90,18 +88,17 @@ async def test_good_tasks_pass_and_are_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("judge", "said"),
+    ("judge", "reason"),
     [
         (lambda i, p, at: VerdictKind.UNRESOLVED, "its own patch resolves it in 0 of 3 runs"),
         (lambda i, p, at: VerdictKind.RESOLVED, "changing nothing gives resolved"),
-        (lambda i, p, at: good(i, p, at) if at < 2 else VerdictKind.UNRESOLVED, "in 2 of 3 runs"),
         (lambda i, p, at: good(i, p, at) if at < 2 else VerdictKind.TIMED_OUT, "differently from run to run"),
         (lambda i, p, at: VerdictKind.INFRASTRUCTURE if p == NO_OP else good(i, p, at), "gives infrastructure"),
     ],
 )
-async def test_a_bad_task_is_told(judge: Judge, said: str, tmp_path: Path) -> None:
+async def test_a_bad_task_is_named(judge: Judge, reason: str, tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", instance("one"))
-    assert said in (await problems(path, judge))["one"]
+    assert reason in (await problems(path, judge))["one"]
     with pytest.raises(ConfigError, match=r"\(1 of 1 tasks\)"):
         require_checked(path)
 
@@ -111,21 +108,13 @@ async def test_a_bad_task_is_told(judge: Judge, said: str, tmp_path: Path) -> No
     [
         instance("two", patch="patch of one"),
         instance("two", fail_to_pass=("t.py::one",)),
-        instance("two", problem_statement=instance("one").problem_statement + " Really."),
+        instance("two", problem_statement=instance("one").problem_statement),
     ],
     ids=["patch", "tests", "words"],
 )
-async def test_duplicates_are_told(again: Instance, tmp_path: Path) -> None:
+async def test_duplicates_are_named(again: Instance, tmp_path: Path) -> None:
     path = written(tmp_path / "t.jsonl", instance("one"), again, instance("three"))
     assert await problems(path) == {"one": "", "two": "it is one once more", "three": ""}
-
-
-async def test_what_a_policy_always_or_never_solves_is_told(tmp_path: Path) -> None:
-    path = written(tmp_path / "t.jsonl", instance("one"), instance("two"), instance("three"))
-    rates = tmp_path / "rates.json"
-    rates.write_text(json.dumps({"one": 0, "two": 0.5, "three": 1.0}))
-    found = await problems(path, results=rates)
-    assert "in 0% of its attempts" in found["one"] and found["two"] == "" and "in 100%" in found["three"]
 
 
 def test_a_file_that_was_never_checked_or_changed_is_refused(tmp_path: Path) -> None:

@@ -11,18 +11,15 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.dataset import instance_of
 from openhands_rl_plugin.evals.tasks.packages import (
     Package,
-    Release,
     TaskRepositories,
-    fetch_release,
+    fetch,
     layout_of,
     make_environment,
     parse_source,
-    read_plan,
 )
 from openhands_rl_plugin.evals.tasks.trees import (
     LINK,
@@ -46,32 +43,13 @@ def archive(path: Path, **files: str) -> Path:
 
 
 def test_sources_of_the_command_line(tmp_path: Path) -> None:
-    assert parse_source("inflection==0.5.1") == Package(name="inflection", release=Release(version="0.5.1"))
-    assert parse_source("a-b.c==1.0..2.0rc1").previous == Release(version="1.0")
-    file = archive(tmp_path / "thing-1.0.tar.gz", top__a_py="x = 1\n")
-    assert parse_source(str(file)) == Package(name="thing-1.0", archive=file)
+    assert parse_source("inflection==0.5.1") == Package(name="inflection", version="0.5.1")
     subprocess.run(["git", "init", "--quiet", str(tmp_path / "work")], check=True)
     found = parse_source(f"{tmp_path / 'work'}@v1")
     assert (found.name, found.git, found.commit) == ("work", str(tmp_path / "work"), "v1")
     assert parse_source("https://host/owner/name.git@abc").commit == "abc"
-
-
-@pytest.mark.parametrize(("text", "said"), [("inflection", "say which version"), ("./none.tar.gz", "is no source")])
-def test_what_is_no_source(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        parse_source(text)
-
-
-def test_a_plan_is_refused_with_a_line_for_each_mistake(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.toml"
-    plan.write_text(
-        'sed = 1\n[[packages]]\nname = "a"\n[[packages]]\nname = "b"\nrelease = {version = "1", sha256 = "x"}\n'
-    )
-    with pytest.raises(ConfigError) as caught:
-        read_plan(plan)
-    assert all(line.startswith(f"{plan}: ") for line in str(caught.value).splitlines())
-    assert "unknown key; did you mean 'seed'?" in str(caught.value)
-    assert "give one of release, archive and git" in str(caught.value)
+    with pytest.raises(ConfigError, match="is no source"):
+        parse_source("inflection")
 
 
 GOOD = ("a.py", "a/.gitignore", ".github/x", "a b/\u00fc.py", "..a/b..", "git/x", "a.git/b")
@@ -193,7 +171,7 @@ def test_code_of_packages_runs_in_a_sandbox_or_not_at_all(tmp_path: Path, monkey
     for name, value in {**settings, "OPENAI_API_KEY": "sk-secret", "HOME": str(home)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InfrastructureError, match="the build saw nothing"):
-        fetch_release("evil", Release(version="1.0"), tmp_path / "cache")
+        fetch(Package(name="evil", version="1.0"), tmp_path / "cache")
     monkeypatch.chdir(links)
     for none in ("evil==1.0", "late-1.0-py3-none-any.whl"):  # no file of the working folder either
         with pytest.raises(InfrastructureError, match="no wheels that fit"):
@@ -210,10 +188,10 @@ def test_code_of_packages_runs_in_a_sandbox_or_not_at_all(tmp_path: Path, monkey
 def test_an_archive_with_another_hash_is_refused(tmp_path: Path) -> None:
     archive(tmp_path / "sdists" / "a-1.0" / "a-1.0.tar.gz", top__a_py="x = 1\n")
     with pytest.raises(ConfigError, match="another sha256"):
-        fetch_release("a", Release(version="1.0", sha256="0" * 64), tmp_path)
+        fetch(Package(name="a", version="1.0", sha256="0" * 64), tmp_path)
 
 
-def test_code_tests_and_requirements_are_told_apart() -> None:
+def test_code_tests_and_requirements_are_kept_apart() -> None:
     paths = (
         *("src/shop/__init__.py", "src/shop/basket.py", "src/shop/tests/test_in.py", "src/shop/_vendor/x.py"),
         *("tests/test_a.py", "tests/helpers.py", "docs/conf.py", "setup.py", "noxfile.py", "examples/demo.py"),
@@ -224,9 +202,3 @@ def test_code_tests_and_requirements_are_told_apart() -> None:
     assert found.code == ("src/shop/__init__.py", "src/shop/basket.py")
     assert found.arguments == ("src/shop/tests", "tests")
     assert (found.paths, found.requirements) == (("src",), ("attrs>=20",))
-
-
-def test_the_journal_of_other_settings_is_not_taken_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / ".x.jsonl.journal").write_text("of another plan\n")
-    assert cli.main(["tasks", "make", "inflection==0.5.1", "--out", str(tmp_path / "x.jsonl")]) == 1
-    assert "journal of a run with other settings" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""Every bug parses, means something else, and is taken back by its own patch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from openhands_rl_plugin.evals.tasks.bugs import KINDS, PythonSource, bugs_of
+from openhands_rl_plugin.evals.tasks.suite import buggy
+from openhands_rl_plugin.evals.tasks.trees import GitRepository, SourceTree
+
+SHOP = '''"""A shop that has something of everything."""
+
+from collections import OrderedDict
+
+
+class Basket(OrderedDict, object):
+    """Things — and how many."""
+
+    limit = 10
+
+    def __len__(self):
+        return sum(self.values())
+
+    def put(self, name, count=1, strict=False):
+        """Put things in."""
+        if not name:
+            raise ValueError("no name")
+        if count > self.limit and strict:
+            return False
+        else:
+            self.limit = self.limit - count
+            self[name] = count
+        self.note(name, count)
+        return True
+
+    def note(self, name, count):
+        self.last, self.previous = name.strip(), count
+        return count, name
+
+    def price(self, prices, rate=2):
+        total = 0
+        # What costs nothing is left out.
+        for name, count in self.items():
+            try:
+                each = prices[name]
+            except (KeyError, TypeError):
+                continue
+            if each < 0 or each is None:
+                break
+            total += each * count
+        total = total + total // 100 * rate
+        return round(total, ndigits=1) if total > 1 else min(total, rate)
+
+
+def words(text, first=1):
+    found = sorted(text.lower().split(" "))
+    for at in range(first, len(found)):
+        if found[at] == found[at - 1]:
+            found[at] = ""
+    return found[first:]
+'''
+
+
+BUGS = list(bugs_of("shop.py", SHOP))
+
+
+def test_every_kind_is_found_and_each_bug_parses_and_differs() -> None:
+    assert {bug.modifier for bug in BUGS} == set(KINDS)
+    for bug in BUGS:
+        changed = PythonSource(SHOP).apply(bug.edits)
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(SHOP))
+        assert "# What costs nothing is left out." in changed or bug.modifier == "drop_loop"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "expected"),
+    [
+        ("if a < b: return 1", "move_boundary", {"if a <= b: return 1"}),
+        ("if a not in b: return 1", "negate_condition", {"if a in b: return 1"}),
+        ("return a and f(b)", "drop_clause", {"return a", "return f(b)"}),
+        ("return (a + 1) * b", "swap_operator", {"return (a - 1) * b", "return (a + 1) + b"}),
+        ("return a[:len(b)]", "miss_by_one", {"return a[:len(b) - 1]", "return a[:len(b) + 1]"}),
+        ("return f(a, b.c)", "swap_arguments", {"return f(b.c, a)"}),
+        ("return a.lstrip()", "swap_name", {"return a.rstrip()"}),
+    ],
+)
+def test_only_the_place_of_the_bug_changes(code: str, kind: str, expected: set[str]) -> None:
+    text = f"def f(a, b):  # é\n    {code}\n"
+    bugs = [bug for bug in bugs_of("a.py", text) if bug.modifier == kind]
+    assert {PythonSource(text).apply(bug.edits).splitlines()[1].strip() for bug in bugs} == expected
+
+
+def test_the_patch_takes_the_bug_back_and_commits_depend_on_the_files_alone(tmp_path: Path) -> None:
+    whole = SourceTree({}).changed({"shop.py": SHOP})
+    repository = GitRepository.create(tmp_path / "task.git")
+    solved = repository.commit(whole, "shop", "solved")
+    assert GitRepository.create(tmp_path / "b").commit(whole, "shop", "main") == solved
+    assert GitRepository(tmp_path / "task.git").tree(solved) == whole
+    for bug in BUGS[:: len(BUGS) // 4]:
+        broken = repository.commit(buggy(whole, bug), "shop", "broken")
+        patch = repository.diff(broken, solved)
+        assert repository.without(solved, (patch,), "shop", "again") == broken
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "x = 1\r\n", "\ufeffx = 1\n", "\0"])
+def test_a_file_that_cannot_be_edited_has_no_bugs(text: str) -> None:
+    assert not list(bugs_of("a.py", text))
