@@ -77,14 +77,14 @@ async def run(args: argparse.Namespace) -> int:
         else:
             ranked = [summary async for summary in view.rewarded_by(storage, chosen, args.reward)]
             found, matching = ranked[args.offset : args.offset + args.limit], len(ranked)
-        said = await opinions_of(storage, [each.id for each in found])
+        opinions = await opinions_of(storage, [each.id for each in found])
     if args.json:
         for summary in found:
-            told = {name: said.get(summary.id, {}).get(name) for name in OPINIONS}
-            print(json.dumps(summary.model_dump(mode="json") | told))
+            columns = {name: opinions.get(summary.id, {}).get(name) for name in OPINIONS}
+            print(json.dumps(summary.model_dump(mode="json") | columns))
         return 0
     if found:
-        console().print(view.list_table(found, said))
+        console().print(view.list_table(found, opinions))
     range_ = f"{args.offset + 1} to {args.offset + len(found)} of {matching}" if found else f"none of {matching}"
     print(f"{range_} episodes" + ("; --offset shows more" if args.offset + len(found) < matching else ""))
     return 0

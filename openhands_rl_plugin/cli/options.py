@@ -428,8 +428,8 @@ def add_tasks(group: argparse._ActionsContainer) -> None:
 
 def add_bounds(group: argparse._ActionsContainer) -> None:
     """Processes and times."""
-    played = "processes that play the episodes (0: this one only)"
-    group.add_argument("--processes", type=natural, metavar="PROCESSES", help=played)
+    about = "processes that play the episodes (0: this one only)"
+    group.add_argument("--processes", type=natural, metavar="PROCESSES", help=about)
     group.add_argument(
         "--graders", type=positive, metavar="PATCHES", help="patches tested at a time (default: each CPU)"
     )

@@ -57,19 +57,19 @@ async def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("LOG_LEVEL", "ERROR")
     try:
         with redirect_stdout(sys.stderr):
-            played = await _play(args)
+            rollout = await _play(args)
     except RLError as error:
         return _refused(error, args)
-    if (failure := played.failure) is not None:  # errors of others repeat addresses with passwords
-        told = failure.model_copy(update={"message": sayable(failure.message)})
-        played = played.model_copy(update={"failure": told})
+    if (failure := rollout.failure) is not None:  # errors of others repeat addresses with passwords
+        shown = failure.model_copy(update={"message": sayable(failure.message)})
+        rollout = rollout.model_copy(update={"failure": shown})
     if args.json:
-        print(played.model_dump_json())
+        print(rollout.model_dump_json())
     else:
-        print(sayable(_described(played)))
-    if played.failure is not None and not args.json:
-        print(sayable(f"error: {played.failure.message}"), file=sys.stderr)
-    return 0 if played.failure is None else INVALID
+        print(sayable(_described(rollout)))
+    if rollout.failure is not None and not args.json:
+        print(sayable(f"error: {rollout.failure.message}"), file=sys.stderr)
+    return 0 if rollout.failure is None else INVALID
 
 
 async def _play(args: argparse.Namespace) -> PlayedRollout:
@@ -97,7 +97,7 @@ def _source(task: str) -> GivenTask:
 
 
 def _refused(error: RLError, args: argparse.Namespace) -> int:
-    """Nothing was played, or nothing could be stored: the reason, as the failure of an episode has it."""
+    """Nothing was rollout, or nothing could be stored: the reason, as the failure of an episode has it."""
     message = str(error)
     kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
     if args.json:
@@ -108,17 +108,17 @@ def _refused(error: RLError, args: argparse.Namespace) -> int:
     return INVALID
 
 
-def _described(played: PlayedRollout) -> str:
+def _described(rollout: PlayedRollout) -> str:
     """A few lines for a person."""
-    sizes = ", ".join(f"{len(each.input_ids):,} tokens ({sum(each.mask):,} sampled)" for each in played.segments)
-    reward = "none" if played.reward is None else f"{played.reward:g} ({played.reward_version})"
+    sizes = ", ".join(f"{len(each.input_ids):,} tokens ({sum(each.mask):,} sampled)" for each in rollout.segments)
+    reward = "none" if rollout.reward is None else f"{rollout.reward:g} ({rollout.reward_version})"
     lines = [
-        f"{played.task_id}: reward {reward}, {played.turns} turns, {played.stop.value}, {played.seconds:.1f} s",
-        f"  policy: {played.policy.served_name}; segments: {sizes or 'none'}",
-        f"  recorded as {played.trajectory_id}",
+        f"{rollout.task_id}: reward {reward}, {rollout.turns} turns, {rollout.stop.value}, {rollout.seconds:.1f} s",
+        f"  policy: {rollout.policy.served_name}; segments: {sizes or 'none'}",
+        f"  recorded as {rollout.trajectory_id}",
     ]
-    if played.off_policy:
-        lines.append(f"  not to be reinforced: {played.off_policy}")
-    if played.shortened:
+    if rollout.off_policy:
+        lines.append(f"  not to be reinforced: {rollout.off_policy}")
+    if rollout.shortened:
         lines.append("  what came after a secret is left out")
     return "\n".join(lines)

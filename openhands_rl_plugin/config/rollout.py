@@ -88,15 +88,15 @@ class PlayOptions(PlaySettings):
         return RLSettings.model_validate({**kept, **given})
 
 
-def options_from_trainer(given: Mapping[str, object], where: str, trainer: str, said: Collection[str]) -> PlayOptions:
-    """The options below ``where`` in a trainer's configuration, which says those named ``said`` itself.
+def options_from_trainer(given: Mapping[str, object], where: str, trainer: str, fixed: Collection[str]) -> PlayOptions:
+    """The options below ``where`` in a trainer's configuration, which sets those named ``fixed`` itself.
 
     Raises ``ConfigError``.
     """
-    known = PlaySettings.model_fields.keys() - {*_OF_TRAINERS, *said}
+    known = PlaySettings.model_fields.keys() - {*_OF_TRAINERS, *fixed}
     if wrong := sorted(given.keys() - known):
         own = wrong[0] in PlaySettings.model_fields
-        why = f"is said by {trainer}" if own else f"is none of {', '.join(sorted(known))}"
+        why = f"is set by {trainer}" if own else f"is none of {', '.join(sorted(known))}"
         raise ConfigError(f"{where}.{wrong[0]} {why}")
     try:
         # A path is text there.

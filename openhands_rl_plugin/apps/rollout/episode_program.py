@@ -49,7 +49,7 @@ _PROBE = (
 class EpisodeProgram:
     """Rolls out episodes by the options that a trainer's configuration has below ``where``.
 
-    ``said``: the options that the ``trainer`` sets itself. ``tries``: how often an episode is rolled out that failed of
+    ``fixed``: the options that the ``trainer`` sets itself. ``tries``: rollouts of one that failed by
     the infrastructure. ``store``: keeps the episodes; without it they go with their process. Raises ``ConfigError`` for
     options that are not there, and for a Python without OpenHands.
     """
@@ -60,13 +60,13 @@ class EpisodeProgram:
         *,
         where: str,
         trainer: str,
-        said: frozenset[str],
+        fixed: frozenset[str],
         tries: int = 2,
         store: str = "",
     ) -> None:
         if tries < 1:
             raise ConfigError(f"{where.removesuffix('options')}tries has to be 1 or more")
-        checked = options_from_trainer(given, where, trainer, said)
+        checked = options_from_trainer(given, where, trainer, fixed)
         self._options = {name: getattr(checked, name) for name in given}
         self._seconds = checked.timeout + GRACE
         self._tries = tries

@@ -75,11 +75,11 @@ def survey(package: Package, plan: TaskPlan, cache: Path) -> Survey:
     """
     prepared = prepare_package(package, plan, cache)
     run = prepared.first_run
-    played = {name: outcome for name, outcome in run.outcomes.items() if outcome not in ("skipped", "xfailed")}
+    ran = {name: outcome for name, outcome in run.outcomes.items() if outcome not in ("skipped", "xfailed")}
     flickering = sorted(prepared.flickering)
-    failing = sorted(played.keys() - run.passed - prepared.flickering)
+    failing = sorted(ran.keys() - run.passed - prepared.flickering)
     found = Survey(
-        tests=len(played.keys() | prepared.flickering),
+        tests=len(ran.keys() | prepared.flickering),
         steady=len(prepared.tests),
         failing=len(failing),
         flickering=len(flickering),
@@ -270,7 +270,7 @@ def _divided(
     try:
         split = split_tasks(described_tasks, options.tasks, options.held_out, seed=options.seed)
     except ConfigError as error:
-        raise ConfigError(f"{repository.name}: {error}; of {len(lines)} changes tried, {said(reasons)}") from error
+        raise ConfigError(f"{repository.name}: {error}; of {len(lines)} changes tried, {counted(reasons)}") from error
     parts: list[str] = []
     for part, ids, suffix in ((TRAIN, split.training, ""), (HELD_OUT, split.held_out, "-heldout")):
         chosen = [each for each in good if each.instance_id in ids]
@@ -293,7 +293,7 @@ def _divided(
     )
 
 
-def said(reasons: Mapping[str, int]) -> str:
+def counted(reasons: Mapping[str, int]) -> str:
     """``"12: no test notices it; 3: two runs with the bug differ"``."""
     return (
         "; ".join(f"{count}: {reason:.120}" for reason, count in Counter(reasons).most_common()) or "none was dropped"
@@ -345,13 +345,13 @@ def gym_lines(gym: Gym) -> list[str]:
         *(f"  {note}" for note in survey.notes()),
         f"tasks: {', '.join(parts)}; {apart}",
         *(_SAME_FILES if gym.split_by == "function" else ()),
-        f"  {gym.tried} changes tried; dropped: {said(gym.dropped)}",
+        f"  {gym.tried} changes tried; dropped: {counted(gym.dropped)}",
     ]
 
 
 def earned_lines(result: LoopResult) -> list[str]:
     """Success on held-out tasks before and after, each with its 95% interval, and the change."""
-    told = []
+    lines = []
     measured = evaluations(result.state)
     for one, what in zip((measured[0], measured[-1]), ("before", "after"), strict=True):
         success = one.success
@@ -360,19 +360,19 @@ def earned_lines(result: LoopResult) -> list[str]:
             if success.n
             else "nothing valid"
         )
-        told.append(f"held-out tasks {what}: {rate}, {success.n} tasks")
-    return [*told, *(change.sentence() for change in result.changes)]
+        lines.append(f"held-out tasks {what}: {rate}, {success.n} tasks")
+    return [*lines, *(change.sentence() for change in result.changes)]
 
 
 def use_lines(result: LoopResult, model: Path, adapters: Path, *, server: str) -> list[str]:
     """How the adapter is used; ``server``: where it is in use already, empty after a run with a server of its own."""
     if result.state.adapter is None:
         return ["no adapter was made: nothing was learnt"]
-    told = [f"adapter: {result.state.adapter} in {adapters}"]
+    lines = [f"adapter: {result.state.adapter} in {adapters}"]
     if server:
-        return [*told, f"use it: {result.state.adapter} is served at {server}"]
+        return [*lines, f"use it: {result.state.adapter} is served at {server}"]
     where = shlex.join(["--model", str(model), "--adapters", str(adapters)])
-    return [*told, f"use it: openhands-rl serve {where} --port 8100"]
+    return [*lines, f"use it: openhands-rl serve {where} --port 8100"]
 
 
 def earned(result: LoopResult) -> JsonObject:

@@ -68,10 +68,10 @@ def context_of(model: Path, served: int | None = None) -> int:
         raise ConfigError(f"{model}: its config.json cannot be read: {error}") from error
     inner = found.get("text_config") if isinstance(found.get("text_config"), dict) else {}
     own = found.get("max_position_embeddings") or inner.get("max_position_embeddings")
-    said = [each for each in (served, own) if isinstance(each, int) and each > 0]
-    if not said:
+    known = [each for each in (served, own) if isinstance(each, int) and each > 0]
+    if not known:
         raise ConfigError(f"{model}: neither its config.json nor its server says how long its context is")
-    return min(said)
+    return min(known)
 
 
 def choose_prompt(settings: RLSettings, model: Path, context: int, native: bool | None) -> PromptChoice:

@@ -77,8 +77,8 @@ def content_security_policy() -> str:
 
 def single_file(data: JsonObject, title: str = "Episodes") -> str:
     """A page with its modules, its style and ``data`` in it; nothing is fetched."""
-    said = f"export default JSON.parse({json.dumps(json.dumps(data))});"
-    texts = {name: file.read_text(encoding="utf-8") for name, file in modules().items()} | {DATA: said}
+    script = f"export default JSON.parse({json.dumps(json.dumps(data))});"
+    texts = {name: file.read_text(encoding="utf-8") for name, file in modules().items()} | {DATA: script}
     places = {name: f"data:text/javascript;base64,{_base64(text)}" for name, text in texts.items()}
     found = json.dumps({"imports": places}, separators=(",", ":"))
     style = f"data:text/css;base64,{_base64((STATIC / 'studio.css').read_text(encoding='utf-8'))}"

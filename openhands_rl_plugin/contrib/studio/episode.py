@@ -270,13 +270,13 @@ def _trie(trajectories: Sequence[Trajectory]) -> list[_Turn]:
         for at in transcript_nodes(trajectory):
             node = trajectory.nodes[at]
             # Ids of calls are drawn at random, and say nothing.
-            said = node.message.model_copy(
+            message = node.message.model_copy(
                 update={
                     "tool_call_id": None,
                     "tool_calls": tuple(call.model_copy(update={"id": ""}) for call in node.message.tool_calls),
                 }
             )
-            key = (parent, said.model_dump_json())
+            key = (parent, message.model_dump_json())
             if key not in below:
                 below[key] = len(turns)
                 turns.append(_Turn(parent, node.message, node.sampled))

@@ -89,12 +89,12 @@ class ListResource:
         total = await storage.count(where)
         found = [each async for each in storage.summaries(where)]
         ids = [each.id for each in found]
-        labels, said = await labels_of(storage, ids), await opinions_of(storage, ids)
+        labels, opinions = await labels_of(storage, ids), await opinions_of(storage, ids)
         body: JsonObject = {
             "revision": revision,
             "total": total,
             "offset": offset,
-            "rows": rows_of(found, labels, said),
+            "rows": rows_of(found, labels, opinions),
         }
         return reply(request, body, revision=f"{revision} {request.url.query}")
 
@@ -161,17 +161,17 @@ def _value(summary: TrajectorySummary, name: str) -> object:
 
 def _order(request: Request) -> tuple[TrajectoryOrder, bool]:
     """``?sort=-tokens``, by default the newest first."""
-    said = request.query_params.get("sort") or "-stored"
-    name = said.removeprefix("-")
+    order = request.query_params.get("sort") or "-stored"
+    name = order.removeprefix("-")
     if name not in list(TrajectoryOrder):
         raise HTTPException(400, unknown_name("order", name[:80], [each.value for each in TrajectoryOrder]))
-    return TrajectoryOrder(name), said != name
+    return TrajectoryOrder(name), order != name
 
 
 def rows_of(
-    found: Sequence[TrajectorySummary], labels: Sequence[Label], said: Mapping[str, Mapping[str, float]]
+    found: Sequence[TrajectorySummary], labels: Sequence[Label], opinions: Mapping[str, Mapping[str, float]]
 ) -> JsonObject:
-    """Summaries by columns; ``labels``: those that hold, by kind or as ``good`` and ``bad``; ``said``: ``opinions``."""
+    """Summaries by columns; ``labels``: those that hold, by kind or as ``good`` and ``bad``; ``opinions``: by id."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for label in standing(labels):
         for about in {label.trajectory_id, label.other} - {None}:
@@ -180,7 +180,7 @@ def rows_of(
     rows = {
         **{name: [getattr(each, name) for each in found] for name in same},
         **{name: [getattr(each, f"{name}_id") for each in found] for name in ("run", "group", "task")},
-        **{name: [number(said.get(each.id, {}).get(name)) for each in found] for name in OPINIONS},
+        **{name: [number(opinions.get(each.id, {}).get(name)) for each in found] for name in OPINIONS},
         "model": [each.policy.base_model for each in found],
         "adapter": [each.policy.adapter for each in found],
         "version": [each.policy.version for each in found],
@@ -200,9 +200,11 @@ def rows_of(
 def episodes_compared(first: Opened, second: Opened) -> JsonObject:
     """Rows of two nodes that stand beside each other; ``same`` where they say the same."""
     sides = [transcript_nodes(each.trajectory) for each in (first, second)]
-    said = [[_said(each.trajectory, at) for at in side] for each, side in zip((first, second), sides, strict=True)]
+    both = zip((first, second), sides, strict=True)
+    contents = [[_content(each.trajectory, at) for at in side] for each, side in both]
     rows: dict[str, list[int | None]] = {"a": [], "b": [], "same": []}
-    for kind, low, high, other_low, other_high in SequenceMatcher(a=said[0], b=said[1], autojunk=False).get_opcodes():
+    matcher = SequenceMatcher(a=contents[0], b=contents[1], autojunk=False)
+    for kind, low, high, other_low, other_high in matcher.get_opcodes():
         for at in range(max(high - low, other_high - other_low)):
             rows["a"].append(sides[0][low + at] if low + at < high else None)
             rows["b"].append(sides[1][other_low + at] if other_low + at < other_high else None)
@@ -217,7 +219,7 @@ def episodes_compared(first: Opened, second: Opened) -> JsonObject:
     }
 
 
-def _said(trajectory: Trajectory, at: int) -> str:
+def _content(trajectory: Trajectory, at: int) -> str:
     message = trajectory.nodes[at].message
     return f"{message.role}\0{message.content}\0{[(call.name, call.arguments) for call in message.tool_calls]}"
 
@@ -301,40 +303,40 @@ class LabelResource:
 
     async def post(self, request: Request) -> Response:
         """Append one; 201 with it and those of its episode that hold. Raises ``HTTPException`` 400 and 404."""
-        said = LabelRequest.model_validate_json(await request.body())
-        storage = await self._sources.holding(request, said.episode)
-        if said.withdraws is not None:
-            found = standing(await labels_of(storage, [said.episode]))
-            label = next((each for each in found if each.id == said.withdraws), None)
+        asked = LabelRequest.model_validate_json(await request.body())
+        storage = await self._sources.holding(request, asked.episode)
+        if asked.withdraws is not None:
+            found = standing(await labels_of(storage, [asked.episode]))
+            label = next((each for each in found if each.id == asked.withdraws), None)
             if label is None:
                 raise HTTPException(404, "the episode has no label of that id that holds")
             made = await withdraw(storage, label, author=self._author)
         else:
-            await self._check(storage, said)
-            fields = said.model_dump(exclude={"episode", "kind", "withdraws"})
-            assert said.kind is not None, "it was validated"
-            made = await add_label(storage, said.episode, said.kind, author=self._author, **fields)
-        holding = standing(await labels_of(storage, [said.episode]))
+            await self._check(storage, asked)
+            fields = asked.model_dump(exclude={"episode", "kind", "withdraws"})
+            assert asked.kind is not None, "it was validated"
+            made = await add_label(storage, asked.episode, asked.kind, author=self._author, **fields)
+        holding = standing(await labels_of(storage, [asked.episode]))
         body = {"label": made.model_dump(mode="json"), "labels": [each.model_dump(mode="json") for each in holding]}
         response = reply(request, body)
         response.status_code = 201
         return response
 
     @staticmethod
-    async def _check(storage: TrajectoryStorage, said: LabelRequest) -> None:
-        trajectory = (await read_episode(storage, said.episode)).trajectory
-        if said.node is not None:
-            if said.node >= len(trajectory.nodes):
+    async def _check(storage: TrajectoryStorage, asked: LabelRequest) -> None:
+        trajectory = (await read_episode(storage, asked.episode)).trajectory
+        if asked.node is not None:
+            if asked.node >= len(trajectory.nodes):
                 raise HTTPException(
-                    400, f"the episode has {len(trajectory.nodes)} nodes, so there is no node {said.node}"
+                    400, f"the episode has {len(trajectory.nodes)} nodes, so there is no node {asked.node}"
                 )
-            tokens = trajectory.nodes[said.node].tokens
-            if said.tokens is not None and (tokens is None or said.tokens[1] > len(tokens.sampled_ids)):
+            tokens = trajectory.nodes[asked.node].tokens
+            if asked.tokens is not None and (tokens is None or asked.tokens[1] > len(tokens.sampled_ids)):
                 raise HTTPException(400, "the node has not so many sampled tokens")
-        if said.kind in (LabelKind.VERDICT, LabelKind.PREFERENCE):
+        if asked.kind in (LabelKind.VERDICT, LabelKind.PREFERENCE):
             _check_counts(trajectory)
-        if said.kind is LabelKind.PREFERENCE:
-            other = (await read_episode(storage, said.other or "")).trajectory
+        if asked.kind is LabelKind.PREFERENCE:
+            other = (await read_episode(storage, asked.other or "")).trajectory
             _check_counts(other)
             if asked_in_common(trajectory.task) != asked_in_common(other.task):
                 raise HTTPException(400, "the two are of two tasks: only attempts at one task can be compared")

@@ -105,12 +105,12 @@ class ExportResource:
     async def listed(found: Sequence[Opened]) -> JsonObject:
         """The list of these episodes."""
         labels = [label for each in found for label in each.labels]
-        said = {each.trajectory.id: opinions(each.scores) for each in found}
+        thought = {each.trajectory.id: opinions(each.scores) for each in found}
         summaries: list[TrajectorySummary] = []
         for each in found:
             where = TrajectoryFilter(ids=(each.trajectory.id,), finished=None)
             summaries += [summary async for summary in each.storage.summaries(where)]
-        rows = rows_of(summaries, labels, said)
+        rows = rows_of(summaries, labels, thought)
         return {"revision": "", "total": len(summaries), "offset": 0, "next": None, "rows": rows}
 
     def answers(self, opened: Opened) -> Iterator[tuple[str, JsonObject]]:

@@ -299,10 +299,10 @@ class EvaluationResource:
 
     def _read(self, name: str, folder: Path) -> RunRecord:
         try:
-            said = (folder / OUTPUT).stat()
+            stat = (folder / OUTPUT).stat()
         except OSError as error:
             raise ConfigError(f"{name}: {OUTPUT} is gone ({error.strerror})") from error
-        state = (said.st_mtime_ns, said.st_size)
+        state = (stat.st_mtime_ns, stat.st_size)
         known = self._known.get(name)
         if known is None or known[0] != state:
             known = state, read_runs((folder / OUTPUT,))[0]
@@ -360,11 +360,11 @@ def _instance(folder: Path, instance: str) -> JsonObject:
 
 
 def details_of(row: JsonObject, longest: int = _LONGEST) -> JsonObject:
-    """The patch of a row of ``output.jsonl``, its error, and what the grader said, each cut at ``longest``."""
+    """The patch of a row of ``output.jsonl``, its error, and what the grader graded, each cut at ``longest``."""
     result = row.get("test_result")
-    said = result if isinstance(result, dict) else {}
-    patch = said.get("git_patch") or said.get("model_patch")
-    rest: JsonObject = {name: value for name, value in said.items() if name not in ("git_patch", "outcome")}
+    graded = result if isinstance(result, dict) else {}
+    patch = graded.get("git_patch") or graded.get("model_patch")
+    rest: JsonObject = {name: value for name, value in graded.items() if name not in ("git_patch", "outcome")}
     log = json.dumps(rest, indent=1, ensure_ascii=False)
     return {
         "instance": row["instance_id"],
@@ -429,17 +429,17 @@ class EventResource:
             yield _event("reset", {"why": "the connection was broken"})
         quiet, names = 0.0, self._sources.names()
         while not self._stopped.is_set():
-            said = [event async for event in self._changes(stores)]
+            events = [event async for event in self._changes(stores)]
             if names != self._sources.names():
                 names = self._sources.names()
-                said.append(_event("reset", {"why": "there is more to show"}))
+                events.append(_event("reset", {"why": "there is more to show"}))
             now = await asyncio.to_thread(_look, self._sources.runs)
-            said += [_event(kind, body) for kind, body in _happened(self._sources.runs, runs, now)]
+            events += [_event(kind, body) for kind, body in _happened(self._sources.runs, runs, now)]
             runs = now
-            quiet = 0.0 if said else quiet + _PAUSE
+            quiet = 0.0 if events else quiet + _PAUSE
             if quiet >= _SILENCE:
-                said, quiet = [": alive\n\n"], 0.0
-            for event in said:
+                events, quiet = [": alive\n\n"], 0.0
+            for event in events:
                 yield event
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _PAUSE)
@@ -475,12 +475,12 @@ def _told(store: str, before: _Stored, now: _Stored) -> Iterator[tuple[str, Json
         if each.reward != (known and known.reward):
             changes["scored"].append(identity)
     changes["label"] += {now.labels[each] for each in now.labels.keys() - before.labels.keys()}
-    told: list[tuple[str, JsonObject]] = [
+    events: list[tuple[str, JsonObject]] = [
         (kind, {"store": store, "ids": [*ids]}) for kind, ids in changes.items() if ids
     ]
     if len(now.episodes) < _NEWEST and (gone := before.episodes.keys() - now.episodes.keys()):
-        told.append(("gone", {"store": store, "count": len(gone)}))
-    yield from told or [("reset", {"store": store, "why": "an older episode, or an opinion, has changed"})]
+        events.append(("gone", {"store": store, "count": len(gone)}))
+    yield from events or [("reset", {"store": store, "why": "an older episode, or an opinion, has changed"})]
 
 
 def _look(runs: Mapping[str, Path]) -> dict[str, _Seen]:

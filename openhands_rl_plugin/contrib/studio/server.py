@@ -129,10 +129,10 @@ class Entrance:
     async def sign_in(self, request: Request) -> Response:
         """``{"key": ...}`` or ``{"token": ...}`` for a cookie."""
         try:
-            said = await request.json()
+            body = await request.json()
         except ValueError:
-            said = None
-        given = said if isinstance(said, dict) else {}
+            body = None
+        given = body if isinstance(body, dict) else {}
         cookie = self._tickets.spend(str(given.get("token", "")))
         if cookie is None and self._key and Tickets.same(str(given.get("key", "")), self._key):
             cookie = self._tickets.open()

@@ -143,7 +143,7 @@ def check_config(cfg: Any) -> EpisodeProgram:
         own.options,
         where="openhands.options",
         trainer="SkyRL",
-        said=frozenset({"temperature", "max_response_length"}),
+        fixed=frozenset({"temperature", "max_response_length"}),
         tries=own.tries,
         store=own.store,
     )

@@ -141,7 +141,7 @@ class OpenHandsAgentLoop(AgentLoopBase):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._program = EpisodeProgram(
-            options or {}, where="options", trainer="verl", said=frozenset({"temperature"}), tries=tries, store=store
+            options or {}, where="options", trainer="verl", fixed=frozenset({"temperature"}), tries=tries, store=store
         )
         if not self.config.trainer.get("use_v1", False):
             raise ConfigError("set trainer.use_v1=True: the other trainer has no place for an episode that failed")

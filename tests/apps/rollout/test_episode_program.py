@@ -48,7 +48,7 @@ def python(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def program(given: dict[str, Any], **settings: Any) -> EpisodeProgram:
-    return EpisodeProgram(given, where="own.options", trainer="Trainer", said=frozenset({"temperature"}), **settings)
+    return EpisodeProgram(given, where="own.options", trainer="Trainer", fixed=frozenset({"temperature"}), **settings)
 
 
 def stand_in(path: Path, text: str) -> Path:
@@ -137,7 +137,7 @@ def gone(pid: int) -> bool:
 def test_what_cannot_be_played_is_refused_before_anything_starts(python: pytest.MonkeyPatch, tmp_path: Path):
     for given, settings, said in (
         ({"turns": 3}, {}, "own.options.turns is none of"),
-        ({"temperature": 1.0}, {}, "own.options.temperature is said by Trainer"),
+        ({"temperature": 1.0}, {}, "own.options.temperature is set by Trainer"),
         ({"max_turns": "none"}, {}, "own.options.max_turns: "),
         ({}, {"tries": 0}, "own.tries has to be 1 or more"),
     ):

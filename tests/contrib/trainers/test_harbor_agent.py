@@ -133,7 +133,7 @@ async def test_trials_have_rewards_details_and_documents_or_a_reason(model: Scri
         assert re.match(why, found[name]["message"]) and "\n" not in found[name]["message"]
         assert (found[name]["rewards"] is None) == (name != "late"), "only Harbor's own limit is verified"
     assert "agent.kwargs.max_turn is none of" in found["typo"]["refused"]
-    assert "agent.kwargs.suite is said by Harbor" in found["suite"]["refused"]
+    assert "agent.kwargs.suite is set by Harbor" in found["suite"]["refused"]
     assert "which endpoint?" in found["endpoint"]["refused"]
     assert not [each for each in os.listdir("/proc") if each.isdigit() and "echo late" in arguments(each)]
 

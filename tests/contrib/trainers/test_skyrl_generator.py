@@ -164,7 +164,7 @@ async def test_a_batch_of_the_shop_by_rows(model: ScriptedModel, tmp_path: Path)
     [
         ((), "set generator.step_wise_trajectories=true"),
         ((*STEPWISE, "openhands.options.turns=3"), "openhands.options.turns is none of"),
-        ((*STEPWISE, "openhands.options.model=x"), "openhands.options.model is said by SkyRL"),
+        ((*STEPWISE, "openhands.options.model=x"), "openhands.options.model is set by SkyRL"),
         ((*STEPWISE, "openhands.options.max_turns=none"), "openhands.options.max_turns: "),
         ((*STEPWISE, "generator.sampling_params.temperature=0.7"), "vLLM gives logprobs at temperature 1"),
         ((*STEPWISE, "openhands.concurrency=0"), "openhands.concurrency has to be 1 or more"),
