@@ -188,11 +188,16 @@ class RepairOptions(_Sizes):
         )
 
     def settings(self) -> RLSettings:
-        """The ``[rl]`` section of this run, but for the address of the model."""
+        """The ``[rl]`` section of this run, but for the address of the model.
+
+        Any of the answers is acted on, as the policy would. To end the episode is worth less than to go on where the
+        tests fail, else most who err end it, and more where they pass.
+        """
+        value: JsonObject = {"value": "reward", "value_options": {**BY_TESTS, "unfinished": 0.2}}
         return RLSettings(
             max_turns=self.max_turns + self._turns_to_find,
             rollout_strategy="BestOfN",
-            strategy=self._strategy(),
+            strategy={**value, "n": self.proposals, "act": "sampled", "temperature": self.temperature},
             max_prompt_length=REPAIR_CONTEXT[self.level] - self.answer_tokens,
             max_response_length=self.answer_tokens,
             max_workers=self.concurrency,
@@ -223,12 +228,6 @@ class RepairOptions(_Sizes):
                 request_timeout=600,
             ),
         )
-
-    def _strategy(self) -> JsonObject:
-        """Any of the answers is acted on, as the policy would. To end the episode is worth less than to go on where the
-        tests fail, else most who err end it, and more where they pass."""
-        value: JsonObject = {"value": "reward", "value_options": {**BY_TESTS, "unfinished": 0.2}}
-        return {**value, "n": self.proposals, "act": "sampled", "temperature": self.temperature}
 
     def _loop(self) -> LoopSettings:
         sizes = super()._loop()
