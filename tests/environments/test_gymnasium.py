@@ -13,21 +13,17 @@ import gymnasium
 import numpy
 import pytest
 from gymnasium import spaces
+from one_episode import one_episode
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
     Message,
     Observation,
-    PolicyRef,
     StopReason,
-    StrategySpec,
     Task,
 )
 from openhands_rl_plugin.environments.gyms import ActionSpace, GymnasiumEnvironment, GymnasiumOptions
 from openhands_rl_plugin.environments.http.client import RefusedActionError
-from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, check_environment
 
@@ -78,14 +74,9 @@ async def test_it_conforms_and_forks(fork: str):
 
 
 async def test_a_search_finds_the_goal_in_copies():
-    session = AgentSession(
-        environment=lake(),
-        strategy=MCTSStrategy(MCTSStrategy.Options(num_simulations=12, depth=8, seed=1)),
-        strategy_spec=StrategySpec(name="MCTS"),
-        engine=ScriptedEngine(lambda messages: f"Action: {WAY[sum(m.role == 'assistant' for m in messages) % 6]}"),
-        policy=PolicyRef(base_model="m"),
-    )
-    found = await session.run(EpisodeRequest(task=task(), run_id="r", group_id="g"))
+    engine = ScriptedEngine(lambda messages: f"Action: {WAY[sum(m.role == 'assistant' for m in messages) % 6]}")
+    strategy = MCTSStrategy(MCTSStrategy.Options(num_simulations=12, depth=8, seed=1))
+    found = await one_episode(lake(), engine, task(), strategy=strategy)
     assert (found.stop, found.episode_return, found.failure) == (StopReason.TERMINATED, 1.0, None)
 
 
@@ -152,14 +143,7 @@ def odd(mode: str, **options: Any) -> GymnasiumEnvironment:
     ],
 )
 async def test_what_is_no_reward_is_a_failure_and_never_0(mode: str, message: str):
-    session = AgentSession(
-        environment=odd(mode),
-        strategy=StandardReActStrategy(),
-        strategy_spec=StrategySpec(name="StandardReAct"),
-        engine=ScriptedEngine(["Action: go"]),
-        policy=PolicyRef(base_model="m"),
-    )
-    found = await session.run(EpisodeRequest(task=task("gymnasium/Odd-v0"), run_id="r", group_id="g"))
+    found = await one_episode(odd(mode), ["Action: go"], task("gymnasium/Odd-v0"))
     assert found.failure is not None and found.known_return is None
     assert re.search(message, found.failure.message), found.failure.message
 
@@ -193,15 +177,6 @@ async def test_a_replay_that_diverges_is_refused():
     assert player.info.fork_steps == 1
     with pytest.raises(BadEnvironmentError, match="answered the same actions differently"):
         await player.fork()
-
-
-async def test_names_and_options_that_are_wrong_say_so():
-    with pytest.raises(BadEnvironmentError, match=r"gymnasium/FrozenLik-v1 cannot be made: .*FrozenLik"):
-        await GymnasiumEnvironment().reset(task("gymnasium/FrozenLik-v1"))
-    with pytest.raises(BadEnvironmentError, match='write it after a slash, as in env_name = "gymnasium/NAME"'):
-        await GymnasiumEnvironment().reset(task("gymnasium"))
-    with pytest.raises(ConfigError, match="formatter = 'nothing:here' cannot be loaded"):
-        await lake(formatter="nothing:here").reset(task())
 
 
 async def test_a_formatter_of_ones_own_is_shown():

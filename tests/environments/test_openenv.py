@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,28 +11,23 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from one_episode import one_episode
 from openenv_wire import SCHEMA, Misbehaviour, Socket, error, observation, openenv_server, serving
 
 from openhands_rl_plugin.core.errors import ConfigError, GraderError, InfrastructureError
-from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
     FailureKind,
     JsonObject,
     Limits,
     Message,
-    PolicyRef,
     StopReason,
-    StrategySpec,
     Task,
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import RefusedActionError
 from openhands_rl_plugin.environments.openenv import ActionForm, OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.testing import ScriptedEngine, check_environment
+from openhands_rl_plugin.testing import check_environment
 
 INFRASTRUCTURE, ENVIRONMENT = FailureKind.INFRASTRUCTURE, FailureKind.ENVIRONMENT
 PATH = ["RIGHT", "DOWN"] * 4
@@ -248,38 +242,13 @@ def test_any_text_but_an_action_fills_the_only_field(text: str):
     assert ActionForm(SCHEMA).read(text) == {"action": text}  # pyright: ignore[reportArgumentType]
 
 
-@given(st.dictionaries(st.sampled_from(["action", "metadata"]), st.text() | st.integers()))
-def test_json_of_the_fields_is_the_action(action: dict[str, Any]):
-    assert ActionForm(SCHEMA).read(json.dumps(action)) == action  # pyright: ignore[reportArgumentType]
-
-
 # Misbehaviour: each gives a typed failure, never a valid episode without a reward.
 
 
-async def play(
-    url: str,
-    *,
-    timeout: float = 5,
-    limits: Limits | None = None,
-    strategy: Strategy | None = None,
-    script: list[str] | None = None,
-    engine: LLMEngine | None = None,
-    **changes: Any,
-) -> Trajectory:
-    """One episode by AgentSession, of at most four turns."""
-    turns = itertools.count()
-    session = AgentSession(
-        environment=client(url, timeout=timeout, **changes),
-        strategy=strategy or StandardReActStrategy(),
-        strategy_spec=StrategySpec(name="StandardReAct"),
-        engine=engine
-        or ScriptedEngine(
-            ["Action: RIGHT"] * 4 if script is None else lambda messages: script[next(turns) % len(script)]
-        ),
-        policy=PolicyRef(base_model="scripted"),
-        limits=limits or Limits(max_turns=4),
-    )
-    return await session.run(EpisodeRequest(task=task(), run_id="r", group_id="g"))
+async def play(url: str, *, timeout: float = 5) -> Trajectory:
+    """One episode of at most four turns."""
+    player = client(url, timeout=timeout)
+    return await one_episode(player, ["Action: RIGHT"] * 4, task(), limits=Limits(max_turns=4))
 
 
 async def assert_failed(trajectory: Trajectory, kind: FailureKind, *words: str) -> None:

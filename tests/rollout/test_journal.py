@@ -73,19 +73,6 @@ async def everything(storage: FileTrajectoryStorage) -> list[Trajectory]:
     return [found async for found, _ in storage.find(TrajectoryFilter(finished=None))]
 
 
-async def test_what_a_late_thread_adds_after_the_end_is_no_part_of_the_episode(storage: FileTrajectoryStorage):
-    tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(said("state"))
-    await journal.keep(tree)
-    trajectory = frozen(tree, StopReason.TIMEOUT)
-    await sampled(tree)
-    await journal.keep(tree)
-    await journal.end(trajectory)
-    tree.observe(said("later"))
-    await journal.keep(tree)
-    assert await everything(storage) == [trajectory]
-
-
 async def test_a_write_that_has_begun_is_ended_before_its_caller_is_cancelled(
     storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch
 ):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.judgements import majority, newest_outcome, opinions, preferences, scores_of, verdicts
+from openhands_rl_plugin.core.judgements import majority, newest_outcome, opinions, scores_of, verdicts
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.rewards.outcome import HumanReward, RecordedReward, ReturnReward
@@ -101,18 +101,6 @@ def test_of_one_author_the_last_word_counts() -> None:
     assert verdicts([*said, label(4, "ann", value=0.0, node=2)]) == {"bob": 0.0, "ann": 1.0}, "of a step, not of all"
     assert verdicts([*said, label(4, "ann", withdraws="3")]) == {"ann": 0.0, "bob": 0.0}
     assert verdicts([*said, label(4, "ann", value=None)]) == {"bob": 0.0}
-
-
-def test_people_who_contradict_each_other_prefer_neither() -> None:
-    def prefers(at: int, author: str, better: str) -> Label:
-        worse = {"a": "b", "b": "a"}[better]
-        return label(at, author, kind="preference", value=1.0, trajectory_id=better, other=worse)
-
-    both = frozenset({"a", "b"})
-    divided = [prefers(1, "ann", "a"), prefers(2, "bob", "b")]
-    assert preferences(divided) == {both: None}
-    assert preferences([*divided, prefers(3, "cay", "b")]) == {both: "b"}
-    assert preferences([*divided, prefers(3, "ann", "b")]) == {both: "b"}, "one may change their mind"
 
 
 async def test_what_is_killed_in_between_is_done_by_the_next_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.errors import ConfigError, GraderError, InfrastructureError
+from openhands_rl_plugin.core.errors import GraderError, InfrastructureError
 from openhands_rl_plugin.core.protocols import Environment, TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -144,13 +144,6 @@ async def test_a_grader_that_cannot_judge_leaves_no_score(tmp_path: Path) -> Non
         report = await rescore(storage, Broken())
     assert report.scored == 0
     assert {failure.message for _, failure in report.unscored} == {"GraderError: no report"}
-
-
-def test_a_plan_refuses_two_tasks_of_one_id():
-    other = TASKS[0].model_copy(update={"environment": "other"})
-    for twice in (TASKS[0], other):
-        with pytest.raises(ConfigError, match=r"^2 tasks of run 'twice' have the id 'grid-0': .*samples_per_task.*$"):
-            RolloutPlan(run_id="twice", tasks=(*TASKS, twice))
 
 
 class Halves(GridEnvironment):

@@ -29,7 +29,6 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import AgentSession, SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
@@ -121,28 +120,11 @@ async def test_an_episode_that_ends_by_itself():
     assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
 
 
-async def test_every_turn_s_prompt_can_be_rebuilt_from_deltas():
-    trajectory = await play(GridEnvironment(), ["right", "down", "up"], Limits(max_turns=3))
-    ids: tuple[int, ...] = ()
-    for index, node in enumerate(trajectory.nodes):
-        if node.tokens is None:
-            continue
-        assert node.tokens.extends == bool(ids)
-        whole = (*ids, *node.tokens.prompt_ids)
-        assert whole == prompt_ids(trajectory.messages(index)[:-1])
-        ids = (*whole, *node.tokens.sampled_ids)
-
-
 @pytest.mark.parametrize("turns", [1, 5])
 async def test_max_turns(turns: int):
     trajectory = await play(GridEnvironment(), ["left"] * 9, Limits(max_turns=turns))
     assert trajectory.stop is StopReason.MAX_TURNS
     assert len(list(trajectory.sampled())) == trajectory.usage.steps == turns
-
-
-async def test_the_task_s_own_limits_win():
-    trajectory = await session(GridEnvironment(), ["left"] * 9, Limits(max_turns=9)).run(request(Limits(max_turns=2)))
-    assert len(list(trajectory.sampled())) == 2
 
 
 async def test_max_prompt_length():
@@ -179,21 +161,6 @@ async def test_time_runs_out_in_the_environment(method: str):
     assert (trajectory.stop, trajectory.failure) == (StopReason.TIMEOUT, None)
     assert environment.closes == 1
     assert trajectory.evidence["steps"] == 0, "evidence is gathered after a time-out too"
-
-
-async def test_time_runs_out_in_the_model():
-    class Slow(ScriptedEngine):
-        async def complete(self, messages: Sequence[Message], **options: Any) -> list[Completion]:
-            if len(self.calls) == 2:
-                await asyncio.sleep(30)
-            return await super().complete(messages, **options)
-
-    environment = Troubled()
-    trajectory = await session(environment, Slow(["left"] * 9), Limits(timeout=0.1)).run(request())
-    assert trajectory.stop is StopReason.TIMEOUT
-    assert len(list(trajectory.sampled())) == 2
-    assert environment.closes == 1
-    assert (await ReturnReward()(trajectory)).reward == 0.0, "what was executed before stands"
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "evidence"])
@@ -418,32 +385,6 @@ async def test_a_world_that_answers_otherwise_is_played_anew(storage: FileTrajec
     assert len(life.asked) == len(list(trajectory.sampled())), "every completion of the episode is a new one"
     assert [found async for found, _ in storage.find()] == [trajectory]
     assert len(trajectory.nodes) == len(trajectory.path()), "and nothing of the old episode is left"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"base_model": "another"}, {"strategy_spec": StrategySpec(name="StandardReAct", options={"n": 2})}],
-    ids=["policy", "strategy"],
-)
-async def test_an_episode_of_another_policy_or_strategy_is_played_anew(
-    storage: FileTrajectoryStorage, changes: dict[str, Any]
-):
-    await killed_after_its_second_action(storage)
-    life = Mortal(storage, **changes)
-    trajectory = await life.play()
-    assert life.asked == [2, 4, 6]
-    assert [found async for found, _ in storage.find()] == [trajectory]
-
-
-async def test_a_world_that_cannot_be_reached_again_is_a_failure_that_keeps_what_was_sampled(
-    storage: FileTrajectoryStorage,
-):
-    await killed_after_its_second_action(storage)
-    away = Troubled(reset=InfrastructureError("nothing answers"))
-    trajectory = await Mortal(storage, make_environment=lambda request: away).play()
-    assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
-    assert len(list(trajectory.sampled())) == 2
-    assert await stored(storage) == trajectory
 
 
 async def test_a_finished_episode_is_not_played_again(storage: FileTrajectoryStorage):

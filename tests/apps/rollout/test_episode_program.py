@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_model import ScriptedModel, says, serve, with_prompt_ids
+from scripted_model import ScriptedModel, says, serve
 
 import openhands_rl_plugin
 from openhands_rl_plugin.apps.rollout import episode_program
@@ -70,13 +70,6 @@ async def test_an_episode_has_its_ids_and_is_kept_where_asked(model: ScriptedMod
         ((kept, _),) = [found async for found in storage.find()]
     assert (kept.task.id, kept.group_id) == ("mine", "group")
     assert {each["temperature"] for each in model.requests["policy"]} == {0.5}
-
-
-@pytest.mark.slow
-async def test_an_episode_without_ids_is_none(model: ScriptedModel):
-    model.policies["policy"] = lambda body: with_prompt_ids(says(SEARCH), None)
-    played = await program(SHOP).play("webshop-3", model.url, "policy")
-    assert isinstance(played, str) and played.startswith("model: ")
 
 
 @pytest.mark.slow

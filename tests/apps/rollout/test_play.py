@@ -14,7 +14,6 @@ from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin import FileTrajectoryStorage, PlayOptions, PolicyRef, Task, cli, play
-from openhands_rl_plugin.apps.rollout.episode_program import SECRET, facts_of, read_episode, rollout_command
 from openhands_rl_plugin.apps.rollout.play import find_task
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -53,7 +52,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 Options = Callable[..., PlayOptions]
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -106,17 +104,6 @@ async def test_no_token_ids(model: ScriptedModel, options: Options, store: FileT
     assert (recorded.failure, recorded.reward, recorded.segments) == (None, 0.0, ())
 
 
-async def test_what_took_too_long_has_no_reward(options: Options, store: FileTrajectoryStorage):
-    late = await play("webshop-3", options(timeout=0.001), storage=store)
-    assert late.stop is StopReason.TIMEOUT and late.failure is not None and "--timeout" in late.failure.message
-    assert (late.reward, late.segments) == (None, ())
-
-
-async def test_a_search_is_no_sample_of_the_policy(options: Options, store: FileTrajectoryStorage):
-    played = await play("webshop-3", options(strategy="BestOfN", max_turns=1), storage=store)
-    assert played.strategy.name == "BestOfN" and played.off_policy.startswith("BestOfN chose")
-
-
 @needs_contrib
 @needs_bubblewrap
 async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
@@ -132,34 +119,6 @@ async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
     assert played.failure is None, played.failure
     assert (played.reward, played.reward_version, played.resolved) == (1.0, "tests-1", True)
     assert played.stop is StopReason.TERMINATED and len(played.segments) == 1 and sum(played.segments[0].mask) > 0
-
-
-def test_what_the_harness_of_verifiers_starts(
-    model: ScriptedModel,
-    shop: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Its command, against an endpoint that says no ids, and that would record whatever it is asked."""
-    monkeypatch.setenv(SECRET, "the rollout's")
-    name, made = "policy-v000007", {"max_turns": 2, "native_tool_calling": False}
-    model.policies[name] = lambda _: with_prompt_ids(says(SEARCH), None)
-    command = rollout_command(
-        "PY", ("--task", "webshop-3", "--config", str(shop)), model.url, name, made, tmp_path / "store"
-    )
-    assert command[:5] == ["PY", "-P", "-m", "openhands_rl_plugin", "rollout"]
-    assert cli.main(command[4:]) == 0
-    asked = model.requests[name]
-    assert len(asked) == 2 and all("return_token_ids" not in each for each in asked)
-    played = read_episode(0, *capsys.readouterr())
-    assert not isinstance(played, str)
-    facts = facts_of(played)
-    assert {**facts, "trajectory_id": "", "seconds": 0} == {
-        **{"trajectory_id": "", "task_id": "webshop-3", "environment": "webshop", "stop": "max_turns"},
-        **{"reward": 0.0, "reward_version": "return-1", "resolved": False, "cut_short": True},
-        **{"off_policy": "", "turns": 2, "seconds": 0},
-    }
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:

@@ -7,24 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from raw_server import RawServer, raw_server, respond
+from one_episode import one_episode
+from raw_server import raw_server, respond
 
 from openhands_rl_plugin.contrib.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
 from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
     Limits,
     Message,
-    PolicyRef,
     StopReason,
-    StrategySpec,
     Task,
     ToolCall,
-    Trajectory,
 )
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.testing import ScriptedEngine
 
 COOKIE = "set-cookie: Env___game=abc.def; path=/\r\n"
 MISSING = respond({"detail": "Not Found"}, status="404 Not Found")
@@ -113,16 +107,6 @@ async def test_calls_go_to_the_server_and_all_of_it_to_be_verified():
     assert message["content"][0]["text"] == "It is cold."
 
 
-@pytest.mark.parametrize("of", [row(), {"responses_create_params": {"input": PROMPT}}])
-async def test_a_server_with_one_route_for_all_calls_is_not_asked_to_reset_by_it(of: dict[str, Any]):
-    async with raw_server(server(paths=("/seed_session", "/verify", "/{path}"))) as seen:
-        player = client(seen.url)
-        await player.reset(task(of))
-        assert (await player.step(said("cold"))).terminated
-        await player.close()
-    assert seen.paths() == ["/openapi.json", "/seed_session", "/verify"]
-
-
 @pytest.mark.parametrize("form", ["text", "native"])
 async def test_a_call_that_is_the_answer_is_not_executed(form: str):
     of = row(expected_call={"name": "get_weather"})
@@ -140,24 +124,12 @@ async def test_a_call_that_is_the_answer_is_not_executed(form: str):
     assert [item["type"] for item in seen.requests[-1][1]["response"]["output"]] == ["function_call"]
 
 
-async def play(seen: RawServer, engine: ScriptedEngine, turns: int = 3, **options: Any) -> Trajectory:
-    session = AgentSession(
-        environment=client(seen.url, **options),
-        strategy=StandardReActStrategy(),
-        strategy_spec=StrategySpec(name="StandardReAct"),
-        engine=engine,
-        policy=PolicyRef(base_model="scripted"),
-        limits=Limits(max_turns=turns),
-    )
-    return await session.run(EpisodeRequest(task=task(row()), run_id="r", group_id="g"))
-
-
 CALL = 'Action: {"name": "get_weather", "arguments": {"city": "Paris"}}'
 
 
 async def test_an_episode_that_a_limit_cuts_is_verified_as_it_stands():
     async with raw_server(server()) as seen:
-        cut = await play(seen, ScriptedEngine([CALL] * 3), turns=2)
+        cut = await one_episode(client(seen.url), [CALL] * 3, task(row()), limits=Limits(max_turns=2))
         assert (cut.stop, cut.episode_return, cut.evidence["return"]) == (StopReason.MAX_TURNS, 1.0, 1.0)
         assert (await ReturnReward()(cut)).reward == 1.0
     assert [path for path in seen.paths() if path == "/verify"] == ["/verify"]

@@ -8,22 +8,18 @@ from typing import Any
 
 import pytest
 import skyrl_gym
+from one_episode import one_episode
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 from openhands_rl_plugin.contrib.environments.skyrl_gym import SkyRLGymEnvironment, SkyRLGymOptions
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
     Message,
     Observation,
-    PolicyRef,
     StopReason,
-    StrategySpec,
     Task,
 )
-from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.testing import ScriptedEngine, check_environment
+from openhands_rl_plugin.testing import check_environment
 
 ROW = {
     "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": "What is 6 times 7?"}],
@@ -62,14 +58,7 @@ async def test_every_turn_pays_what_skyrl_pays_and_the_conversation_is_its_own()
 
 async def test_a_session_plays_one_turn_and_keeps_the_metrics():
     of = task("skyrl-gym/gsm8k", {**ROW, "env_class": "gsm8k"})
-    session = AgentSession(
-        environment=SkyRLGymEnvironment(),
-        strategy=StandardReActStrategy(),
-        strategy_spec=StrategySpec(name="StandardReAct"),
-        engine=ScriptedEngine(["6 * 7 = 42\n#### 42"]),
-        policy=PolicyRef(base_model="m"),
-    )
-    found = await session.run(EpisodeRequest(task=of, run_id="r", group_id="g"))
+    found = await one_episode(SkyRLGymEnvironment(), ["6 * 7 = 42\n#### 42"], of)
     assert (found.stop, found.episode_return, found.failure) == (StopReason.TERMINATED, 1.0, None)
     assert found.evidence["metrics"] == {}
 

@@ -77,17 +77,6 @@ async def test_it_conforms_and_forks(fork: str):
     await check_environment(lambda: arena(fork=fork), task(idx=1), actions=actions)
 
 
-async def test_a_copy_draws_what_the_original_draws():
-    player = arena()
-    await player.reset(task("textarena/Bandit-v0", idx=2))
-    await player.step(said("[red]"))
-    twin = await player.fork()
-    pulls = ["[red]", "[blue]", "[green]", "[red]", "[red]"]
-    assert [text(await twin.step(said(pull))) for pull in pulls] == [
-        text(await player.step(said(pull))) for pull in pulls
-    ]
-
-
 async def test_a_game_of_two_is_refused_by_name_or_played_against_an_opponent(monkeypatch: pytest.MonkeyPatch):
     player = arena()
     with pytest.raises(BadEnvironmentError, match=r"textarena/TicTacToe-v0 is not a game of 1 players.*opponent ="):
@@ -105,8 +94,3 @@ async def test_a_game_of_two_is_refused_by_name_or_played_against_an_opponent(mo
     second = arena(**options, seat=1)
     assert "[8]" in text(await second.reset(task("textarena/TicTacToe-v0"))), "the opponent moved first"
     await second.close()
-
-
-async def test_what_cannot_be_made_says_why():
-    with pytest.raises(BadEnvironmentError, match=r"textarena/Chessss cannot be made: .*not found in registry"):
-        await arena().reset(task("textarena/Chessss"))

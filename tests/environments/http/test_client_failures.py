@@ -8,24 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from one_episode import one_episode
 from raw_server import raw_server, respond
 
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
     FailureKind,
     Limits,
-    PolicyRef,
     StopReason,
-    StrategySpec,
     Task,
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.rollout.session import AgentSession
-from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.testing import ScriptedEngine
 
 INFRASTRUCTURE, ENVIRONMENT = FailureKind.INFRASTRUCTURE, FailureKind.ENVIRONMENT
 GOOD = {"state": "s", "reward": 0.25, "done": False}
@@ -34,17 +29,8 @@ GOOD = {"state": "s", "reward": 0.25, "done": False}
 async def play(url: str, *, timeout: float = 5, limits: Limits | None = None, **changes: Any) -> Trajectory:
     """One episode by AgentSession, of at most four turns."""
     options = HttpEnvironmentOptions(base_url=url, timeout=timeout, retries=1, backoff=0.01, **changes)
-    policy = PolicyRef(base_model="scripted")
-    session = AgentSession(
-        environment=WebEnvClient(options),
-        strategy=StandardReActStrategy(),
-        strategy_spec=StrategySpec(name="StandardReAct"),
-        engine=ScriptedEngine(["Action: go"] * 4),
-        policy=policy,
-        limits=limits or Limits(max_turns=4),
-    )
     task = Task(id="t", environment="webshop", instruction="go", data={"idx": 0})
-    return await session.run(EpisodeRequest(task=task, run_id="r", group_id="g"))
+    return await one_episode(WebEnvClient(options), ["Action: go"] * 4, task, limits=limits or Limits(max_turns=4))
 
 
 async def assert_failed(trajectory: Trajectory, kind: FailureKind, *words: str) -> None:

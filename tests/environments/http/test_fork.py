@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
+from one_episode import one_episode
 from raw_server import raw_server, respond
 from small_shop import running_shop
 from test_client import CountingServer, options, said, task
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.protocols import Forkable, Strategy
-from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, PolicyRef, StrategySpec
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.environments.http.client import WebEnvClient
-from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.search import SearchBudget
-from openhands_rl_plugin.rollout.strategies.value import NoValue
 from openhands_rl_plugin.testing import ScriptedEngine
 
 pytestmark = pytest.mark.contract
@@ -64,25 +60,6 @@ async def test_a_server_that_cannot_copy_gets_the_same_actions_again():
             await each.close()
 
 
-async def test_a_search_counts_the_steps_that_its_forks_play_again():
-    """The second turn's actions take two steps each, of which one leads to where the episode stands."""
-    async with raw_server(CountingServer(sessions=True)) as server:
-        client = WebEnvClient(options(server.url).model_copy(update={"react_format": False}))
-        tree = EpisodeTree()
-        tree.observe(await client.reset(task(7)))
-        strategy = BestOfNStrategy(n=4, value=NoValue(), turn_budget=SearchBudget(steps=6))
-        said = itertools.count()
-        for bound in (4, 6):
-            sent = server.paths().count("/step")
-            chosen = await strategy.decide(tree, ScriptedEngine(lambda messages: str(next(said))), client)
-            report = tree.nodes[chosen].metadata["search"]["report"]
-            assert report["turn"]["steps"] == server.paths().count("/step") - sent == bound
-            tree.commit(chosen)
-            tree.observe(await client.step(tree.action))
-        assert report["cut_by"] == "steps"
-        await client.close()
-
-
 async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
     class Moody(CountingServer):
         async def __call__(self, path: str, body: Any) -> bytes:
@@ -108,14 +85,8 @@ async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
 async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to_do(strategy: Strategy):
     """It is the environment's failure, which no retry mends: candidates would be paid for again."""
     async with raw_server(CountingServer(sessions=False)) as server:
-        session = AgentSession(
-            environment=WebEnvClient(options(server.url)),
-            strategy=strategy,
-            strategy_spec=StrategySpec(name="search"),
-            engine=ScriptedEngine(["Action: one", "Action: two"] * 8),
-            policy=PolicyRef(base_model="scripted"),
-        )
-        played = await session.run(EpisodeRequest(task=task(7), run_id="run", group_id="group"))
+        engine = ScriptedEngine(["Action: one", "Action: two"] * 8)
+        played = await one_episode(WebEnvClient(options(server.url)), engine, task(7), strategy=strategy)
         assert played.failure is not None and played.failure.kind is FailureKind.ENVIRONMENT
         assert "has no sessions" in played.failure.message and '"StandardReAct"' in played.failure.message
         assert server.paths() == ["/reset"]

@@ -292,21 +292,6 @@ async def test_a_tool_has_a_time_and_a_result_a_length() -> None:
     assert observation.messages[1].content == "xxxxxxxxxx\n[40 characters cut]"
 
 
-class Wrong(ThinkTool):
-    """Has a list for its parameters."""
-
-    parameters = [{"name": "notes"}]  # type: ignore[assignment]  # noqa: RUF012
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [((ThinkTool(), ThinkTool()), "'think' occurs twice"), ((Wrong(),), "must be the JSON Schema of an object")],
-)
-def test_wrong_tools_are_refused_at_once(given: tuple[ToolBase, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ToolEnvironment(tools=given)
-
-
 async def test_the_registry_builds_it_with_tools_by_name() -> None:
     built = registry.build("environments", "tools", {"tools": ["final", f"{__name__}:look_up"], "template": "qwen3"})
     await built.reset(TASK)

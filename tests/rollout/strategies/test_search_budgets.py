@@ -12,7 +12,6 @@ import pytest
 from search_worlds import CountedWorld, SeededEngine, opened, planning, report
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message
@@ -74,30 +73,6 @@ async def test_a_call_is_given_up_when_the_seconds_are_over(account: str):
         told = report(tree, chosen)
         assert told["cut_by"] == ("seconds" if account == "turn" else "episode seconds")
         assert len(tree.children(tree.head)) == 1, "one plain completion, because every turn needs an action"
-
-
-class Failing(SeededEngine):
-    """The server goes away at the tenth call."""
-
-    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
-        if len(self.asked) == 9:
-            self.asked.append(None)
-            raise InfrastructureError("the model is away") from OSError("no route")
-        return await super().complete(messages, **asked)
-
-
-async def test_a_failure_ends_all_that_goes_on_beside_it_and_leaves_no_fork():
-    for strategy in searches():
-        world = CountedWorld()
-        tree = await opened(world)
-        engine = Failing(ways=64)
-        with pytest.raises(InfrastructureError, match="the model is away") as caught:
-            await strategy.decide(tree, engine, world)
-        assert isinstance(caught.value.__cause__, OSError), "the host looks at it"
-        asked, known, forks = len(engine.asked), len(tree.nodes), len(world.opened)
-        assert forks and world.left_open == 0
-        await asyncio.sleep(0.05)
-        assert (len(engine.asked), len(tree.nodes), len(world.opened)) == (asked, known, forks)
 
 
 async def test_who_is_stopped_leaves_no_fork_either():

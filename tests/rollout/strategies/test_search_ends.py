@@ -162,15 +162,6 @@ async def test_what_was_sampled_is_acted_on_as_often_whatever_it_is_worth():
     assert first[:50] == [await acted(seed) for seed in range(50)]
 
 
-async def test_an_end_is_judged_once_however_often_a_search_comes_there():
-    reward = Rightness()
-    world = Desk()
-    strategy = MCTSStrategy(num_simulations=12, num_branches=1, value=RewardValue(reward=reward))
-    tree = await opened(world)
-    chosen = await strategy.decide(tree, Worker("finish"), world)
-    assert (tree.nodes[chosen].visits, len(reward.judged), len(world.forks)) == (12, 1, 1)
-
-
 @EVERY
 @pytest.mark.parametrize("value", [RolloutValue(), NoValue()], ids=["rollout", "none"])
 async def test_values_that_add_up_rewards_are_refused_where_none_are_paid(make: Make, value: ValueFunction):

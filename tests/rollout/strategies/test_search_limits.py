@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from one_episode import one_episode
 from search_worlds import TASK, SeededEngine, opened, planning, report, ways_of
 
 from openhands_rl_plugin.core.errors import ModelError
@@ -13,19 +14,14 @@ from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
-    EpisodeRequest,
     Limits,
     Message,
-    PolicyRef,
     StopReason,
-    StrategySpec,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue
-from openhands_rl_plugin.testing import prompt_ids
 
 Make = Callable[[], Strategy]
 
@@ -59,15 +55,7 @@ class Forgetful(SeededEngine):
 
 
 async def play(strategy: Strategy, engine: LLMEngine, limits: Limits) -> Trajectory:
-    session = AgentSession(
-        environment=planning(),
-        strategy=strategy,
-        strategy_spec=StrategySpec(name="search"),
-        engine=engine,
-        policy=PolicyRef(base_model="scripted"),
-        limits=limits,
-    )
-    return await session.run(EpisodeRequest(task=TASK, run_id="r", group_id="g"))
+    return await one_episode(planning(), engine, TASK, limits=limits, strategy=strategy)
 
 
 @EVERY
@@ -92,15 +80,6 @@ async def test_no_search_goes_beyond_the_last_turn(make: Make, turns: int):
     assert max(len(way) for way in ways_of(tree)) == turns
     best = max(value for visits, value in ways_of(tree).values() if value is not None)
     assert best <= turns / 4, "nothing is counted that cannot be earned any more"
-
-
-@EVERY
-async def test_no_search_goes_beyond_the_longest_prompt(make: Make):
-    engine = SeededEngine()
-    trajectory = await play(make(), engine, Limits(max_prompt_length=100))
-    assert trajectory.stop is StopReason.MAX_TOKENS and trajectory.failure is None
-    newest = 25  # the newest observation has no ids yet, and is estimated
-    assert max(len(prompt_ids(messages)) for messages in engine.calls) <= 100 + newest
 
 
 @EVERY

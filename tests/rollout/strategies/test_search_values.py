@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import pytest
-from search_worlds import EveryWayEngine, opened, planning, report
+from search_worlds import EveryWayEngine, opened, report
 
 from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.core.errors import GraderError
@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.search import SearchBudget
-from openhands_rl_plugin.rollout.strategies.value import RewardValue, ValueFunction, VerifierValue, VerifierValueOptions
+from openhands_rl_plugin.rollout.strategies.value import RewardValue, ValueFunction, VerifierValue
 
 Make = Callable[[ValueFunction], Strategy]
 
@@ -94,11 +94,3 @@ async def test_a_judgement_is_bounded_by_the_seconds_of_a_budget(kind: type[Rewa
     chosen = await strategy.decide(tree, EveryWayEngine(), world)
     assert time.monotonic() - started < 10
     assert report(tree, chosen)["cut_by"] == "seconds" and report(tree, chosen)["unjudged"] == 2
-
-
-async def test_a_verifiers_value_is_scaled_and_what_was_paid_counts_once():
-    world = planning()
-    tree = await opened(world)
-    value = VerifierValue(VerifierValueOptions(scale=2.0), verifier=Liking("0"))
-    await BestOfNStrategy(n=2, value=value).decide(tree, EveryWayEngine(), world)
-    assert [tree.nodes[at].value for at in tree.children(tree.head)] == pytest.approx([1.8, 0.0])

@@ -1,0 +1,30 @@
+"""One episode of an environment, by ``AgentSession``, mostly with completions from a script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Strategy
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, PolicyRef, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+from openhands_rl_plugin.testing import ScriptedEngine
+
+
+async def one_episode(
+    environment: Environment,
+    engine: LLMEngine | Sequence[str],
+    task: Task,
+    *,
+    limits: Limits | None = None,
+    strategy: Strategy | None = None,
+) -> Trajectory:
+    session = AgentSession(
+        environment=environment,
+        strategy=strategy or StandardReActStrategy(),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        engine=ScriptedEngine(engine) if isinstance(engine, Sequence) else engine,
+        policy=PolicyRef(base_model="scripted"),
+        limits=limits,
+    )
+    return await session.run(EpisodeRequest(task=task, run_id="r", group_id="g"))
