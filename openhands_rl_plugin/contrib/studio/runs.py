@@ -360,7 +360,7 @@ def _instance(folder: Path, instance: str) -> JsonObject:
 
 
 def details_of(row: JsonObject, longest: int = _LONGEST) -> JsonObject:
-    """The patch of a row of ``output.jsonl``, its error, and what the grader graded, each cut at ``longest``."""
+    """The patch of a row of ``output.jsonl``, its error, and what the grader wrote, each cut at ``longest``."""
     result = row.get("test_result")
     graded = result if isinstance(result, dict) else {}
     patch = graded.get("git_patch") or graded.get("model_patch")
