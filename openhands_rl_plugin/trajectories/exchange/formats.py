@@ -249,7 +249,7 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             "preferences",
-            "chosen and rejected: actions of a state by search, attempts by `label --pairs`",
+            "chosen and rejected: actions of a state by search, attempts by `score --ask pairs`",
             rows=rows.preference_rows,
             columns=(*rows.PREFERENCE, *rows.IDENTITY),
             compares=True,
