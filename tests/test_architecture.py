@@ -288,7 +288,7 @@ TORCH_ROOMS = (
         # Between a pool and the workers that it started, as with ``multiprocessing`` and Ray; never a file.
         ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ("hosts/pool.py",)),
         # Code that this process compiled, for its own child, which would execute the text as well.
-        ({"marshal"}, ("environments/workspace/inside.py",)),
+        ({"marshal"}, ("environments/workspace/sandbox.py",)),
     ],
     ids=[
         "torch and its kin",

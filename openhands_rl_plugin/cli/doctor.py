@@ -42,7 +42,7 @@ from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.core.types import Message, SamplingParams
-from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
+from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import listed_models

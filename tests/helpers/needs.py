@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
+from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 
 
 def missing_bubblewrap() -> str:

@@ -26,8 +26,13 @@ from pydantic import Field
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.bubblewrap import Overlay, can_overlay, mount_overlays
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, BubblewrapSandbox, search_path
+from openhands_rl_plugin.environments.workspace.sandbox import (
+    INSIDE,
+    BubblewrapSandbox,
+    Overlay,
+    can_overlay,
+    search_path,
+)
 
 ForkMethod = Literal["overlay", "copy"]
 
@@ -55,7 +60,7 @@ class Tree:
 
     def mounting(self, *, read_only: bool = False) -> list[str]:
         """A command that mounts the overlay and then executes its arguments; empty without an overlay."""
-        return mount_overlays([self.overlay] if self.overlay else [], read_only=read_only)
+        return self.overlay.mounting(read_only=read_only) if self.overlay else []
 
 
 def fork_tree(

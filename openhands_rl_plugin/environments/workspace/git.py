@@ -11,21 +11,19 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap, isolate
 from openhands_rl_plugin.environments.workspace.processes import Ended, checked
-from openhands_rl_plugin.environments.workspace.sandbox import search_path
-from openhands_rl_plugin.environments.workspace.visible import system_mounts
+from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap, sandboxed, search_path
 
 REPOSITORY, WORK, OTHER = "/tmp/git", "/tmp/work", "/tmp/other"
 """Where a sandbox shows the git directory, the work tree, and another folder."""
 
 PLAIN_GIT = 'exec git "$@"'
 _MEMORY_KIB = 8 * 1024**2
-_TEMPORARY = 1024**3
 _LARGEST, _LARGEST_HISTORY = 512 * 1024**2, 32 * 1024**3
 _SECONDS, _SECONDS_FETCHING = 600, 3600
 _NETWORK = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "GIT_SSL_CAINFO")
@@ -63,7 +61,6 @@ def git_script(
     """
     bounds = f"ulimit -f {largest // 1024}; ulimit -v {_MEMORY_KIB}\n"
     words = wrap(["timeout", "--signal=KILL", str(seconds), "bash", "-ec", bounds + script, "bash", *arguments])
-    numbered = list(enumerate({**_SETTINGS, **(settings or {})}.items()))
     clean = {
         "PATH": search_path(),
         "HOME": "/nonexistent",
@@ -75,11 +72,17 @@ def git_script(
         "GIT_NO_LAZY_FETCH": "1",
         "GIT_OPTIONAL_LOCKS": "0",
         "GIT_TERMINAL_PROMPT": "0",
-        "GIT_CONFIG_COUNT": str(len(numbered)),
-        **{f"GIT_CONFIG_KEY_{at}": name for at, (name, _) in numbered},
-        **{f"GIT_CONFIG_VALUE_{at}": value for at, (_, value) in numbered},
+        **git_settings({**_SETTINGS, **(settings or {})}),
     }
     return GitCommand(words, {**clean, **(variables or {})}, seconds)
+
+
+def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings of git as environment variables."""
+    numbered = list(enumerate(settings.items()))
+    keys = {f"GIT_CONFIG_KEY_{at}": name for at, (name, _) in numbered}
+    values = {f"GIT_CONFIG_VALUE_{at}": value for at, (_, value) in numbered}
+    return {"GIT_CONFIG_COUNT": str(len(settings)), **keys, **values}
 
 
 def git_command(
@@ -116,17 +119,9 @@ def git_command(
         if certificates := asked.get("GIT_SSL_CAINFO"):
             shown += ["--ro-bind-try", certificates, certificates]
 
-    def wrap(command: Sequence[str]) -> list[str]:
-        mounts = [*empty_root(), *system_mounts(network=network)]
-        return [
-            *isolate(mounts, network=network, options=("--die-with-parent",)),
-            *("--size", str(_TEMPORARY), "--tmpfs", "/tmp", *shown),
-            *("--remount-ro", "/", "--chdir", WORK if work is not None else "/tmp", "--", *command),
-        ]
-
     history = writable or other is not None
     return git_script(
-        wrap,
+        partial(sandboxed, mounts=shown, network=network, folder=WORK if work is not None else "/tmp"),
         script,
         *arguments,
         variables={**places, **(variables or {})},

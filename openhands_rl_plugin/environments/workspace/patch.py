@@ -23,8 +23,7 @@ from typing import Any
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError, describe
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace.git import git_script
-from openhands_rl_plugin.environments.workspace.inside import text_inside
-from openhands_rl_plugin.environments.workspace.sandbox import Sandbox
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, text_inside
 
 MAX_PATCH_BYTES = 1_000_000
 MAX_NAMES_BYTES = 100_000

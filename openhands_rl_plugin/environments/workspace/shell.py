@@ -22,9 +22,14 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.environments.workspace import cgroups
-from openhands_rl_plugin.environments.workspace.inside import Bound, supervisor_program
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE, Sandbox, SandboxLimits, search_path
-from openhands_rl_plugin.environments.workspace.visible import bash
+from openhands_rl_plugin.environments.workspace.sandbox import (
+    INSIDE,
+    Sandbox,
+    SandboxLimits,
+    bash,
+    search_path,
+    supervisor_program,
+)
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
@@ -195,17 +200,9 @@ class Shell:
             "start": self._start_in,
             "state": sandbox.state,
             "output_bytes": limits.output,
-            "limits": limits.as_rlimits(),
-            "bounds": Bound(
-                processes=limits.processes,
-                memory=limits.memory,
-                disk=limits.disk,
-                folder=sandbox.workspace,
-                also=sandbox.writable,
-                grouped=grouped,
-                isolated=sandbox.isolated,
-                gives_way=self._gives_way,
-            ).model_dump(mode="json"),
+            "bounds": limits.counted(
+                *sandbox.folders, isolated=sandbox.isolated, grouped=grouped, gives_way=self._gives_way
+            ),
         }
 
     def _environment(self) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 The sandbox executes what this file was compiled to, so it uses the standard library only. With a command as arguments
 it runs that alone, within bounds: ``python -I -S -c <text> BOUNDS COMMAND...``. ``BOUNDS`` is JSON:
-``{"processes", "memory", "disk", "folder", "also": [folder], "grouped", "isolated", "gives_way"}``; 0 is no bound.
+``{"processes", "memory", "disk", "folders", "limits": {name: number}, "grouped", "isolated", "gives_way"}``, which
+``SandboxLimits.counted`` makes; ``limits`` are named as in ``resource``.
 
 Else it speaks JSON lines. The first line on stdin is the set-up, every other one a request. Each has one answer, which
 is written when it is known: while a command runs, other requests are answered.
 
-* Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "limits": {name: bytes or count}, "bounds"}``;
+* Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes", "bounds"}``;
   commands begin in ``start``, and in ``cwd`` when their directory is gone. It is answered by ``{"id": 0}``.
 * Request: ``{"id", "do", ...}``, answered by ``{"id", "found"}`` or ``{"id", "errno", "reason"}``. ``do`` is ``run`` or
   one of ``Supervisor.requests``.
@@ -223,15 +224,19 @@ class Bounds:
         self.most_memory = 0 if bounds["grouped"] else bounds["memory"]
         self.isolated = bounds["isolated"]
         self.grown: dict[str, Growth] = {}
-        if bounds["disk"]:
-            self.grown["the session added more than {} MiB to its workspace"] = Disk(
-                [bounds["folder"], *bounds["also"]], bounds["disk"]
-            )
+        if bounds["folders"]:
+            reason = "the session added more than {} MiB to its workspace"
+            self.grown[reason] = Disk(bounds["folders"], bounds["disk"])
         if self.isolated and self.most_memory:
             reason = "the files in /tmp and /dev/shm take more than {} MiB of memory"
             self.grown[reason] = FilesInMemory(self.most_memory)
         self.gives_way = bounds["gives_way"]
         self.next = self.old = self.may_start = 0.0
+        for name, bound in bounds["limits"].items():
+            kind = getattr(resource, name)
+            hard = resource.getrlimit(kind)[1]
+            least = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+            resource.setrlimit(kind, (least, least))
 
     def begin(self) -> None:
         """A command begins now."""
@@ -385,11 +390,6 @@ class Supervisor:
         signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector.register(wake, selectors.EVENT_READ, self.reap)
-        for name, bound in self.setup["limits"].items():
-            kind = getattr(resource, name)
-            hard = resource.getrlimit(kind)[1]
-            least = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
-            resource.setrlimit(kind, (least, least))
 
     def serve_all(self) -> None:
         """Until the end of stdin."""

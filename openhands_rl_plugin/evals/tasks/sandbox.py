@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import shlex
 import shutil
@@ -18,10 +17,13 @@ from pydantic import Field, JsonValue, ValidationError
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import read_left, scratch_folder
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, isolate
-from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
-from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
-from openhands_rl_plugin.environments.workspace.visible import OF_A_PREFIX, hidden_package, prefix_mounts, system_mounts
+from openhands_rl_plugin.environments.workspace.sandbox import (
+    OF_A_PREFIX,
+    SandboxLimits,
+    bounded,
+    prefix_mounts,
+    sandboxed,
+)
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import parse_pytest
 from openhands_rl_plugin.evals.tasks.bugs import FUNCTIONS, Edit, PythonSource, definitions, parse
 from openhands_rl_plugin.evals.tasks.packages import (
@@ -130,13 +132,10 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 INSIDE = "/tmp/testbed"
-MEMORY_KIB = 4 * 1024**2
-_TEMPORARY = 1024**3
-_LIMITS = SandboxLimits()
+_LIMITS = SandboxLimits(memory=4 * 1024**3)
 _LONGEST_REPORT = 256 * 1024**2
 PYTEST = ("-o", "addopts=", "-p", "no:cacheprovider")
 _HERE = Path(__file__).parent
-_RESTRICTED = f'ulimit -v {MEMORY_KIB} -f 1048576 -c 0; exec "$@"'
 
 
 class FailureNote(Frozen):
@@ -226,12 +225,14 @@ class TreeSandbox:
         out.mkdir(exist_ok=True)
         tools.mkdir()
         shutil.copy(_HERE / "reporter.py", tools / "openhands_rl_reporter.py")
-        binds = ("--bind", str(work), INSIDE, "--bind", str(out), "/tmp/out", "--ro-bind", str(tools), "/tmp/tools")
-        command = [*_isolated(self._environment, self._variables(variables)), *binds, "--chdir", INSIDE, "--"]
-        bound = Bound(
-            processes=_LIMITS.processes, memory=_LIMITS.memory, disk=_LIMITS.disk, folder=INSIDE, also=("/tmp/out",)
-        )
-        command += bounded(bound, f"{self._environment}/bin/python3", ["/bin/sh", "-c", _RESTRICTED, "sh", *words])
+        python = self._environment / "bin" / "python3"
+        prefixes = {str(self._environment): OF_A_PREFIX, str(python.resolve().parent.parent): OF_A_PREFIX}
+        mounts = [
+            *("--dir", "/tmp/home", *prefix_mounts(prefixes), "--bind", str(work), INSIDE),
+            *("--bind", str(out), "/tmp/out", "--ro-bind", str(tools), "/tmp/tools"),
+        ]
+        limited = bounded(_LIMITS.counted(INSIDE, "/tmp/out"), str(python), words)
+        command = sandboxed(limited, mounts, variables=self._variables(variables), folder=INSIDE)
         with open(folder / "printed", "wb") as printed:
             try:
                 subprocess.run(
@@ -265,25 +266,6 @@ class TreeSandbox:
 def _left(folder: Path, name: str) -> bytes:
     """What tests left for the host, who follows no link of theirs and waits at no pipe. Raises ``OSError``."""
     return read_left(folder / "out", name, _LONGEST_REPORT)
-
-
-def _isolated(environment: Path, variables: Mapping[str, str]) -> list[str]:
-    """``bwrap`` with the system's programs and the environment; ``/tmp`` alone can be written."""
-    return [
-        *isolate([*empty_root(), *system_mounts()], options=("--die-with-parent",), variables=variables),
-        *("--size", str(_TEMPORARY), "--tmpfs", "/tmp", "--dir", "/tmp/home"),
-        *_environment_mounts(environment),
-        *("--remount-ro", "/"),
-    ]
-
-
-@functools.cache
-def _environment_mounts(environment: Path) -> tuple[str, ...]:
-    real = str(environment.resolve())
-    base = (environment / "bin" / "python3").resolve().parent.parent
-    link = () if real == str(environment) else ("--symlink", real, str(environment))
-    prefixes = {real: OF_A_PREFIX, str(base): OF_A_PREFIX}
-    return (*prefix_mounts(prefixes, closed=False), *link, *hidden_package([*prefixes]))
 
 
 @dataclass(frozen=True)

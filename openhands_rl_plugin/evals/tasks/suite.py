@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
+from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs import Bug, PythonSource, bugs_of
 from openhands_rl_plugin.evals.tasks.gate import TaskLineage, Validation, write_tasks

@@ -28,7 +28,6 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SessionFiles, Shell, check_workspace
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.environments.workspace.visible import HostPaths
 
 TEMPORARY = "/tmp"
 _MEBIBYTE = 1024**2
@@ -94,7 +93,8 @@ class SandboxedWorkspace:
                 network=settings.network,
                 temporary=self._limits.temporary,
                 task_workspace=task,
-                paths=HostPaths(visible=settings.visible_paths, writable=settings.writable_paths),
+                visible=settings.visible_paths,
+                writable=settings.writable_paths,
             )
         else:
             self._sandbox = SubprocessSandbox(root, private)

@@ -12,8 +12,12 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.contrib.repair.rows import COLUMN, RUN_TESTS, RepairSpec, repository_files
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend, same
-from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap
-from openhands_rl_plugin.environments.workspace.visible import hidden_package, system_mounts
+from openhands_rl_plugin.environments.workspace.sandbox import (
+    empty_root,
+    find_bubblewrap,
+    hidden_package,
+    system_mounts,
+)
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.trees import SourceTree, make_repository
 

@@ -13,7 +13,6 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
-from openhands_rl_plugin.environments.workspace.visible import HostPaths
 
 pytestmark = pytest.mark.contract
 
@@ -43,8 +42,9 @@ def kept_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def run(tmp_path: Path) -> Iterator[Run]:
     (tmp_path / "work").mkdir()
     (tmp_path / "beside").mkdir()
-    paths = HostPaths(writable=(tmp_path / "beside",))
-    shell = Shell(BubblewrapSandbox(tmp_path / "work", temporary=LIMITS.temporary, paths=paths), limits=LIMITS)
+    writable = [tmp_path / "beside"]
+    sandbox = BubblewrapSandbox(tmp_path / "work", temporary=LIMITS.temporary, writable=writable)
+    shell = Shell(sandbox, limits=LIMITS)
     yield lambda command, timeout=20.0: shell.run(command, timeout=timeout)
     shell.close()
 

@@ -9,9 +9,8 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.workspace import bubblewrap
-from openhands_rl_plugin.environments.workspace.bubblewrap import empty_root, find_bubblewrap, isolate
-from openhands_rl_plugin.environments.workspace.visible import system_mounts
+from openhands_rl_plugin.environments.workspace import sandbox
+from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap, sandboxed
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text("#!/bin/sh\necho no namespaces >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name: str(program) if name == "bwrap" else None)
-    monkeypatch.setattr(bubblewrap, "_search", bubblewrap._search.__wrapped__)
+    monkeypatch.setattr(sandbox, "_search", sandbox._search.__wrapped__)
     return program
 
 
@@ -51,14 +50,13 @@ def test_why_none_works_is_said_in_one_line(system: Path, monkeypatch: pytest.Mo
 
 @needs_bubblewrap
 def test_a_sandbox_shows_what_is_mounted() -> None:
-    mounts = [*empty_root(), *system_mounts()]
-    names = subprocess.check_output([*isolate(mounts), "--", "/bin/ls", "/"], text=True).split()
+    names = subprocess.check_output(sandboxed(["/bin/ls", "/"], []), text=True).split()
     assert "usr" in names and "proc" in names and not {"root", "home", "srv", "mnt", "opt", "sys"} & set(names)
 
 
 @needs_bubblewrap
 def test_no_command_gets_a_new_user_namespace() -> None:
-    mounts = [*empty_root(), *system_mounts(), "--ro-bind", sys.base_prefix, sys.base_prefix]
+    mounts = ["--ro-bind", sys.base_prefix, sys.base_prefix]
     program = [str(Path(sys.executable).resolve()), "-I", "-c", "import os; os.unshare(os.CLONE_NEWUSER)"]
-    done = subprocess.run([*isolate(mounts), "--", *program], capture_output=True, check=False)
+    done = subprocess.run(sandboxed(program, mounts), capture_output=True, check=False)
     assert done.returncode and b"No space left on device" in done.stderr, done.stderr

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.workspace.bubblewrap import find_bubblewrap
+from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 from openhands_rl_plugin.evals.swe.types import Instance
 

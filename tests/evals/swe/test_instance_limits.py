@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
+from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
-from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceLimits, InstanceSandbox, Room
+from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
 
 MEBIBYTE = 1024**2
-LIMITS = InstanceLimits(processes=64, memory=128 * MEBIBYTE, disk=32 * MEBIBYTE)
+LIMITS = SandboxLimits(processes=64, memory=128 * MEBIBYTE, disk=32 * MEBIBYTE)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.environments.workspace.sandbox import installed_parts, is_system
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
-from openhands_rl_plugin.environments.workspace.visible import installed_parts, is_system
 from openhands_rl_plugin.evals.swe.types import Checkout
 
 

@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.environments.workspace.git import checked_git, git_command, git_folder
+from openhands_rl_plugin.environments.workspace.git import checked_git, git_command, git_folder, git_settings
 from openhands_rl_plugin.environments.workspace.processes import run
+from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, find_bubblewrap, installed_parts
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
-from openhands_rl_plugin.environments.workspace.visible import installed_parts
 from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
 from openhands_rl_plugin.evals.swe.backends.caching import (
     Cache,
@@ -40,16 +40,13 @@ from openhands_rl_plugin.evals.swe.backends.repositories import (
     make_origin,
 )
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
+    AS_ROOT,
     ENVIRONMENTS,
     PARTS,
-    InstanceLimits,
     InstanceSandbox,
     Room,
     SandboxBox,
-    Shown,
-    check_bubblewrap,
     fresh_room,
-    git_settings,
     shim_digest,
 )
 from openhands_rl_plugin.evals.swe.grading import Guard
@@ -88,7 +85,7 @@ class LocalBackend(BoxBackend):
         cache: Path | None = None,
         sources: Sequence[RepositorySource] | None = None,
         guard: Guard | None = None,
-        limits: InstanceLimits | None = None,
+        limits: SandboxLimits | None = None,
         network: bool = False,
     ) -> None:
         self._cache = Cache(cache or default_cache())
@@ -98,9 +95,9 @@ class LocalBackend(BoxBackend):
 
     async def check(self) -> None:
         """Raise ``ConfigError`` without bubblewrap, git, patch or uv. Removes leftovers of killed processes."""
-        await asyncio.to_thread(check_bubblewrap)
+        await asyncio.to_thread(find_bubblewrap, *AS_ROOT, otherwise=", or use --backend docker")
         find_uv()
-        for program in ("prlimit", "patch", "git"):
+        for program in ("patch", "git"):
             if shutil.which(program) is None:
                 raise ConfigError(f"the local back end needs the program {program}")
         await remove_left(self._runs())
@@ -156,7 +153,7 @@ class LocalBackend(BoxBackend):
         """A layer above the installed repository."""
         layer, _, sandbox = await self._layer(instance, recipe)
         async with fresh_room(self._runs(), layer) as room:
-            yield SandboxBox(room, lambda command, tests: sandbox.wrap(room, command, network=tests and self._network))
+            yield SandboxBox(sandbox, room, network=self._network)
 
     async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, InstanceSandbox]:
         if not recipe.environment_script:
@@ -186,7 +183,7 @@ class LocalBackend(BoxBackend):
                 await link_tree(environment / name, into / name)
             (into / "testbed").mkdir()
             script = _PACKING.sub(r": \g<0>", recipe.install_script)
-            await _set_up(sandbox, into, layer, script, [Shown(origin, ORIGIN_INSIDE)], _cloned_from_origin(recipe))
+            await _set_up(sandbox, into, layer, script, {ORIGIN_INSIDE: origin}, _cloned_from_origin(recipe))
             await remove(origin)
 
         if not layer.exists():
@@ -203,7 +200,7 @@ async def _set_up(
     layer: Path,
     place: Path,
     text: str,
-    shown: Sequence[Shown] = (),
+    shown: Mapping[str, Path] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> None:
     """Run a set-up script with the network on; its output is stored next to ``place``, which ``layer`` becomes.
@@ -218,7 +215,7 @@ async def _set_up(
         ["/bin/bash", "/setup.sh"],
         network=True,
         setup=True,
-        shown=[*shown, Shown(file, "/setup.sh")],
+        shown={**(shown or {}), "/setup.sh": file},
         variables=variables,
     )
     ended = await run(command, timeout=SETUP_TIME)

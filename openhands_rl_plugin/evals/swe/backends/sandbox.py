@@ -10,26 +10,23 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.bubblewrap import (
+from openhands_rl_plugin.environments.workspace.git import git_settings
+from openhands_rl_plugin.environments.workspace.processes import Ended, run
+from openhands_rl_plugin.environments.workspace.sandbox import (
+    OF_A_PREFIX,
     Overlay,
+    SandboxLimits,
+    bounded,
     can_overlay,
     empty_root,
-    find_bubblewrap,
-    isolate,
-    mount_overlays,
-)
-from openhands_rl_plugin.environments.workspace.inside import Bound, bounded
-from openhands_rl_plugin.environments.workspace.processes import Ended, run
-from openhands_rl_plugin.environments.workspace.visible import (
-    OF_A_PREFIX,
     prefix_mounts,
     program_mounts,
+    sandboxed,
     settings_mounts,
 )
 from openhands_rl_plugin.evals.swe.backends import package_index, shim
@@ -51,19 +48,14 @@ _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", 
 _NETWORK_VARIABLES = re.compile(
     r"(?:(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE)", re.IGNORECASE
 )
-_AS_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
-
-
-class InstanceLimits(Frozen):
-    """Limits in a sandbox: bytes of memory, processes with their threads, bytes added to ``/testbed`` and of one file.
-
-    They are counted by the sandbox's first process, which ends all others, and for one process kept by the kernel.
-    """
-
-    memory: int = 16 * _GIBIBYTE
-    processes: int = 8192
-    disk: int = 64 * _GIBIBYTE
-    file: int = 8 * _GIBIBYTE
+AS_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
+# ``localhost`` is a name that resolves without a network.
+_OF_ROOT = (
+    *(*AS_ROOT, "--hostname", "localhost", "--die-with-parent"),
+    *(word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
+)
+LIMITS = SandboxLimits(memory=16 * _GIBIBYTE, processes=8192, disk=64 * _GIBIBYTE, file=8 * _GIBIBYTE)
+"""Of the sandbox of an instance."""
 
 
 class Room(NamedTuple):
@@ -76,21 +68,13 @@ class Room(NamedTuple):
     overlay: Overlay | None = None
 
 
-class Shown(NamedTuple):
-    """A file or folder of the host and its name inside."""
-
-    host: Path
-    inside: str
-    writable: bool = False
-
-
 class InstanceSandbox:
-    """Command lines that run a program in a room, for one interpreter."""
+    """Command lines that run a program in a room, for one interpreter, as root in a container would."""
 
-    def __init__(self, interpreter: Interpreter, exclude_newer: str, limits: InstanceLimits | None = None) -> None:
+    def __init__(self, interpreter: Interpreter, exclude_newer: str, limits: SandboxLimits | None = None) -> None:
         self._interpreter = interpreter
         self._exclude_newer = exclude_newer
-        self._limits = limits or InstanceLimits()
+        self._limits = limits or LIMITS
         self._uv = find_uv()
 
     def wrap(
@@ -101,47 +85,41 @@ class InstanceSandbox:
         network: bool,
         setup: bool = False,
         logins: bool = True,
-        shown: Sequence[Shown] = (),
+        shown: Mapping[str, Path] | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> list[str]:
         """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists.
 
-        ``setup``: with the user's package index, and its ``logins``.
+        ``setup``: with the user's package index, and its ``logins``. ``shown``: what is seen of the host, by the names
+        inside.
         """
-        parts = [(room.layer / name, inside) for name, inside in PARTS.items()]
-        parts = [(host, inside) for host, inside in parts if room.overlay or host.exists()]
-        has_testbed = any(inside == "/testbed" for _, inside in parts)
+        parts = {inside: room.layer / name for name, inside in PARTS.items()}
+        parts = {inside: host for inside, host in parts.items() if room.overlay or host.exists()}
+        folders = [inside for inside in parts if inside == "/testbed"]
+        prefixes = {os.path.realpath(prefix): OF_A_PREFIX for prefix in (self._interpreter.prefix, sys.base_prefix)}
         settings = {**self._variables(network=network, setup=setup, logins=setup and logins), **(variables or {})}
-        root = [*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()]
-        mounts = [word for host, inside in parts for word in ("--bind", str(host), inside)]
-        mounts += [*self._tools(setup=setup, logins=logins), *(word for each in shown for word in bind(each))]
+        mounts = ["--bind", str(room.tmp), "/tmp"]
+        mounts += [word for inside, host in parts.items() for word in ("--bind", str(host), inside)]
+        mounts += prefix_mounts(prefixes)
+        tools = {**self._tools(), **(_index_settings(logins) if setup else {}), **(shown or {})}
+        mounts += [word for inside, host in tools.items() for word in ("--ro-bind", str(host), inside)]
+        mounts += [word for inside, target in _links().items() for word in ("--symlink", target, inside)]
         return [
-            *as_root(room, self._limits, root, mounts, settings, network=network),
-            *("--chdir", "/testbed" if has_testbed else "/", "--"),
-            *bounded(self._bound(has_testbed), f"{CONDA}/host-python", program),
+            *(room.overlay.mounting() if room.overlay else ()),
+            *sandboxed(
+                bounded(self._limits.counted(*folders), f"{CONDA}/host-python", program),
+                mounts,
+                root=[*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()],
+                network=network,
+                options=_OF_ROOT,
+                variables=settings,
+                folder="/testbed" if folders else "/",
+            ),
         ]
 
-    def _bound(self, has_testbed: bool) -> Bound:
-        limits, disk = self._limits, self._limits.disk if has_testbed else 0
-        return Bound(processes=limits.processes, memory=limits.memory, disk=disk, folder="/testbed")
-
-    def _tools(self, *, setup: bool, logins: bool) -> list[str]:
+    def _tools(self) -> dict[str, Path]:
         folder = Path(shim.__file__).parent
-        binds = [
-            Shown(folder / "activate.sh", f"{CONDA}/bin/activate"),
-            Shown(folder, f"{CONDA}/shim"),
-            Shown(self._uv, f"{CONDA}/bin/uv"),
-            *(_index_settings(logins) if setup else ()),
-        ]
-        host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        links = {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS}
-        links |= {f"{CONDA}/shims/{name}": "../shim/programs.sh" for name in PROGRAMS}
-        words = [word for each in binds for word in bind(each)]
-        words += [word for inside, to in links.items() for word in ("--symlink", to, inside)]
-        return [*prefix_mounts(dict.fromkeys(self._prefixes(), OF_A_PREFIX), closed=True), *words]
-
-    def _prefixes(self) -> set[str]:
-        return {os.path.realpath(prefix) for prefix in (self._interpreter.prefix, sys.base_prefix)}
+        return {f"{CONDA}/bin/activate": folder / "activate.sh", f"{CONDA}/shim": folder, f"{CONDA}/bin/uv": self._uv}
 
     def _variables(self, *, network: bool, setup: bool, logins: bool) -> dict[str, str]:
         named = {name: value for name, value in os.environ.items() if network and _NETWORK_VARIABLES.fullmatch(name)}
@@ -166,51 +144,16 @@ class InstanceSandbox:
         }
 
 
-def as_root(
-    room: Room,
-    limits: InstanceLimits,
-    root: Sequence[str],
-    mounts: Sequence[str],
-    variables: Mapping[str, str],
-    *,
-    network: bool,
-) -> list[str]:
-    """The beginning of a command line that runs a program in ``room`` as root in a container. ``root``: the mounts of
-    ``/``, below the others.
-    """
-    allowed = [word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
-    # ``localhost`` is a name that resolves without a network.
-    options = [*_AS_ROOT, "--hostname", "localhost", "--die-with-parent", *allowed]
-    return [
-        *mount_overlays([room.overlay] if room.overlay else []),
-        *("prlimit", f"--data={limits.memory}", f"--fsize={limits.file}", "--core=0", "--"),
-        *isolate(root, network=network, options=options, variables=variables),
-        *("--bind", str(room.tmp), "/tmp", *mounts),
-    ]
+def _links() -> dict[str, str]:
+    host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    programs = {f"{CONDA}/shims/{name}": "../shim/programs.sh" for name in PROGRAMS}
+    return {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS, **programs}
 
 
-def _index_settings(logins: bool) -> Iterator[Shown]:
+def _index_settings(logins: bool) -> dict[str, Path]:
     """The user's settings of the package index, and indexes that are folders."""
-    yield from (Shown(file, inside) for file, inside in package_index.files(logins=logins))
-    yield from (Shown(folder, str(folder)) for folder in package_index.folders() if str(folder) != CONDA)
-
-
-def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings of git as environment variables."""
-    numbered = list(enumerate(settings.items()))
-    keys = {f"GIT_CONFIG_KEY_{at}": name for at, (name, _) in numbered}
-    values = {f"GIT_CONFIG_VALUE_{at}": value for at, (_, value) in numbered}
-    return {"GIT_CONFIG_COUNT": str(len(settings)), **keys, **values}
-
-
-def check_bubblewrap() -> None:
-    """Raise ``ConfigError`` unless bubblewrap can make a sandbox with a root user here."""
-    find_bubblewrap(*_AS_ROOT, otherwise=", or use --backend docker")
-
-
-def bind(shown: Shown) -> tuple[str, str, str]:
-    """The mount."""
-    return "--bind" if shown.writable else "--ro-bind", str(shown.host), shown.inside
+    files = {inside: file for file, inside in package_index.files(logins=logins)}
+    return {**files, **{str(folder): folder for folder in package_index.folders() if str(folder) != CONDA}}
 
 
 PROGRAMS = (
@@ -248,18 +191,18 @@ async def fresh_room(runs: Path, layer: Path) -> AsyncIterator[Room]:
 
 
 class SandboxBox:
-    """A room's sandboxes as a ``Box``. ``wrap`` makes a command line of a command and whether it is the tests."""
+    """A room's sandboxes as a ``Box``. ``network``: for the tests."""
 
-    def __init__(self, room: Room, wrap: Callable[[Sequence[str], bool], list[str]]) -> None:
-        self._tmp = room.tmp
-        self._wrap = wrap
+    def __init__(self, sandbox: InstanceSandbox, room: Room, *, network: bool) -> None:
+        self._sandbox, self._room, self._network = sandbox, room, network
 
     async def put(self, inside: str, text: str) -> None:
         """Write a file in ``/tmp``."""
-        await asyncio.to_thread((self._tmp / Path(inside).name).write_bytes, text.encode())
+        await asyncio.to_thread((self._room.tmp / Path(inside).name).write_bytes, text.encode())
 
     async def run(
         self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:
         """Run in a sandbox that ends with the command and kills all of its processes."""
-        return await run(self._wrap(command, tests), timeout=timeout, given=given)
+        wrapped = self._sandbox.wrap(self._room, command, network=tests and self._network)
+        return await run(wrapped, timeout=timeout, given=given)
