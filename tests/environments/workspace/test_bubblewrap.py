@@ -49,12 +49,6 @@ def test_why_none_works_is_said_in_one_line(system: Path, monkeypatch: pytest.Mo
 
 
 @needs_bubblewrap
-def test_a_sandbox_shows_what_is_mounted() -> None:
-    names = subprocess.check_output(sandboxed(["/bin/ls", "/"], []), text=True).split()
-    assert "usr" in names and "proc" in names and not {"root", "home", "srv", "mnt", "opt", "sys"} & set(names)
-
-
-@needs_bubblewrap
 def test_no_command_gets_a_new_user_namespace() -> None:
     mounts = ["--ro-bind", sys.base_prefix, sys.base_prefix]
     program = [str(Path(sys.executable).resolve()), "-I", "-c", "import os; os.unshare(os.CLONE_NEWUSER)"]
