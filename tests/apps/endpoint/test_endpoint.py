@@ -1,103 +1,126 @@
-"""The agent endpoint: OpenAI's format, bounds, refusals, and clients that go away."""
+"""A policy with its tools: it asks the model as a training rollout does, in OpenAI's format, and bounds its clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, aclosing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from raw_server import RawServer, raw_server, respond
 
-from openhands_rl_plugin.apps.chat_endpoint import AgentRuntime, PolicyConfig, running_agent
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
-from openhands_rl_plugin.core.types import Completion, JsonObject, Limits, Message, PolicyRef, SamplingParams
-from openhands_rl_plugin.environments.tools.environment import FinalTool, FunctionTool, ThinkTool, ToolOptions
+from openhands_rl_plugin.apps.chat_endpoint import AgentResult, AgentRuntime, PolicyConfig, running_agent
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.types import (
+    Completion,
+    EpisodeRequest,
+    Limits,
+    Message,
+    PolicyRef,
+    SamplingParams,
+    StrategySpec,
+    Task,
+    Tokens,
+    Trajectory,
+)
+from openhands_rl_plugin.environments.tools.environment import FinalTool, FunctionTool, ThinkTool, ToolEnvironment
+from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.testing import ScriptedEngine
+from openhands_rl_plugin.rollout.session import SessionRunner
+from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-pytestmark = pytest.mark.contract
-
-SECRET = "the notes of nobody else"
-QUESTIONS = ("How many?", "wait", "away", "refuse", "think")
-ASK = [{"role": "user", "content": "How many?"}]
-
-
-def look_up(word: str) -> str:
-    """Find a word."""
-    return f"found {word}"
+LIMITS = Limits(max_turns=4, max_response_length=60)
+SAMPLING = SamplingParams(temperature=0.7, max_tokens=60)
+WIRE = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 17 + 25?"}]
+ASKED = tuple(Message.model_validate(message) for message in WIRE)
+NOTES, ANSWER = "carry the one", "It is 42."
+FAILURES = {"away": "503 Busy", "refuse": "400 Bad Request"}
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+def add(a: int, b: int) -> str:
+    """Add two whole numbers."""
+    return str(a + b)
 
 
-class Player:
-    """Answers as the last message says: ``wait`` forever, fail, or by a tool and then the answer."""
-
-    def __init__(self) -> None:
-        self.waiting = 0
-        self.cancelled = 0
-        self.asked: list[tuple[Message, ...]] = []
-
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[JsonObject] = (),
-        n: int = 1,
-        sampling: SamplingParams | None = None,
-    ) -> list[Completion]:
-        self.asked.append(tuple(messages))
-        question = next(m.content for m in reversed(messages) if m.role == "user" and m.content in QUESTIONS)
-        if question == "wait":
-            self.waiting += 1
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                self.cancelled += 1
-                raise
-        if question == "away":
-            raise InfrastructureError("the model server is away")
-        if question == "refuse":
-            raise ModelError("the prompt is too long")
-        if question == "think":
-            return await ScriptedEngine([call("think", notes=SECRET)]).complete(messages)
-        done = (messages[-1].content or "").startswith("<tool_response>")
-        notes = call("think", notes=SECRET) + call("look_up", word="a")
-        return await ScriptedEngine([call("final", answer="It is three.") if done else notes]).complete(messages)
+TOOLS = (ThinkTool(), FunctionTool(add), FinalTool())
 
 
-@pytest.fixture
-def player() -> Player:
-    return Player()
+def reply(path: str, body: Any) -> bytes:
+    """Notes and a sum, then the answer; the ids follow from the seed and the turn."""
+    question = next(each["content"] for each in reversed(body["messages"]) if each["role"] == "user")
+    if question in FAILURES:
+        return respond({"error": {"message": f"the model is {question}"}}, FAILURES[question])
+    done, seed = body["messages"][-1]["role"] == "tool" and question != "think", body.get("seed", 0)
+    said = (
+        [("final", f'{{"answer": "{ANSWER}"}}')]
+        if done
+        else [("think", f'{{"notes": "{NOTES}"}}'), ("add", '{"a": 17, "b": 25}')]
+    )
+    calls = [
+        {"id": f"c{at}", "type": "function", "function": {"name": name, "arguments": given}}
+        for at, (name, given) in enumerate(said)
+    ]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": None, "tool_calls": calls},
+        "finish_reason": "tool_calls",
+        "token_ids": [seed % 1000, len(body["messages"])],
+        "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -seed % 7 - 1.0}]},
+    }
+    return respond(
+        {"id": "r", "model": "caller", "choices": [choice], "prompt_token_ids": [1, 2, len(str(body["messages"]))]}
+    )
 
 
-@pytest.fixture
-def url(player: Player) -> Iterator[str]:
-    with running(player) as found:
-        yield found
+def tokens_of(trajectory: Trajectory) -> list[Tokens | None]:
+    assert trajectory.failure is None
+    return [node.tokens for node in trajectory.sampled()]
+
+
+def asked_of(server: RawServer) -> list[Any]:
+    """The requests since the last call."""
+    taken, server.requests[:] = list(server.requests), []
+    return [{name: value for name, value in body.items() if not name.startswith("stream")} for _, body in taken]
+
+
+async def rolled_out(server: RawServer, seed: int) -> tuple[list[Tokens | None], list[Any]]:
+    """The episode as training plays it: its tokens, and what the model was asked."""
+    engine = OpenAIEngine("caller", f"{server.url}/v1")
+    runner = SessionRunner(
+        make_environment=lambda request: ToolEnvironment(tools=TOOLS),
+        make_strategy=lambda request: StandardReActStrategy(),
+        make_engine=lambda request: SeededEngine(engine, request.sampling, request.seed),
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        base_model="caller",
+        limits=LIMITS,
+    )
+    task = Task(id="add", environment="tools", data={"messages": WIRE, "label": "42"})
+    trajectory = await runner.run(EpisodeRequest(task=task, run_id="train", group_id="g", seed=seed, sampling=SAMPLING))
+    await engine.aclose()
+    return tokens_of(trajectory), asked_of(server)
+
+
+def runtime(server: RawServer, **more: Any) -> AgentRuntime:
+    engine, policy = OpenAIEngine("caller", f"{server.url}/v1", retries=0), PolicyRef(base_model="caller")
+    return AgentRuntime(engine, TOOLS, policy=policy, limits=LIMITS, sampling=SAMPLING, **more)
 
 
 def running(
-    player: Player | None, *, tools: tuple[str, ...] = (), key: str = "", **changes: Any
+    agent: AgentRuntime | None, *, tools: tuple[str, ...] = (), upstream_key: str = "", **options: Any
 ) -> AbstractContextManager[str]:
-    upstream = {"base_url": "http://127.0.0.1:1/v1", "model": "agent-7", "upstream_key_env": key}
+    upstream = {"base_url": "http://127.0.0.1:1/v1", "model": "caller", "upstream_key_env": upstream_key}
     policy = PolicyConfig.model_validate({**upstream, "tools": tools})
-    runtime = player and AgentRuntime(
-        player,
-        (ThinkTool(), FunctionTool(look_up), FinalTool()),
-        policy=PolicyRef(base_model="scripted"),
-        options=ToolOptions(template="qwen3"),
-        limits=Limits(max_turns=3),
-    )
-    return running_agent(ServerConfig.model_validate({"model": "agent-7", "port": 0, **changes}), policy, runtime)
+    return running_agent(ServerConfig.model_validate({"model": "caller", "port": 0, **options}), policy, agent)
 
 
-def post(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json={"messages": ASK, **body}, timeout=20)
+async def post(url: str, *, key: str = "", **body: Any) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=20, headers={"authorization": f"Bearer {key}"} if key else {}) as client:
+        return await client.post(f"{url}/v1/chat/completions", json={"messages": WIRE, **body})
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -106,115 +129,140 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_an_answer_is_the_final_one(url: str) -> None:
-    answer = post(url, model="agent-7").json()
-    (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "It is three.", "refusal": None, "tool_calls": None}
-    assert choice["finish_reason"] == "stop" and answer["object"] == "chat.completion"
-    assert answer["usage"]["completion_tokens"] > 0
-    assert SECRET not in json.dumps(answer)
+async def test_run_and_stream_sample_what_a_rollout_samples() -> None:
+    async with raw_server(reply) as server, aclosing(runtime(server)) as agent:
+        expected, asked = await rolled_out(server, 3)
+        assert len(expected) == len(asked) == 2 and all(expected)
+        wanted = SamplingParams(seed=3)
+        assert tokens_of((await agent.run(ASKED, sampling=wanted)).trajectory) == expected
+        assert asked_of(server) == asked
+        last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
+        assert isinstance(last, AgentResult) and last.answer == ANSWER
+        assert tokens_of(last.trajectory) == expected and asked_of(server) == asked
 
 
-def test_a_streamed_answer_tells_of_tools_but_not_of_notes(url: str) -> None:
-    answer = post(url, stream=True, stream_options={"include_usage": True})
-    assert answer.headers["content-type"].startswith("text/event-stream") and SECRET not in answer.text
-    *chunks, usage = events_of(answer)
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_the_endpoint_samples_and_records_what_a_rollout_samples(tmp_path: Path, streamed: bool) -> None:
+    async with raw_server(reply) as server:
+        expected, asked = await rolled_out(server, 5)
+        agent = runtime(server, storage=FileTrajectoryStorage(tmp_path))
+        with running(agent) as url:
+            answer = (await post(url, messages=WIRE, seed=5, stream=streamed)).text
+        assert asked_of(server) == asked and ANSWER in answer and NOTES not in answer
+    storage = FileTrajectoryStorage(tmp_path)
+    (recorded,) = [found async for found, _ in storage.find()]
+    await storage.close()
+    assert f"chatcmpl-{recorded.task.id}" in answer and tokens_of(recorded) == expected
+    assert recorded.evidence["answer"] == ANSWER and len(recorded.tools) == 3
+
+
+async def test_a_second_question_goes_on_with_the_whole_conversation() -> None:
+    """What a chat appends is what a rollout over the same messages is given."""
+    async with raw_server(reply) as server, aclosing(runtime(server)) as agent:
+        first = await agent.run(ASKED)
+        assert add(17, 25) in [message.content for message in first.messages]
+        again = (*ASKED, *first.messages, Message(role="user", content="Sure?"))
+        second = await agent.run(again)
+    assert second.trajectory.messages()[0].content == first.trajectory.messages()[0].content
+    assert second.trajectory.messages()[1 : len(again)] == again[1:]
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    async with raw_server(reply) as server:
+        with running(runtime(server)) as found:
+            yield found
+
+
+async def test_an_answer_is_openai_s_and_its_stream_shows_tools_but_no_notes(url: str) -> None:
+    whole = await post(url, model="caller")
+    (choice,) = whole.json()["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None, "tool_calls": None}
+    assert choice["finish_reason"] == "stop" and whole.json()["object"] == "chat.completion"
+    streamed = await post(url, stream=True, stream_options={"include_usage": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream") and NOTES not in streamed.text + whole.text
+    *chunks, usage = events_of(streamed)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert deltas[0] == {"role": "assistant", "content": ""}
-    told = [delta["tool_event"] for delta in deltas if "tool_event" in delta]
-    assert [(one["event"], one["name"]) for one in told] == [("started", "look_up"), ("result", "look_up")]
-    assert told[1]["content"] == "found a" and told[1]["ok"] is True
-    assert "".join(delta.get("content") or "" for delta in deltas) == "It is three."
+    assert deltas[0] == {"role": "assistant", "content": ""} and "usage" in usage and usage["choices"] == []
+    shown = [delta["tool_event"] for delta in deltas if "tool_event" in delta]
+    assert [(one["event"], one["name"]) for one in shown] == [("started", "add"), ("result", "add")]
+    assert shown[1]["content"] == "42" and shown[1]["ok"] is True
+    assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
-    assert usage["usage"]["total_tokens"] > 0 and usage["choices"] == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_an_answer_the_limit_is_named_and_no_note_told(url: str, stream: bool) -> None:
-    answer = post(url, messages=[{"role": "user", "content": "think"}], stream=stream)
-    assert answer.status_code == 200 and SECRET not in answer.text
+async def test_without_an_answer_the_limit_is_named_and_no_note_shown(url: str, stream: bool) -> None:
+    answer = await post(url, messages=[{"role": "user", "content": "think"}], stream=stream)
+    assert answer.status_code == 200 and NOTES not in answer.text
     choice = (events_of(answer)[-1] if stream else answer.json())["choices"][0]
     assert choice["finish_reason"] == "length" and choice["stop_reason"] == "max_turns"
     assert (choice["delta"] if stream else choice["message"]).get("content") is None
 
 
-def test_the_conversation_reaches_the_model_with_one_system_message(url: str, player: Player) -> None:
-    post(
-        url,
-        messages=[
-            {"role": "developer", "content": "Be kind."},
-            {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
-            {"role": "assistant", "content": "three"},
-            *ASK,
-        ],
-    )
-    system, *rest = player.asked[0]
-    assert system.role == "system" and "Be kind." in (system.content or "")
-    assert [(message.role, message.content) for message in rest] == [
-        ("user", "one\ntwo"),
-        ("assistant", "three"),
-        ("user", "How many?"),
-    ]
-
-
 @pytest.mark.parametrize(("question", "status"), [("away", 503), ("refuse", 502)])
-def test_failures_are_errors_and_no_answers(url: str, question: str, status: int) -> None:
+async def test_failures_are_errors_and_no_answers(url: str, question: str, status: int) -> None:
     messages = [{"role": "user", "content": question}]
-    answer = post(url, messages=messages)
-    assert answer.status_code == status and "the " in answer.json()["error"]["message"]
-    last = events_of(post(url, messages=messages, stream=True))[-1]
-    assert last["error"]["code"] == status
+    answer = await post(url, messages=messages)
+    assert answer.status_code == status and f"the model is {question}" in answer.json()["error"]["message"]
+    assert events_of(await post(url, messages=messages, stream=True))[-1]["error"]["code"] == status
 
 
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "unknown role"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools are the agent's own"),
         ({"n": 2}, 400, "n must be 1"),
-        ({"model": "other"}, 404, "this is 'agent-7'"),
+        ({"model": "other"}, 404, "this is 'caller'"),
         ({"temperature": -1}, 400, "temperature"),
     ],
 )
-def test_what_cannot_be_done_is_refused(url: str, body: dict[str, Any], status: int, words: str) -> None:
-    answer = post(url, **body)
+async def test_what_cannot_be_done_is_refused(url: str, body: dict[str, Any], status: int, words: str) -> None:
+    answer = await post(url, **body)
     assert answer.status_code == status and words in answer.json()["error"]["message"]
 
 
-def test_a_key_is_asked_for_when_there_is_one_and_bodies_are_bounded(
-    player: Player, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_key_is_asked_for_when_there_is_one_and_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENT_KEY", "sk-agent")
-    with running(player, api_key_env="AGENT_KEY", max_body_bytes=2048) as url:
-        assert post(url).status_code == 401
-        assert httpx.get(f"{url}/health").status_code == 200
-        with httpx.Client(base_url=url, headers={"authorization": "Bearer sk-agent"}) as client:
-            assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["agent-7"]
-            long = {"messages": [{"role": "user", "content": "x" * 4000}]}
-            assert client.post("/v1/chat/completions", json=long).status_code == 413
+    async with raw_server(reply) as server:
+        with running(runtime(server), api_key_env="AGENT_KEY", max_body_bytes=2048) as url:
+            assert (await post(url)).status_code == 401
+            assert (await post(url, key="sk-agent")).status_code == 200
+            assert (await post(url, key="sk-agent", messages=[{"role": "user", "content": "x" * 4000}])).is_error
 
 
 def test_what_cannot_start_says_why() -> None:
     with pytest.raises(ConfigError, match="unknown tool 'finale'"), running(None, tools=("finale",)):
         pass
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY"), running(None, key="NO_SUCH_KEY"):
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"), running(None, upstream_key="NO_SUCH_KEY"):
         pass
 
 
+class Waiting:
+    """Never answers."""
+
+    waiting = cancelled = 0
+
+    async def complete(self, *_: Any, **__: Any) -> list[Completion]:
+        self.waiting += 1
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.cancelled += 1
+        return []
+
+
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_ends_the_episode(url: str, player: Player, stream: bool) -> None:
-    body = {"messages": [{"role": "user", "content": "wait"}], "stream": stream}
-    async with httpx.AsyncClient() as client:
-        asking = asyncio.create_task(client.post(f"{url}/v1/chat/completions", json=body, timeout=30))
-        await _until(lambda: player.waiting == 1)
-        asking.cancel()
-        await asyncio.wait({asking})
-    await _until(lambda: player.cancelled)
-    assert player.cancelled == 1
-
-
-async def _until(reached: Any) -> None:
-    async with asyncio.timeout(10):
-        while not reached():
-            await asyncio.sleep(0.01)
+async def test_a_client_that_goes_away_ends_the_episode(stream: bool) -> None:
+    engine = Waiting()
+    with running(AgentRuntime(engine, TOOLS, policy=PolicyRef(base_model="caller"))) as url:
+        asking = asyncio.create_task(post(url, stream=stream))
+        async with asyncio.timeout(10):
+            while not engine.waiting:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.wait({asking})
+            while not engine.cancelled:
+                await asyncio.sleep(0.01)
+    assert engine.cancelled == 1

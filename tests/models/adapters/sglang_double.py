@@ -30,10 +30,9 @@ BASE = "tiny-base"
 
 @dataclass
 class SGLangDouble:
-    """The server's state. ``info``: its options."""
+    """The server's state."""
 
     generator: Generator
-    info: dict[str, object] = field(default_factory=lambda: {"enable_lora": True, "max_loaded_loras": 4})
     served_name: str = BASE
     owner: str = "sglang"
     adapters: dict[str, str] = field(default_factory=dict)
@@ -65,9 +64,6 @@ class SGLangDouble:
         assert set(body) <= {"lora_name", "lora_path", "pinned"}
         if name in self.adapters:
             return self._updated(f"LoRA adapter {name} is already loaded.")
-        limit = self.info.get("max_loaded_loras")
-        if isinstance(limit, int) and len(self.adapters) >= limit:
-            return self._updated(f"Exceeded max_loaded_loras ({limit}).")
         try:
             await run_in_threadpool(self.generator.load_adapter, name, Path(path))
         except ServingError as error:

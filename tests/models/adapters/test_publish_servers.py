@@ -171,19 +171,6 @@ async def test_a_server_that_goes_on_answering_as_the_version_before_is_found_ou
             assert store.current("live") == second
 
 
-async def test_a_server_that_is_full_is_an_error_in_its_own_words(
-    sglang: SGLangDouble, model: Path, store: AdapterStore
-) -> None:
-    sglang.info |= {"max_loaded_loras": 2}
-    with running_sglang(sglang) as url:
-        async with AdapterPublisher(url, store, keep=3) as publisher:
-            for seed in range(2):
-                await publisher.publish(stored(store, model, seed))
-            with pytest.raises(PublishError, match=r"refused live-v000003: .*Exceeded max_loaded_loras \(2\)"):
-                await publisher.publish(stored(store, model, 2))
-    assert store.current("live") == store.get("live-v000002")
-
-
 async def test_a_server_that_does_not_say_what_it_is(sglang: SGLangDouble, model: Path, store: AdapterStore) -> None:
     sglang.owner = "proxy"
     adapter = stored(store, model, 0)

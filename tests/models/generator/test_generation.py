@@ -78,14 +78,6 @@ def test_an_architecture_with_other_attention_is_refused(tmp_path: Path) -> None
         Generator(GeneratorConfig(model=str(path), dtype="float32", threads=1))
 
 
-def test_batched_equals_alone(generator: Generator) -> None:
-    lengths = [3, 90, 17, 33, 64, 1, 150, 40, 5, 71]
-    alone = [generator.generate(prompt(n, n), GREEDY) for n in lengths]
-    tickets = [generator.submit(prompt(n, n), GREEDY) for n in lengths]
-    for ticket, expected in zip(tickets, alone, strict=True):
-        same(ticket.result(), expected)
-
-
 def test_adapters_mixed_in_one_batch_equal_alone(generator: Generator) -> None:
     wanted = [(n, adapter) for n in (5, 40, 21) for adapter in ("a", None, "b")]
     alone = [generator.generate(prompt(n), GREEDY, adapter=adapter) for n, adapter in wanted]
@@ -180,12 +172,6 @@ def test_stop_strings_are_cut_and_their_tokens_reported(generator: Generator) ->
     assert answer.finish_reason == "stop" and answer.stop_reason == stop
     assert answer.token_ids == whole.token_ids[: len(answer.token_ids)] and len(answer.token_ids) < 30
     assert "".join(deltas) == answer.text
-
-
-def test_answers_end_where_the_context_ends(generator: Generator) -> None:
-    answer = generator.generate(prompt(500), DecodingParams(max_tokens=100, ignore_eos=True))
-    assert len(answer.token_ids) == 12
-    assert answer.finish_reason == "length"
 
 
 def test_bfloat16_stays_near_float32(tiny_model: Path, generator: Generator) -> None:

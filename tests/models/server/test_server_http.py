@@ -126,13 +126,11 @@ def test_models_and_health(client: openai.OpenAI, http: httpx.Client, adapter_a:
     ("path", "body", "status", "text"),
     [
         ("/v1/chat/completions", {"model": "nope", "messages": MESSAGES}, 404, "The model `nope` does not exist."),
-        ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": MESSAGES, "temperature": -1}, 400, "temperature"),
         ("/v1/chat/completions", {"messages": MESSAGES, "top_logprobs": 3}, 400, "logprobs"),
         ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 600}, 400, "maximum context length is 512"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 900}]}, 400, "maximum context"),
+        ("/v1/completions", {"prompt": "x " * 900}, 400, "maximum context"),
         ("/v1/chat/completions", {"messages": MESSAGES, "presence_penalty": 0.5}, 400, "presence_penalty"),
-        ("/v1/chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -140,7 +138,6 @@ def test_models_and_health(client: openai.OpenAI, http: httpx.Client, adapter_a:
             "text",
         ),
         ("/v1/completions", {"prompt": [1, 2, 99999]}, 400, "out of vocabulary"),
-        ("/v1/completions", {"prompt": ""}, 400, "empty"),
         ("/v1/completions", {"prompt": []}, 400, "empty"),
         ("/tokenize", {}, 400, "prompt or messages"),
         ("/v1/nope", {}, 404, "Not Found"),
@@ -150,10 +147,6 @@ def test_refusals(http: httpx.Client, path: str, body: dict[str, object], status
     response = http.post(path, json=body)
     assert response.status_code == status
     assert text in str(error(response)["message"])
-
-
-def requests_in_flight(generator: Generator) -> int:
-    return len(generator.in_flight)
 
 
 def test_disconnect_frees_the_slot(server: str, generator: Generator) -> None:
@@ -167,14 +160,14 @@ def test_disconnect_frees_the_slot(server: str, generator: Generator) -> None:
             gone = nullcontext() if stream else pytest.raises(httpx.ReadTimeout)
             with gone, httpx.stream("POST", f"{server}/v1/chat/completions", **request) as response:
                 assert next(response.iter_lines())
-                left = requests_in_flight(generator)
+                left = len(generator.in_flight)
             if left or not stream:
                 break
         assert left or not stream
         deadline = time.monotonic() + 5
-        while requests_in_flight(generator) and time.monotonic() < deadline:
+        while len(generator.in_flight) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert requests_in_flight(generator) == 0
+        assert len(generator.in_flight) == 0
 
 
 def test_a_full_queue_is_refused(tiny_model: Path) -> None:
