@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import time
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from raw_server import raw_server, respond
+from raw_server import RawServer, dripping_server, raw_server, respond
+from wire_shapes import AGAIN, MESSAGES, REFUSED, STREAMS
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError, PublishError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
-from openhands_rl_plugin.core.types import Message, PolicyRef, SamplingParams, ToolCall
+from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, SamplingParams, ToolCall
+from openhands_rl_plugin.models.adapters.servers import Connection
+from openhands_rl_plugin.models.engines.client import HttpUpstream
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.server_models import check_answers, listed_models
 
 pytestmark = pytest.mark.contract
 
@@ -45,14 +50,21 @@ def engine(url: str, model: str = "policy-v000003", **options: Any) -> OpenAIEng
     return OpenAIEngine(model, f"{url}/v1", base_model="base", **{"timeout": 5.0, "backoff": 0.01, **options})
 
 
-async def ask(body: Any, **options: Any) -> Any:
-    """What an engine makes of one answer."""
-    async with raw_server(lambda path, asked: respond(body)) as server:
+@asynccontextmanager
+async def asked(reply: Any, **options: Any) -> AsyncIterator[tuple[RawServer, OpenAIEngine]]:
+    """A server with a handler, or one answer, and an engine that asks it."""
+    async with raw_server(reply if callable(reply) else lambda path, body: respond(reply)) as server:
         player = engine(server.url, **options)
         try:
-            return (await player.complete(ASK))[0]
+            yield server, player
         finally:
             await player.aclose()
+
+
+async def ask(body: Any, **options: Any) -> Any:
+    """What an engine makes of one answer."""
+    async with asked(body, **options) as (_, player):
+        return (await player.complete(ASK))[0]
 
 
 async def test_request_and_answer():
@@ -62,10 +74,8 @@ async def test_request_and_answer():
         Message(role="tool", content="out", tool_call_id="c1", name="bash"),
     )
     sampling = SamplingParams(temperature=0.5, max_tokens=7, stop=("X",), seed=4)
-    async with raw_server(lambda path, body: respond(answer())) as server:
-        player = engine(server.url, sampling=SamplingParams(top_p=0.9, max_tokens=99))
+    async with asked(answer(), sampling=SamplingParams(top_p=0.9, max_tokens=99)) as (server, player):
         completion = (await player.complete(history, tools=[TOOL], sampling=sampling))[0]
-        await player.aclose()
     call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"a":  1}'}}
     assert server.requests == [
         (
@@ -96,8 +106,8 @@ async def test_request_and_answer():
     assert completion.tokens.logprobs == (-0.5, -1.5)
     assert completion.policy == PolicyRef(base_model="base", adapter="policy", version=3)
     assert (completion.usage.prompt_tokens, completion.usage.cached_tokens, completion.usage.calls) == (3, 1, 1)
-    asked = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, stop=("X",), seed=4)
-    assert completion.sampling == asked.model_copy(update=NEUTRAL_PARAMETERS)
+    merged = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, stop=("X",), seed=4)
+    assert completion.sampling == merged.model_copy(update=NEUTRAL_PARAMETERS)
     assert completion.finish_reason == "stop"
 
 
@@ -142,10 +152,8 @@ async def test_a_served_pointer_is_recorded_as_the_version_behind_it():
 
 
 async def test_n_requests_have_seeds_of_their_own():
-    async with raw_server(lambda path, body: respond(answer(choice(str(body["seed"]))))) as server:
-        player = engine(server.url)
+    async with asked(lambda path, body: respond(answer(choice(str(body["seed"]))))) as (_, player):
         completions = await player.complete(ASK, n=3, sampling=SamplingParams(seed=10))
-        await player.aclose()
     assert [completion.message.content for completion in completions] == ["10", "11", "12"]
     assert sum(completion.usage.calls for completion in completions) == 3
 
@@ -156,36 +164,20 @@ async def test_overload_is_waited_out():
     def handler(path: str, body: Any) -> bytes:
         return respond("later", status=left.pop(), extra="retry-after: 0\r\n") if left else respond(answer())
 
-    async with raw_server(handler) as server:
-        player = engine(server.url)
-        completion = (await player.complete(ASK))[0]
-        await player.aclose()
-    assert completion.message.content == "hello"
-    assert completion.metadata["attempts"] == 3
+    completion = await ask(handler)
+    assert (completion.message.content, completion.metadata["attempts"]) == ("hello", 3)
 
 
-@pytest.mark.parametrize("mode", ["absent", "drops", "slow", "500"])
-async def test_what_does_not_get_better_is_an_infrastructure_error(mode: str):
+@pytest.mark.parametrize(("mode", "words"), [("drops", "broke"), ("slow", "within 0.5 s"), ("500", "boom")])
+async def test_what_does_not_get_better_is_an_infrastructure_error(mode: str, words: str):
     async def handler(path: str, body: Any) -> bytes | None:
         await asyncio.sleep(10 if mode == "slow" else 0)
         return None if mode == "drops" else respond({"error": {"message": "boom"}}, status=f"{mode} Status")
 
-    async with raw_server(handler) as server:
-        url = server.url
-        if mode == "absent":
-            with socket.socket() as unused:
-                unused.bind(("127.0.0.1", 0))
-                url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        player = engine(url, retries=2, timeout=0.5 if mode == "slow" else 5)
-        started = time.monotonic()
-        with pytest.raises(InfrastructureError, match="after 3 attempts") as failed:
+    async with asked(handler, retries=2, timeout=0.5 if mode == "slow" else 5) as (server, player):
+        with pytest.raises(InfrastructureError, match=f"{words}.*after 3 attempts"):
             await player.complete(ASK)
-        await player.aclose()
-    assert time.monotonic() - started < 10
-    assert "\n" not in str(failed.value)
-    assert mode == "absent" or len(server.requests) == 3
-    expected = {"absent": "openhands-rl serve", "drops": "broke", "slow": "within 0.5 s"}
-    assert expected.get(mode, "boom") in str(failed.value)
+    assert len(server.requests) == 3
 
 
 async def test_the_mistake_of_one_request_ends_no_recording():
@@ -196,12 +188,10 @@ async def test_the_mistake_of_one_request_ends_no_recording():
             return respond({"error": {"message": f"max_tokens is too small: {body}"}}, status="400 Bad Request")
         return respond(answer())
 
-    async with raw_server(handler) as server:
-        player = engine(server.url)
+    async with asked(handler) as (_, player):
         with pytest.raises(ModelError, match=r"400 - .*too small"):
             await player.complete(ASK, sampling=SamplingParams(max_tokens=1))
         (after,) = await player.complete(ASK)
-        await player.aclose()
     assert after.tokens is not None and after.tokens.logprobs and "missing" not in after.metadata
 
 
@@ -254,3 +244,127 @@ def test_keys_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="no line end") as refused:
         OpenAIEngine("m", "http://127.0.0.1:1/v1", api_key=f"{KEY}\n")
     assert KEY not in str(refused.value)
+
+
+NO_USAGE = (None, {}, {"prompt_tokens": None, "prompt_tokens_details": None}, "null", [])
+
+
+def completion(message: dict[str, Any], usage: Any = None, finish: Any = None) -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish, "logprobs": None}
+    return respond({"id": None, "error": {"message": None, "code": None}, "choices": [choice], "usage": usage})
+
+
+def events(*chunks: Any) -> bytes:
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    return respond(body.encode(), content_type="text/event-stream")
+
+
+def chunk(delta: Any, finish: Any = None) -> dict[str, Any]:
+    return {"error": None, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], "usage": None}
+
+
+async def sampled(engine: OpenAIEngine, stream: bool) -> Completion:
+    if not stream:
+        return (await engine.complete(ASK))[0]
+    last = [part async for part in engine.stream(ASK)][-1]
+    assert isinstance(last, Completion)
+    return last
+
+
+async def read(*answers: bytes, stream: bool = False) -> Completion:
+    left = list(answers)
+    async with asked(lambda path, body: left.pop(0) if left[1:] else left[0], retries=1) as (_, player):
+        return await sampled(player, stream)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+async def test_messages(name: str) -> None:
+    given, meant, reasoning = MESSAGES[name]
+    found = await read(completion(given))
+    assert (found.message, found.metadata.get("reasoning_content")) == (meant, reasoning)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+async def test_streams(name: str) -> None:
+    deltas, meant, reasoning = STREAMS[name]
+    ending = (chunk(None, "stop"), {"choices": [], "usage": {"prompt_tokens": 3}})
+    found = await read(events(*(chunk(delta, "") for delta in deltas), *ending), stream=True)
+    assert (found.message, found.metadata.get("reasoning_content")) == (meant, reasoning)
+    assert found.finish_reason == "stop" and found.usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("finish", [None, "", "null"])
+async def test_no_usage_and_no_finish_reason(finish: str | None) -> None:
+    for usage in NO_USAGE:
+        found = await read(completion({"content": "Hi"}, usage, finish))
+        assert (found.usage.prompt_tokens, found.usage.calls, found.finish_reason) == (0, 1, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_in_a_200_is_what_its_code_says(stream: bool) -> None:
+    good = events(chunk({"content": "Hi"}, "stop")) if stream else completion({"content": "Hi"})
+    for body in (*AGAIN, *REFUSED):
+        failed = events(body) if stream else respond(body)
+        if body in AGAIN:
+            assert (await read(failed, good, stream=stream)).metadata["attempts"] == 2, body
+        with pytest.raises(InfrastructureError if body in AGAIN else ModelError, match="Provider returned error"):
+            await read(failed, stream=stream)
+
+
+async def test_an_error_behind_a_text_is_not_asked_again() -> None:
+    late = events(chunk({"content": "Hi"}), {"error": {"code": 429, "message": "slow down"}, "choices": []})
+    with pytest.raises(InfrastructureError, match=r"429 - .*slow down"):
+        await read(late, events(chunk({"content": "Hi"}, "stop")), stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_drips_is_given_up(stream: bool) -> None:
+    kind = ("text/event-stream", b": still here\n\n") if stream else ("application/json", b" ")
+    async with dripping_server(*kind) as url, asyncio.timeout(5):
+        player = engine(url, timeout=0.3, retries=0)
+        with pytest.raises(InfrastructureError, match="did not answer within"):
+            await sampled(player, stream)
+        await player.aclose()
+
+
+@pytest.mark.parametrize("kind", ["", "text/html"])
+async def test_a_list_of_models_and_publishing_give_up_a_server_that_drips(kind: str) -> None:
+    async with dripping_server(kind) as url, asyncio.timeout(5):
+        with pytest.raises(InfrastructureError, match="did not answer within"):
+            await asyncio.to_thread(listed_models, url, None, 0.3)
+        connection = Connection(url, timeout=0.3)
+        with pytest.raises(PublishError, match="nothing answers"):
+            await connection.send("v1/models", None, "no list")
+        await connection.aclose()
+
+
+def test_nothing_there_is_one_line() -> None:
+    for away in ("https://127.0.0.1:9/v1", "http://127.0.0.1:9/v1"):
+        with pytest.raises(InfrastructureError, match="no model server answers"):
+            check_answers(away)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999/v1", "ftp://127.0.0.1/v1", "http://[::1/v1"])
+def test_a_wrong_url_names_the_option(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--base-url .* is not a URL"):
+        check_answers(url)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+async def test_what_comes_in_between_two_requests_is_no_answer(closes: bool) -> None:
+    """Some proxies send 408 on an idle connection, and close it, or leave that to the client."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await asyncio.sleep(0.05)
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")
+        await asyncio.sleep(0 if closes else 1)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        upstream = HttpUpstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", None, 5.0, connections={})
+        for _ in range(3):
+            async with upstream.open("GET", "models", [], b"") as response:
+                assert (response.status, await response.read()) == (200, b"{}")
+            await asyncio.sleep(0.2)
