@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
@@ -31,16 +30,22 @@ LOCAL = "local"
 """The training engine of this machine."""
 
 
-@dataclass(frozen=True)
-class _Only:
-    """The algorithms that a key has an effect on; a key without this mark has one on all."""
-
-    algorithms: tuple[AlgorithmName, ...]
-
-
-_IMITATION: tuple[AlgorithmName, ...] = ("sft", "rejection-sampling")
-_NOT_DPO: tuple[AlgorithmName, ...] = tuple(name for name in get_args(AlgorithmName) if name != "dpo")
-_RL: tuple[AlgorithmName, ...] = tuple(name for name in _NOT_DPO if name not in _IMITATION)
+_IMITATION = ("sft", "rejection-sampling")
+_OF_REINFORCEMENT = {
+    *("clip_low", "clip_high", "kl", "kl_coefficient", "entropy_coefficient", "old_logprobs"),
+    *("step_rewards", "discount", "state_weight"),
+    *("teacher", "teacher_model", "opd_weight"),
+    *("correction", "correction_level", "correction_low", "correction_high"),
+}
+_ONLY: dict[str, tuple[str, ...]] = {
+    **{name: tuple({*get_args(AlgorithmName)} - {*_IMITATION, "dpo"}) for name in _OF_REINFORCEMENT},
+    "aggregation": tuple({*get_args(AlgorithmName)} - {"dpo"}),
+    "tree": tuple({*get_args(AlgorithmName)} - {*_IMITATION}),
+    "hint": ("opsd",),
+    "keep_best": ("rejection-sampling",),
+    "dpo_beta": ("dpo",),
+}
+"""The algorithms that a key has an effect on; a key that is not here has one on all."""
 
 
 def _probed_targets(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -60,7 +65,7 @@ class TrainingSettings(Settings):
     """
 
     renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
-    renamed_values: ClassVar = {"batch_order": {"alike": "prefix"}, "tree": {"branches": "proposals"}}
+    renamed_values: ClassVar = {"aggregation": {"rollout": "sequence"}, "tree": {"branches": "proposals"}}
 
     engine: Annotated[str, registry.registered("training_engines", besides=(LOCAL,))] = Field(
         default=LOCAL, description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]"
@@ -80,9 +85,6 @@ class TrainingSettings(Settings):
     )
     num_epochs: int = Field(default=3, ge=1, description="passes over the chosen episodes")
     batch_size: int = Field(default=8, ge=1, description="episodes per optimiser step; dpo: pairs")
-    batch_order: Literal["shuffled", "prefix"] = Field(
-        default="shuffled", description="order of the samples; prefix: those with a common prefix in one step"
-    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="a gradient with a larger L2 norm is scaled down to it")
     lora_rank: int = Field(
         default=16, ge=1, le=1024, description="rank of the adapter: a higher one can learn more and needs more memory"
@@ -103,99 +105,83 @@ class TrainingSettings(Settings):
         default=False,
         description="add the adapter to the experts of a mixture too, where vLLM can load it; `serve` cannot",
     )
-    clip_low: Annotated[float, _Only(_RL)] = Field(
+    clip_low: float = Field(
         default=0.0,
         ge=0,
         lt=1,
         description="the probability ratio is clipped at 1 - this; 0: the algorithm's own bound",
     )
-    clip_high: Annotated[float, _Only(_RL)] = Field(
+    clip_high: float = Field(
         default=0.0, ge=0, description="the probability ratio is clipped at 1 + this; 0: the algorithm's own bound"
     )
-    aggregation: Annotated[Literal["auto", "token", "sequence", "fixed", "rollout"], _Only(_NOT_DPO)] = Field(
+    aggregation: Literal["auto", "token", "sequence", "fixed"] = Field(
         default="auto", description="what the loss is averaged over; auto: as in the algorithm's paper"
-    )
-    fixed_length: Annotated[int, _Only(_NOT_DPO)] = Field(
-        default=0,
-        ge=0,
-        description='aggregation "fixed": divisor of each rollout, in tokens; 0: the longest of the batch',
     )
     overlong: Literal["keep", "leave-out"] = Field(
         default="keep", description="whether to train on episodes that were cut off by a limit"
     )
-    kl: Annotated[Literal["none", "k1", "k2", "k3"], _Only(_RL)] = Field(
+    kl: Literal["none", "k1", "k2", "k3"] = Field(
         default="none", description="estimator of the KL divergence to the base model"
     )
-    kl_coefficient: Annotated[float, _Only(_RL)] = Field(
-        default=0.001, ge=0, description="weight of the KL divergence beside the reward"
-    )
-    kl_in: Annotated[Literal["loss", "reward"], _Only(_RL)] = Field(
-        default="loss",
-        description="where the KL divergence is subtracted: from the objective, or from each token's advantage",
-    )
-    entropy_coefficient: Annotated[float, _Only(_RL)] = Field(
+    kl_coefficient: float = Field(default=0.001, ge=0, description="weight of the KL divergence beside the reward")
+    entropy_coefficient: float = Field(
         default=0.0, ge=0, description="weight of the entropy bonus (verl's entropy_coeff); 0: off"
     )
-    teacher: Annotated[str, _Only(_RL)] = Field(
+    teacher: str = Field(
         default="",
         description="what scores the policy's own tokens: a base URL with prompt_logprobs, or the folder of a model "
         "or an adapter; opsd without one: the version that training starts from",
     )
-    teacher_model: Annotated[str, _Only(_RL)] = Field(default="", description="the teacher's name on its server")
+    teacher_model: str = Field(default="", description="the teacher's name on its server")
     teacher_key_env: VariableName = Field(default="", description="environment variable with the teacher's API key")
-    opd_weight: Annotated[float, _Only(_RL)] = Field(
+    opd_weight: float = Field(
         default=1.0, gt=0, description="weight of the KL to the teacher beside the reward's advantage"
     )
-    hint: Annotated[str, _Only(("opsd",))] = Field(
+    hint: str = Field(
         default="solved",
         pattern=r"^(solved|(task|evidence)(\.[^.]+)+)$",
         description="opsd: what the teacher is shown besides: solved (another attempt), task.KEY or evidence.KEY",
     )
-    old_logprobs: Annotated[Literal["auto", "recorded", "recomputed"], _Only(_RL)] = Field(
+    old_logprobs: Literal["auto", "recorded", "recomputed"] = Field(
         default="auto",
         description="denominator of the ratio: logprobs recorded when sampling, or recomputed by the trainer",
     )
-    correction: Annotated[Literal["none", "truncate", "mask"], _Only(_RL)] = Field(
+    correction: Literal["none", "truncate", "mask"] = Field(
         default="none",
         description="importance weights for off-policy rollouts: truncated, or masked outside of the bounds",
     )
-    correction_level: Annotated[Literal["token", "sequence", "sequence-product"], _Only(_RL)] = Field(
-        default="token", description="importance weight per token, or a mean or product over the sequence"
+    correction_level: Literal["token", "sequence"] = Field(
+        default="token", description="importance weight per token, or their mean over the sequence"
     )
-    correction_low: Annotated[float, _Only(_RL)] = Field(
+    correction_low: float = Field(
         default=0.5, ge=0, le=1, description='correction "mask": tokens with a lower weight are masked'
     )
-    correction_high: Annotated[float, _Only(_RL)] = Field(
+    correction_high: float = Field(
         default=2.0,
         ge=1,
         description='largest weight ("truncate"), or the weight above which tokens are masked ("mask")',
     )
-    step_rewards: Annotated[Literal["episode", "environment", "search"], _Only(_RL)] = Field(
+    step_rewards: Literal["episode", "environment", "search"] = Field(
         default="episode",
         description="rewards that advantages are computed from; environment, search: per turn, from its reward-to-go",
     )
-    discount: Annotated[float, _Only(_RL)] = Field(
-        default=1.0, gt=0, le=1, description="discount factor of step rewards, per turn"
-    )
-    state_weight: Annotated[float, _Only(_RL)] = Field(
+    discount: float = Field(default=1.0, gt=0, le=1, description="discount factor of step rewards, per turn")
+    state_weight: float = Field(
         default=0.0,
         ge=0,
         description="weight of the advantage among the group's turns in the same state (GiGPO); 0: off",
     )
-    tree: Annotated[Literal["path", "proposals"], _Only((*_RL, "dpo"))] = Field(
+    tree: Literal["path", "proposals"] = Field(
         default="path",
         description="what of a search tree is trained on: the acted path, or all proposals (dpo: best and worst)",
-    )
-    tree_visits: Annotated[int, _Only(("dpo",))] = Field(
-        default=1, ge=1, description="dpo, proposals: those with at least so many visits of the search"
     )
     imitate_above: float = Field(
         default=0.0, description="sft, rejection-sampling: train on episodes with a reward above this"
     )
-    keep_best: Annotated[int, _Only(("rejection-sampling",))] = Field(
+    keep_best: int = Field(
         default=1, ge=1, description="rejection-sampling: train on so many of a task's episodes, the best ones"
     )
-    dpo_beta: Annotated[float, _Only(("dpo",))] = Field(
+    dpo_beta: float = Field(
         default=0.1, gt=0, description="dpo: how strongly the policy is held to the version that training starts from"
     )
     weight_decay: float = Field(
@@ -271,11 +257,3 @@ class TrainingSettings(Settings):
                 '[rl.training] lora_variant = "dora": neither `openhands-rl serve` nor vLLM can serve it; train it '
                 'without publishing, or use "lora" or "rslora"'
             )
-
-
-_ONLY = {
-    name: only.algorithms
-    for name, field in TrainingSettings.model_fields.items()
-    for only in field.metadata
-    if isinstance(only, _Only)
-}

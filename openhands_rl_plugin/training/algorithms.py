@@ -137,7 +137,7 @@ def _per_group(rollouts: RolloutBatch, of_group: Callable[[Sequence[float]], lis
 
 Kind = Literal["imitation", "preference", "reinforcement"]
 Objective = Literal["ppo", "gspo", "cispo"]
-Aggregation = Literal["token", "sequence", "fixed", "rollout"]
+Aggregation = Literal["token", "sequence", "fixed"]
 OldLogprobs = Literal["auto", "recorded", "recomputed"]
 
 

@@ -149,13 +149,13 @@ def test_options_that_do_not_apply_are_one_warning(tmp_path: Path, caplog: pytes
 
 def test_renamed_keys_and_values_are_read_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields.warn_once.cache_clear()
-    text = '[rl.training]\nmax_tokens_per_pass = 64\nbatch_order = "alike"\n'
+    text = '[rl.training]\nmax_tokens_per_pass = 64\naggregation = "rollout"\n'
     for _ in range(2):
         training = load(tmp_path, text).training
-    assert (training.max_tokens_per_micro_batch, training.batch_order) == (64, "prefix")
+    assert (training.max_tokens_per_micro_batch, training.aggregation) == (64, "sequence")
     assert caplog.messages == [
         "max_tokens_per_pass is now written max_tokens_per_micro_batch; the old form is still read",
-        'batch_order = "alike" is now written batch_order = "prefix"; the old form is still read',
+        'aggregation = "rollout" is now written aggregation = "sequence"; the old form is still read',
     ]
     assert TrainingSettings.model_validate({"max_tokens_per_pass": 64}).max_tokens_per_micro_batch == 64
     assert refusal(tmp_path, f"{text}max_tokens_per_micro_batch = 64\n") == [

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.contract
 SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
 GRADIENTS = (
     *("sft", "reinforce++-baseline", "rloo", "dr-grpo", "dapo", "gspo", "cispo", "dpo"),
-    *("k3", "truncate", "step rewards", "four steps", "all weights, grpo"),
+    *("k3", "truncate", "step rewards", "states", "four steps", "all weights, grpo"),
 )
 """Each algorithm and each part of the loss once; the slow test has all that they can be combined with."""
 

@@ -1,8 +1,8 @@
 """From scored episodes to training sequences: the advantage of every sampled token.
 
 By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
-go, ``state_weight`` adds a comparison with other actions in the same state (GiGPO), ``tree = "proposals"`` trains all
-that a search proposed, whatever was chosen.
+go, ``state_weight`` adds a comparison with other
+actions in the same state (GiGPO), ``tree = "proposals"`` trains all that a search proposed, whatever was chosen.
 
 One difference from OpenRLHF, verl and TRL: every algorithm with groups leaves out a group whose rewards are all equal.
 Such a group has no signal, but whitening over tokens would give it advantages other than zero where lengths differ. For
@@ -11,9 +11,8 @@ DAPO this is its dynamic sampling (Yu et al. 2025, arXiv 2503.14476) without the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import TURN, Node, Sample, Trajectory, kind_of
@@ -22,115 +21,45 @@ from openhands_rl_plugin.training.algorithms import RolloutBatch, algorithm_of, 
 from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree, trained_nodes
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """Turn ``number`` of trajectory ``index`` of ``group``.
-
-    ``at``: its node, ``None`` if it is not trained or was not reached;
-    ``tokens``: number of sampled tokens; ``to_go``: the discounted return from this turn to the end.
-    """
-
-    index: int
-    at: int | None
-    group: int
-    number: int
-    tokens: int
-    to_go: float
-
-
 def turn_advantages(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
     groups: Groups,
     settings: TrainingSettings,
+    *,
+    by_state: bool,
 ) -> dict[int, NodeAdvantages]:
-    """Return to go of every turn relative to the same turn of the other episodes of the group.
+    """Return to go of every turn relative to other turns of its group: the same turn, or with ``by_state`` those in the
+    same state, at whatever step.
 
-    An episode that had ended by then has nothing left to come: it counts with 0, so that every turn is compared with
-    the whole group. A baseline per time step from the other episodes leaves the gradient unbiased (Greensmith et al.
-    2004, JMLR 5: 1471; from the other samples: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!").
-    A baseline from those that got so far scales each turn by how many did, and to 0 where one did.
+    By turn, an episode that had ended by then has nothing left to come: it counts with 0, so that every turn is
+    compared with the whole group. A baseline per time step from the other episodes leaves the gradient unbiased
+    (Greensmith et al. 2004, JMLR 5: 1471; from the other samples: Kool et al. 2019, "Buy 4 REINFORCE samples, get a
+    baseline for free!"). A baseline from those that got so far scales each turn by how many did, and to 0 where one
+    did. By state it is the step level of GiGPO (Feng et al. 2025, arXiv 2505.10978): a state is the text that the
+    policy received since its last answer, and a turn in a state that occurs only once in the group gets 0. Where the
+    algorithm has no groups, the mean of the state is the baseline.
     """
-    turns = _turns(trajectories, rewards, groups, settings)
-    counts = Counter(turn.index for turn in turns)
+    places: dict[tuple[int, Hashable], int] = {}
+    found: list[tuple[int, int | None, int, float]] = []
     for group, members in enumerate(groups):
-        reached = {index: counts[index] for index in members}
-        turns += [
-            _Turn(index, None, group, number, 0, 0.0)
-            for index, count in reached.items()
-            for number in range(count, max(reached.values()))
-        ]
-    baseline = algorithm_of(settings).estimator.baseline
-    return _compared(turns, [(turn.group, turn.number) for turn in turns], baseline)
-
-
-def state_advantages(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
-    groups: Groups,
-    settings: TrainingSettings,
-) -> dict[int, NodeAdvantages]:
-    """Return to go of every turn relative to the group's turns in the same state, at whatever step.
-
-    The step level of GiGPO (Feng et al. 2025, arXiv 2505.10978). A state is the text that the policy received since its
-    last answer. A turn in a state that occurs only once in the group gets 0. Where the algorithm has no groups, the
-    mean of the state is the baseline.
-    """
-    turns, states = [], []
-    for turn in _turns(trajectories, rewards, groups, settings):
-        if turn.at is not None:
-            turns.append(turn)
-            states.append((turn.group, state_before(trajectories[turn.index], turn.at)))
-    estimator = algorithm_of(settings).estimator
-    return _compared(turns, states, estimator.baseline if estimator.grouped else dr_grpo)
-
-
-def _turns(
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
-    groups: Groups,
-    settings: TrainingSettings,
-) -> list[_Turn]:
-    """The turns that were acted on."""
-    turns: list[_Turn] = []
-    for group, members in enumerate(groups):
+        longest = max(len(trajectories[index].acted()) for index in members)
         for index in members:
-            one = trajectories[index]
-            trained = set(trained_nodes(one))
-            steps = _step_rewards(one, rewards[index] or 0.0, settings)
-            to_go = step_advantages(one, steps, discount=settings.discount)
-            for number, at in enumerate(one.acted()):
-                turns.append(
-                    _Turn(index, at if at in trained else None, group, number, sampled_tokens(one, at), to_go[at])
-                )
-    return turns
-
-
-def _compared(
-    turns: Sequence[_Turn],
-    keys: Sequence[Hashable],
-    baseline: Callable[[RolloutBatch], list[float]],
-) -> dict[int, NodeAdvantages]:
-    """Returns to go relative to those of the turns with the same key; ``keys[i]`` is the key of ``turns[i]``."""
-    numbers: dict[Hashable, int] = {}
-    rollouts = RolloutBatch(
-        rewards=[turn.to_go for turn in turns],
-        groups=[numbers.setdefault(key, len(numbers)) for key in keys],
-        lengths=[turn.tokens for turn in turns],
-    )
+            one, to_go = trajectories[index], returns_to_go(trajectories[index], rewards[index] or 0.0, settings)
+            trained = trained_nodes(one)
+            ended = [None] * (longest - len(to_go))
+            for number, at in enumerate(trained if by_state else (*to_go, *ended)):
+                place: Hashable = state_before(one, at) if by_state and at is not None else number
+                key = places.setdefault((group, place), len(places))
+                found.append((index, at if at in trained else None, key, 0.0 if at is None else to_go[at]))
+    estimator = algorithm_of(settings).estimator
+    baseline = dr_grpo if by_state and not estimator.grouped else estimator.baseline
+    rollouts = RolloutBatch([each[3] for each in found], [each[2] for each in found], [1] * len(found))
     nodes: dict[int, NodeAdvantages] = {}
-    for turn, value in zip(turns, baseline(rollouts), strict=True):
-        if turn.at is not None:
-            nodes.setdefault(turn.index, {})[turn.at] = value
+    for (index, at, *_), value in zip(found, baseline(rollouts), strict=True):
+        if at is not None:
+            nodes.setdefault(index, {})[at] = value
     return nodes
-
-
-def _step_rewards(trajectory: Trajectory, reward: float, settings: TrainingSettings) -> Mapping[int, float]:
-    """Step rewards that sum to ``reward``: the difference from the environment's return is added to the last turn."""
-    steps = search_rewards(trajectory) if settings.step_rewards == "search" else environment_rewards(trajectory)
-    if steps:
-        steps[max(steps)] += reward - trajectory.episode_return
-    return steps
 
 
 def sampled_tokens(trajectory: Trajectory, at: int) -> int:
@@ -214,19 +143,34 @@ def times_sampled(trajectory: Trajectory) -> dict[int, int]:
     return {at: 1 + times_merged(notes(node)) for at, node in enumerate(trajectory.nodes) if node.sampled}
 
 
-def step_advantages(trajectory: Trajectory, rewards: Mapping[int, float], *, discount: float = 1.0) -> dict[int, float]:
-    """``node -> return to go`` of what was acted on, in order, from step rewards (``node -> reward``)."""
-    returns: dict[int, float] = {}
-    following = 0.0
-    for at in reversed(trajectory.acted()):
-        following = rewards.get(at, 0.0) + discount * following
-        returns[at] = following
-    return returns
+def returns_to_go(trajectory: Trajectory, reward: float, settings: TrainingSettings) -> dict[int, float]:
+    """``node -> return to go`` of the executed completions, in order. What ``reward`` adds to the return is paid at the
+    end."""
+    path, returns, following = trajectory.acted(), list[float](), reward - trajectory.episode_return
+    steps = search_rewards(trajectory) if settings.step_rewards == "search" else environment_rewards(trajectory)
+    for step in reversed(steps):
+        following = step + (settings.discount if returns else 1.0) * following
+        returns.append(following)
+    return dict(zip(path, reversed(returns), strict=True))
 
 
-def environment_rewards(trajectory: Trajectory) -> dict[int, float]:
-    """``node -> reward`` as the environment returned it."""
-    return {at: trajectory.nodes[at].reward or 0.0 for at in trajectory.acted()}
+def environment_rewards(trajectory: Trajectory) -> list[float]:
+    """The rewards of the executed completions as the environment returned them."""
+    return [trajectory.nodes[at].reward or 0.0 for at in trajectory.acted()]
+
+
+def search_rewards(trajectory: Trajectory) -> list[float]:
+    """The rewards of the executed completions as the change of the episode's expected return with each.
+
+    The value of a turn's action is the expected return from that turn on. Added to the rewards so far, it is the
+    expected return of the episode. A turn's reward is the change of that sum (potential-based shaping, Ng et al. 1999),
+    so the rewards of an episode sum to its return. Turns without a value from search keep the environment's reward.
+    """
+    paid = environment_rewards(trajectory)
+    earned = list(accumulate(paid, initial=0.0))
+    values = (trajectory.nodes[at].value for at in trajectory.acted())
+    expected = [a if v is None else b + v for b, a, v in zip(earned, earned[1:], values, strict=False)]
+    return [after - before for before, after in pairwise((0.0, *expected[:-1], *earned[-1:]))] if paid else []
 
 
 def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
@@ -242,44 +186,21 @@ def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
     return tuple(reversed(said))
 
 
-def search_rewards(trajectory: Trajectory) -> dict[int, float]:
-    """``node -> reward`` as the change of the episode's expected return with each turn.
-
-    The value of a turn's action is the expected return from that turn on. Added to the rewards so far, it is the
-    expected return of the episode. A turn's reward is the change of that sum (potential-based shaping, Ng et al. 1999),
-    so the rewards of an episode sum to its return. Turns without a value from search keep the environment's reward.
-    """
-    path = trajectory.acted()
-    rewards: dict[int, float] = {}
-    earned, expected = 0.0, 0.0
-    for at in path:
-        node = trajectory.nodes[at]
-        opinion = earned + node.value if node.value is not None else earned + (node.reward or 0.0)
-        earned += node.reward or 0.0
-        rewards[at] = opinion - expected
-        expected = opinion
-    if path:
-        rewards[path[-1]] += earned - expected
-    return rewards
-
-
 def credited_samples(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
 ) -> list[Sample]:
     """The training sequences of scored episodes, with advantages, by the algorithm of ``settings``.
 
-    Siblings in a tree are compared also where there is no other episode to compare with. Where the KL divergence from
-    the base model is part of the reward, advantages are not whitened here: the trainer subtracts the divergence first,
-    and whitens then. Raises ``TrainingError`` as ``samples_of`` does.
+    Siblings in a tree are compared also where there is no other episode to compare with. Raises ``TrainingError`` as
+    ``samples_of`` does.
     """
-    late = settings.kl != "none" and settings.kl_in == "reward"
     if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
-        whole = group_advantages(trajectories, rewards, settings, whitened=not late)
+        whole = group_advantages(trajectories, rewards, settings)
         weighted = [(t, a) for t, a in zip(trajectories, whole, strict=True) if a is not None]
         return [s for t, a in weighted for s in samples_of(t, a)]
     first, again = _node_advantages(trajectories, rewards, settings)
     times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
-    if algorithm_of(settings).estimator.whitened and not late:
+    if algorithm_of(settings).estimator.whitened:
         first, again = _whitened(trajectories, first, again, times)
     samples: list[Sample] = []
     for index, of_nodes in first.items():
@@ -304,9 +225,10 @@ def _node_advantages(
             if advantage is not None
         }
     else:
-        nodes = turn_advantages(trajectories, rewards, groups, settings)
+        nodes = turn_advantages(trajectories, rewards, groups, settings, by_state=False)
     if settings.state_weight:
-        _add(nodes, state_advantages(trajectories, rewards, groups, settings), settings.state_weight)
+        for index, more in turn_advantages(trajectories, rewards, groups, settings, by_state=True).items():
+            nodes[index] = {at: nodes[index][at] + settings.state_weight * value for at, value in more.items()}
     return _filled(nodes), {}
 
 
@@ -321,13 +243,6 @@ def _sampled_again(
     times = {index: times_sampled(trajectories[index]) for index in proposed}
     merged = {index: {at: v for at, v in nodes.items() if times[index][at] > 1} for index, nodes in proposed.items()}
     return _filled(merged)
-
-
-def _add(nodes: dict[int, NodeAdvantages], more: Mapping[int, NodeAdvantages], weight: float) -> None:
-    for index, of_nodes in more.items():
-        mine = nodes.setdefault(index, {})
-        for at, value in of_nodes.items():
-            mine[at] = mine.get(at, 0.0) + weight * value
 
 
 def _whitened(

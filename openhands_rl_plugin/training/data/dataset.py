@@ -101,7 +101,7 @@ def preference_pairs(
             if judged[better] - judged[worse] > EQUAL:
                 pairs.append(PreferencePair(_path(trajectories[better]), _path(trajectories[worse])))
     if settings.tree == "proposals":
-        pairs += [pair for trajectory in trajectories for pair in _sibling_pairs(trajectory, settings.tree_visits)]
+        pairs += [pair for trajectory in trajectories for pair in _sibling_pairs(trajectory)]
     return [pair for pair in pairs if pair.chosen and pair.rejected]
 
 
@@ -115,11 +115,11 @@ def _said_pairs(trajectories: Sequence[Trajectory], said: Preferences) -> list[P
     return pairs
 
 
-def _sibling_pairs(trajectory: Trajectory, least_visits: int) -> Iterator[PreferencePair]:
+def _sibling_pairs(trajectory: Trajectory) -> Iterator[PreferencePair]:
     siblings: dict[int | None, list[int]] = {}
     recorded = recorded_nodes(trajectory, need_logprobs=False)
     for at, node in enumerate(trajectory.nodes):
-        if at in recorded and node.sampled and node.value is not None and node.visits >= least_visits:
+        if at in recorded and node.sampled and node.value is not None and node.visits:
             siblings.setdefault(node.parent, []).append(at)
     for members in siblings.values():
         values = {at: trajectory.nodes[at].value or 0.0 for at in members}

@@ -9,7 +9,7 @@ changes nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.dataset import PreferencePair
 
 Correction = Literal["none", "truncate", "mask"]
-CorrectionLevel = Literal["token", "sequence", "sequence-product"]
+CorrectionLevel = Literal["token", "sequence"]
 
 # A product over thousands of tokens overflows float32. exp(20) and exp(-20) are outside any sensible clip range; verl
 # uses the same bound.
@@ -141,20 +141,12 @@ def correction_weights(
     Returns [K] weights without gradient.
 
     At ``sequence`` level all tokens of a sequence have the geometric mean of their ratios, which does not grow with the
-    length (verl, SkyRL and OpenRLHF reject sequences by it). At ``sequence-product`` level they have the product, the
-    exact weight of the sequence, which moves away from 1 with the length. That is "sequence" in verl and SkyRL, and the
-    ``sequence_`` modes of TRL, one of which is its default.
+    length (verl, SkyRL and OpenRLHF reject sequences by it).
     """
     if mode == "none":
         return torch.ones_like(behaviour)
     difference = (batch.old - behaviour).detach()
-    match level:
-        case "token":
-            ratio = torch.exp(difference)
-        case "sequence":
-            ratio = torch.exp(batch.mean_of_sequence(difference))
-        case "sequence-product":
-            ratio = torch.exp(batch.sum_of_sequence(difference).clamp(-_LOG_BOUND, _LOG_BOUND))
+    ratio = torch.exp(difference if level == "token" else batch.mean_of_sequence(difference))
     if mode == "truncate":
         return ratio.clamp(max=high)
     return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
@@ -168,13 +160,12 @@ def token_mean(lengths: Tensor) -> Tensor:
     return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
 
 
-def fixed_length(lengths: Tensor, longest: int, rollouts: int | None = None) -> Tensor:
+def fixed_length(lengths: Tensor, longest: int, rollouts: int) -> Tensor:
     """Every token has the weight ``1 / (R longest)``, whatever its sequence's length: Dr. GRPO (arXiv 2503.20783).
 
-    verl's ``seq-mean-token-sum-norm``, TRL's ``loss_type="dr_grpo"``. R is the number of rollouts, by default one for
-    each of the S sequences. [S] -> [S].
+    verl's ``seq-mean-token-sum-norm``, TRL's ``loss_type="dr_grpo"``. R is the number of rollouts. [S] -> [S].
     """
-    return torch.full_like(lengths, 1.0 / ((rollouts or len(lengths)) * longest))
+    return torch.full_like(lengths, 1.0 / (rollouts * longest))
 
 
 def rollout_mean(lengths: Tensor, rollout: Tensor) -> Tensor:
@@ -304,9 +295,6 @@ class _TokenLogprobs(torch.autograd.Function):
         return (slopes * grad_outputs[0][:, None]).to(slopes.dtype), None, None, None
 
 
-BatchOrder = Literal["shuffled", "prefix"]
-
-
 @dataclass(eq=False)
 class TrainingSample:
     """A sample and its K trained tokens; all tensors [K] float32, on the CPU.
@@ -376,38 +364,17 @@ def samples_from_pairs(pairs: Sequence[PreferencePair]) -> list[TrainingSample]:
     ]
 
 
-def batches(
-    items: Sequence[TrainingSample], *, size: int, epochs: int, seed: str, order: BatchOrder = "shuffled"
-) -> list[list[TrainingSample]]:
-    """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch.
-
-    With ``"prefix"``, units with a common prefix, such as the rollouts of a group, are in the same batches, and only
-    the batches are shuffled: a shared prefix is computed once a batch.
-    """
+def batches(items: Sequence[TrainingSample], *, size: int, epochs: int, seed: str) -> list[list[TrainingSample]]:
+    """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch."""
     by_unit: dict[int, list[TrainingSample]] = {}
     for item in items:
         by_unit.setdefault(item.unit, []).append(item)
-    make = _by_prefix if order == "prefix" else _shuffled
     made: list[list[TrainingSample]] = []
     for epoch in range(epochs):
-        for units in make(by_unit, size, random.Random(f"{seed}:{epoch}")):
-            made.append([item for unit in units for item in by_unit[unit]])
-    return made
-
-
-def _shuffled(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source: random.Random) -> list[list[int]]:
-    order = list(by_unit)
-    source.shuffle(order)
-    return [order[start : start + size] for start in range(0, len(order), size)]
-
-
-def _by_prefix(by_unit: Mapping[int, Sequence[TrainingSample]], size: int, source: random.Random) -> list[list[int]]:
-    order = sorted(by_unit, key=lambda unit: bytes(by_unit[unit][0].sample.input_ids))
-    # The first unit differs in every epoch, or the same units would always be in one batch.
-    begin = source.randrange(len(order)) if order else 0
-    order = order[begin:] + order[:begin]
-    made = [order[start : start + size] for start in range(0, len(order), size)]
-    source.shuffle(made)
+        order = list(by_unit)
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        starts = range(0, len(order), size)
+        made += [[item for unit in order[start : start + size] for item in by_unit[unit]] for start in starts]
     return made
 
 
@@ -482,7 +449,6 @@ class Loss:
         """Whether the samples of a unit must be in one micro-batch."""
         self.needs_reference = self.kind == "reinforcement" and settings.kl != "none"
         """Whether ``TrainingSample.reference`` must be set, the base model's logprobs."""
-        self._kl_in_loss = self.needs_reference and settings.kl_in == "loss"
 
     @property
     def old_logprobs(self) -> OldLogprobs:
@@ -502,7 +468,7 @@ class Loss:
 
     def counts(self, item: TrainingSample) -> bool:
         """Whether the sample has a gradient; others are part of the weights, but need no forward pass."""
-        in_loss = self._kl_in_loss or item.teacher is not None or self.settings.entropy_coefficient > 0
+        in_loss = self.needs_reference or item.teacher is not None or self.settings.entropy_coefficient > 0
         return self.kind != "reinforcement" or in_loss or bool(item.advantages.any())
 
     def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
@@ -527,7 +493,7 @@ class Loss:
             high=chosen.correction_high,
         )
         losses = _OBJECTIVES[objective](tokens, low=low, high=high) * correction
-        if self._kl_in_loss and chosen.kl != "none":
+        if self.needs_reference and chosen.kl != "none":
             kl = kl_loss(tokens, one.tokens("reference"), chosen.kl)
             losses = losses + chosen.kl_coefficient * correction * kl
             divergence = kl.detach().mean().item()
@@ -570,7 +536,7 @@ def batch_weights(batch: Sequence[TrainingSample], settings: TrainingSettings) -
             return counts * token_mean(lengths)
         case "fixed":
             longest = int(tokens_per_rollout(lengths, rollout).max())
-            return counts * fixed_length(lengths, settings.fixed_length or longest, len(units))
-        case "sequence" | "rollout":
+            return counts * fixed_length(lengths, longest, len(units))
+        case "sequence":
             # The papers' sequence is a rollout's whole output, which a rewritten history cuts into several.
             return counts * rollout_mean(lengths, rollout)

@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.models.adapters.store import weights_sha256
-from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT, algorithm_of, clip_bounds, whiten
+from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT, algorithm_of, clip_bounds
 from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import (
@@ -46,7 +46,6 @@ from openhands_rl_plugin.training.losses.losses import (
     MicroBatch,
     TrainingSample,
     batches,
-    kl_penalty,
     samples_from_pairs,
     samples_from_rollouts,
     temperatures_of,
@@ -133,25 +132,6 @@ def policy_logprobs(
     return [found[id(item)] for item in items]
 
 
-def subtract_divergence(items: Sequence[TrainingSample], settings: TrainingSettings) -> None:
-    """Subtract from each advantage ``kl_coefficient`` times the KL divergence summed over the rest of the sequence.
-
-    This is the return to go of a reward of ``-kl_coefficient * kl`` per token, as in OpenRLHF. Algorithms that whiten
-    do so afterwards.
-    """
-    assert settings.kl != "none"
-    for item in items:
-        assert item.reference is not None
-        penalty = settings.kl_coefficient * kl_penalty(item.old, item.reference, settings.kl)
-        item.advantages = item.advantages - penalty.flip(0).cumsum(0).flip(0)
-    if algorithm_of(settings).estimator.whitened:
-        values = torch.cat([item.advantages for item in items]).tolist()
-        counts = [item.sample.count for item in items for _ in item.positions]
-        whitened = torch.tensor(whiten(values, counts))
-        for item, part in zip(items, torch.split(whitened, [len(item.positions) for item in items]), strict=True):
-            item.advantages = part
-
-
 def subtract_teacher(items: Sequence[TrainingSample], settings: TrainingSettings) -> None:
     """Subtract from each token's advantage ``opd_weight`` times its part of KL(policy || teacher), ``old - teacher``.
 
@@ -217,8 +197,7 @@ def set_old_logprobs(
     and the settings need them.
     """
     settings = loss.settings
-    in_reward = settings.kl != "none" and settings.kl_in == "reward"  # it gives all samples an advantage
-    live = [item for item in items if in_reward or loss.counts(item)]
+    live = [item for item in items if loss.counts(item)]
 
     def difference(some: Sequence[TrainingSample], *, scaled: bool = True) -> float:
         """Mean absolute difference, in nats, of the recorded logprobs of one micro-batch of ``some`` from ours."""
@@ -489,8 +468,6 @@ class Trainer:
                 references = policy_logprobs(self._policy, items, limit, self._ranks)
             for item, part in zip(items, references, strict=True):
                 item.reference = part
-            if self.settings.kl_in == "reward":
-                subtract_divergence(items, self.settings)
         subtract_teacher(items, self.settings)
         return done, first_step, metrics, recomputed
 
@@ -545,7 +522,7 @@ class Trainer:
         """The optimiser batches of all epochs."""
         chosen = self.settings
         seed = f"{chosen.seed}:{first_step}"
-        return batches(items, size=chosen.batch_size, epochs=chosen.num_epochs, seed=seed, order=chosen.batch_order)
+        return batches(items, size=chosen.batch_size, epochs=chosen.num_epochs, seed=seed)
 
     def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)

@@ -42,8 +42,8 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"num_epochs": 3, "checkpoint_steps": 2},
     },
     "entropy": {**{"algorithm": "grpo", "entropy_coefficient": 0.01, "batch_size": 3}, "gradient_checkpointing": True},
-    "heated": {"algorithm": "grpo", "old_logprobs": "recomputed", "kl": "k1", "kl_in": "reward", "batch_size": 3},
-    "gspo": {"algorithm": "gspo", "aggregation": "rollout", "num_epochs": 3, "checkpoint_steps": 2},
+    "heated": {"algorithm": "grpo", "old_logprobs": "recomputed", "kl": "k1", "batch_size": 3},
+    "gspo": {"algorithm": "gspo", "num_epochs": 3, "checkpoint_steps": 2},
 }
 
 

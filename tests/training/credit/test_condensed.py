@@ -174,46 +174,7 @@ def test_a_rollout_of_five_segments_weighs_as_much_as_one(algorithm: str) -> Non
     assert advantages["five"] == pytest.approx(-advantages["one"]) and advantages["five"] > 0
 
 
-@pytest.mark.parametrize("steps", ["episode", "environment"])
-def test_turns_have_returns_to_go_over_all_segments(steps: str) -> None:
-    settings = TrainingSettings(algorithm="grpo", step_rewards=steps)  # type: ignore[arg-type]
-    episodes = [condensed("a"), condensed("b")]
-    samples = credited_samples(episodes, [1.0, 0.0], settings)
-    assert len(trained(samples)) == 2 * 2 * 8
-    assert {sample.advantage_at(at) > 0 for sample in samples if sample.trajectory_id == "a" for at in range(2)} == {
-        True
-    }
-
-
 def test_the_transcript_says_everything_once() -> None:
     said = [message.content for message in transcript(condensed())]
     assert [text for text in said if text and text.startswith("answer")] == [f"answer {at}" for at in range(1, 9)]
     assert len(said) == len({*said}) and "summary after 3" in said and "result 3" in said
-
-
-def test_equal_observations_stay_in_the_transcript() -> None:
-    host = Host()
-    for _ in range(3):
-        host.turn()
-        host.history[-1] = Message(role="user", content="ok")
-    host.condense(2)
-    for _ in range(2):
-        host.turn()
-        host.history[-1] = Message(role="user", content="ok")
-    host.turn()
-    said = [message.content for message in transcript(host.finished())]
-    first = ["be good", "mend it", "answer 1", "ok", "answer 2", "ok", "answer 3"]
-    assert said == [*first, "summary after 3", "ok", "answer 4", "ok", "answer 5", "ok", "answer 6", "bye"]
-
-
-def test_of_two_answers_in_one_left_state_that_with_a_sequel_was_acted_on() -> None:
-    host = Host()
-    for _ in range(3):
-        host.turn()
-    host.condense(2)
-    host.turn()
-    episode = host.finished()
-    second = episode.acted()[1]
-    retried = episode.nodes[second].model_copy(update={"message": Message(role="assistant", content="lost")})
-    doubled = episode.model_copy(update={"nodes": (*episode.nodes, retried)})
-    assert doubled.acted() == episode.acted() and len(episode.acted()) == 4

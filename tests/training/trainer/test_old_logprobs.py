@@ -101,12 +101,6 @@ def test_they_are_recomputed_where_the_bounds_are_tighter_than_the_mismatch(
     assert (abs(metrics.approx_kl) < 1e-6) == recomputed
 
 
-def test_only_what_this_version_sampled_shows_the_mismatch(model: Path, tmp_path: Path) -> None:
-    """An older policy's logprobs differ because the policy has moved: its ratio is what is clipped."""
-    samples = served(trainer_of(model), model, tmp_path, noise=0.5, version=3)
-    assert abs(trainer_of(model, algorithm="grpo").reinforce(samples).approx_kl) > 1e-3
-
-
 def test_every_iteration_measures_the_mismatch_of_its_own_version(model: Path, tmp_path: Path) -> None:
     """Also after a restart: the saved state has the version, and the resumed trainer decides as the killed one."""
     changes = {"algorithm": "grpo", "clip_low": 0.01, "clip_high": 0.01}
@@ -148,21 +142,6 @@ def test_what_an_older_version_sampled_keeps_the_recorded_ones(
     assert "4 of 8 samples are of other versions" in caplog.text and 'correction = "truncate"' in caplog.text
     corrected = trainer_of(model, **changes, correction="truncate").reinforce([*own[:4], *older])
     assert corrected.ratio == pytest.approx(1.0, abs=1e-5) and corrected.weight > 1.2
-
-
-def test_samples_without_an_advantage_are_not_computed(model: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(model, algorithm="gspo")
-    first, *rest = served(trainer, model, tmp_path)
-    samples = [first, *(sample.model_copy(update={"advantage": 0.0}) for sample in rest)]
-    metrics = trainer.reinforce(samples)
-    assert metrics.clip_share == 0.0 and metrics.skipped_samples == len(rest)
-    in_reward = trainer_of(model, algorithm="gspo", kl="k1", kl_in="reward").reinforce(samples)
-    assert in_reward.clip_share == 0.0
-
-
-def test_recorded_ones_leave_nothing_to_correct_by() -> None:
-    with pytest.raises(ValueError, match='old_logprobs = "recorded" leaves no importance weights'):
-        TrainingSettings(algorithm="grpo", old_logprobs="recorded", correction="mask")
 
 
 def test_a_killed_call_goes_on_with_the_old_logprobs_of_its_beginning(model: Path, tmp_path: Path) -> None:

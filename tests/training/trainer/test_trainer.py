@@ -58,23 +58,6 @@ def test_gradients_are_those_of_transformers_and_peft(architecture: dict[str, ob
         torch.testing.assert_close(mine[name], gradient, rtol=2e-4, atol=2e-6, msg=name)
 
 
-def test_packing_changes_nothing(model: Path) -> None:
-    """One optimiser batch in 6 passes, in 3 and in one: the same token mean and the same gradient."""
-    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 6, "max_grad_norm": 1e9})
-    results = []
-    for tokens_per_pass in (1, 90, 100_000):
-        trainer = LoraTrainer(model, settings.model_copy(update={"max_tokens_per_micro_batch": tokens_per_pass}))
-        for parameter in trainer.parameters.values():
-            torch.manual_seed(0)
-            torch.nn.init.normal_(parameter, std=0.05)
-        loss = trainer.reinforce(make_samples()).loss
-        gradients = {name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None}
-        results.append((loss, gradients))
-    for loss, gradients in results[1:]:
-        assert loss == pytest.approx(results[0][0], rel=1e-5)
-        assert_same(gradients, results[0][1], 1e-5)
-
-
 def test_long_sequences_are_attended_to_exactly(tmp_path: Path) -> None:
     """Longer than a block of queries, and than what is kept of the attention for the backward pass."""
     model = write_model(tmp_path / "model", max_position_embeddings=2048)
