@@ -30,7 +30,7 @@ from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, RunFacts, StageRecord
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
@@ -124,7 +124,7 @@ def parts(settings: RLSettings, model: Path, directory: Path) -> LoopParts:
         adapters=adapters,
         publisher=AdapterPublisher(settings.serving.base_url, adapters),
         tokenizer=AutoTokenizer.from_pretrained(model),
-        make_trainer=lambda chosen, adapter: LoraTrainer(model, chosen, adapter=adapter),
+        make_trainer=lambda chosen, adapter: LocalTrainer(model, chosen, adapter=adapter),
         state_file=directory / "state.json",
     )
 

@@ -66,7 +66,7 @@ from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view import progress_bar
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 
 _PREFIX = "base-"
@@ -608,7 +608,7 @@ def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> Train
         ) from error
 
 
-def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LoraTrainer:
+def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LocalTrainer:
     with from_extra("train"):
-        from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
-    return LoraTrainer(weights, settings, adapter=adapter)
+        from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
+    return LocalTrainer(weights, settings, adapter=adapter)

@@ -164,7 +164,7 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
 
 def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
-    from openhands_rl_plugin.training.policies.adapter_shape import check_start
+    from openhands_rl_plugin.training.algorithms import check_start
 
     serving = settings.serving
     adapters = AdapterStore(serving.adapters_directory.resolve())

@@ -134,9 +134,9 @@ def make_trainer(
     training.check_engine()
     if training.engine != LOCAL:
         return registry.find("training_engines", training.engine).make_trainer(training, settings, base_model, adapter)
-    from openhands_rl_plugin.training.trainer.trainer import FullTrainer, LoraTrainer
+    from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
-    return (FullTrainer if training.method == "full" else LoraTrainer)(model, training, adapter=adapter)
+    return LocalTrainer(model, training, adapter=adapter)
 
 
 def report_notes(trainer: Trainer, report: Callable[[str], None]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.batch import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = pytest.mark.contract
 
@@ -195,7 +195,7 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
     assert "--from latest: there is no version of" in line and "openhands-rl train" in line
     adapters, training = AdapterStore(tmp_path / "adapters"), load_settings(config).training
     name = load_settings(config).serving.adapter
-    first = adapters.create(name, LoraTrainer(talker, training).save_adapter, base_model=MODEL).name
+    first = adapters.create(name, LocalTrainer(talker, training).save_adapter, base_model=MODEL).name
 
     command = [*learnt, "--run-dir", str(tmp_path / "next"), "--from", "latest"]
     assert cli.main([*command, "--dry-run"]) == 0

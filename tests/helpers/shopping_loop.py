@@ -26,7 +26,7 @@ from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.loop import LoopParts
 from openhands_rl_plugin.training.loop.plan import LoopPlan
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "talker"
@@ -112,7 +112,7 @@ class ShopWorld:
             adapters=adapters,
             publisher=AdapterPublisher(self.server, adapters, keep=keep),
             tokenizer=AutoTokenizer.from_pretrained(self.model),
-            make_trainer=lambda settings, adapter: LoraTrainer(self.model, settings, adapter=adapter),
+            make_trainer=lambda settings, adapter: LocalTrainer(self.model, settings, adapter=adapter),
             state_file=directory / "state.json",
         )
 

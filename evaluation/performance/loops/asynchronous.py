@@ -48,7 +48,7 @@ from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.loop import LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "measured"
@@ -134,7 +134,7 @@ class World:
             adapters=adapters,
             publisher=AdapterPublisher(self.server, adapters, keep=kept),
             tokenizer=AutoTokenizer.from_pretrained(self.model),
-            make_trainer=lambda settings, adapter: LoraTrainer(self.model, settings, adapter=adapter),
+            make_trainer=lambda settings, adapter: LocalTrainer(self.model, settings, adapter=adapter),
             state_file=directory / "state.json",
         )
 

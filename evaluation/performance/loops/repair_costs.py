@@ -69,11 +69,11 @@ def trained(model: Path, samples: Sequence[Sample]) -> dict[str, object]:
     """One step on ``samples``."""
     import torch
 
-    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
     torch.set_num_threads(1)
     settings = TrainingSettings(algorithm="sft", num_epochs=1, batch_size=len(samples), max_tokens_per_micro_batch=1536)
-    trainer = LoraTrainer(model, settings)
+    trainer = LocalTrainer(model, settings)
     before = _processor_seconds()
     trainer.sft(list(samples))
     seconds = _processor_seconds() - before

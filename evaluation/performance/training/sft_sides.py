@@ -77,12 +77,12 @@ def _episode(source: random.Random, opening: tuple[int, ...], vocabulary: int, l
 
 
 def ours(job: Job) -> Measured:
-    """``LoraTrainer``, all episodes of a step in one pass."""
+    """``LocalTrainer``, all episodes of a step in one pass."""
     from transformers import AutoConfig
 
     from openhands_rl_plugin.config.rl import TrainingSettings
     from openhands_rl_plugin.core.types import Sample
-    from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+    from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
     found = episodes(job.data, AutoConfig.from_pretrained(job.model).vocab_size)
     samples = [
@@ -104,7 +104,7 @@ def ours(job: Job) -> Measured:
         gradient_checkpointing=job.checkpointing,
         dtype="float32",
     )
-    trainer = LoraTrainer(job.model, settings)
+    trainer = LocalTrainer(job.model, settings)
     ends, losses = [time.perf_counter()], []
     before = _peak_mb()
 

@@ -33,7 +33,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
 from openhands_rl_plugin.training.learn import create_version, fit
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 log = redacting_logger(__name__)
 
@@ -212,7 +212,7 @@ class Watch:
             raise TrainingError(f"nothing to train on; left out: {dataset.excluded.in_words()}")
         parent = self.adapters.get(current.parent) if current.parent is not None else None
         with boundary(FailureKind.MODEL, "training"):
-            trainer = LoraTrainer(self.job.model, settings, adapter=parent)
+            trainer = LocalTrainer(self.job.model, settings, adapter=parent)
             metrics = fit(trainer, dataset, run=self._checkpoints(current.number))
             adapter, _ = create_version(
                 trainer,

@@ -41,7 +41,7 @@ from openhands_rl_plugin.training.distributed.ranks import Ranks
 from openhands_rl_plugin.training.learn import PROBE_TOKENS, report_notes
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.trainer.metrics import RunCheckpoint, TrainMetrics
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, OnProgress
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer, OnProgress
 
 
 class VerifierModel(TrainablePolicy):
@@ -120,6 +120,7 @@ def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
                 "lora_variant": shape.variant,
                 "target_modules": shape.layers,
                 "adapt_experts": card.adapt_experts,
+                "sharding": "none",
             }
         )
     except ValidationError as error:
@@ -161,13 +162,13 @@ def train_verifier(
     """Fill an existing directory with an adapter, its card and its report.
 
     ``parent``: the verifier to continue from; no task of its ``tasks_trained_on`` may be held out. ``run``: as for
-    ``LoraTrainer.sft``. ``ranks``: the processes that train together, each of which scores a shard of the held-out
+    ``LocalTrainer.sft``. ``ranks``: the processes that train together, each of which scores a shard of the held-out
     episodes; rank 0 writes ``directory``, on a file system that all ranks share. Raises ``TrainingError``,
     ``StorageError``.
     """
     ranks = ranks or Ranks()
     taught = tasks_trained_on(parent) | {task_digest(example.label.task) for example in dataset.training}
-    trainer = LoraTrainer(model, training, adapter=parent)
+    trainer = LocalTrainer(model, training, adapter=parent)
     if on_note is not None:
         report_notes(trainer, on_note)
     pending = trainer.pending

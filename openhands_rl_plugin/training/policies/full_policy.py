@@ -85,7 +85,7 @@ class FullPolicy(PackedModel):
     def save(self, directory: Path) -> None:
         """Write a model directory: the weights in the compute dtype, and the original's other files.
 
-        Where the weights are sharded, the other ranks call ``whole`` meanwhile. Raises ``StorageError``.
+        Where the weights are sharded, the other ranks call ``hand_over`` meanwhile. Raises ``StorageError``.
         """
         try:
             for file in sorted(Path(self.model_path).iterdir()):
@@ -94,6 +94,11 @@ class FullPolicy(PackedModel):
             save_torch_state_dict(dict(self.whole()), directory, max_shard_size=_SHARD_BYTES)
         except (OSError, SafetensorError) as error:
             raise StorageError(f"the model cannot be written to {directory}: {describe(error)}") from error
+
+    def hand_over(self) -> None:
+        """Send this rank's shard of the weights to rank 0."""
+        for _ in self.whole() if self.sharded else ():
+            pass
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole, on the CPU, with its name. A collective where the weights are sharded."""

@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.servers import EmbeddedServer
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
-from openhands_rl_plugin.training.distributed.ranks import shard_layers
+from openhands_rl_plugin.training.distributed.ranks import is_sharded, shard_layers
 from openhands_rl_plugin.training.policies.packed_model import PackedModel, fuse_layers, load_model
 
 SERVED_EXPERTS = frozenset(
@@ -309,10 +309,6 @@ class TrainablePolicy(PackedModel):
         text = json.dumps({k: sorted(v) if isinstance(v, set) else v for k, v in inference.items()}, indent=2)
         (directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
-    def shard(self) -> None:
-        """Shard the base model over the ranks; the adapter stays whole on each. Raises ``TrainingError``."""
-        shard_layers(self._base, self.parameters.values(), self.device)
-
     def weights(self) -> dict[str, Tensor]:
         """The adapter's tensors under their names in PEFT's file."""
         return get_peft_model_state_dict(self._peft)
@@ -349,6 +345,7 @@ class TrainablePolicy(PackedModel):
 
     def _prepare(self, settings: TrainingSettings) -> None:
         self._targets, self._servable = settings.target_modules, settings.lora_variant != "dora"
+        self._split = is_sharded(settings.sharding)  # the base model's layers; the adapter is whole on every rank
         self._coverage = prepare_targets(self._base, self._targets, adapt_experts=settings.adapt_experts)
         fuse_layers(self._base)
         devices = [self.device] if self.device.type == "cuda" else []
@@ -358,4 +355,7 @@ class TrainablePolicy(PackedModel):
                 self._peft = get_peft_model(self._base, adapter_config(settings, self.model_path))
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._peft.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in self._peft.named_parameters() if p.requires_grad}
+        if self._split:
+            shard_layers(self._base, trained.values(), self.device)
+        return trained

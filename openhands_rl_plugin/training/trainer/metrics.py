@@ -238,42 +238,40 @@ def load_checkpoint(directory: Path, *, tensors: bool = True) -> Checkpoint:
 
 
 SHARDS = "parts"
-"""The directory of sharded checkpoints; its name is part of the stored format."""
+"""The directory of checkpoints; its name is part of the stored format."""
 
 
 class RunCheckpoint:
-    """The checkpoints of one call: one file of rank 0, or ``parts/STEP/RANK-of-RANKS``, a shard of each rank.
+    """The checkpoints of one call, ``parts/STEP/RANK-of-RANKS``: a shard of each rank, or 1-of-1, the whole of rank 0.
 
-    A step in shards is valid when all of them are there, of one run. The step before it is removed only then, so that
-    there is always a valid one. Every method is a collective: all ranks must call it.
+    A step is valid when all its shards are there, of one run. The step before it is removed only then, so that there is
+    always a valid one. Every method is a collective: all ranks must call it.
     """
 
     def __init__(self, directory: Path, fingerprint: str, ranks: Ranks, *, sharded: bool) -> None:
-        self._directory, self._fingerprint, self._ranks, self._sharded = directory, fingerprint, ranks, sharded
+        self._steps, self._fingerprint, self._ranks = directory / SHARDS, fingerprint, ranks
+        self._shard, self._shards = (ranks.rank, ranks.size) if sharded else (0, 1)
+        self._writes = sharded or ranks.rank == 0
 
     def resume(self) -> Checkpoint | None:
-        """The newest checkpoint of this run that rank 0 finds, or this rank's shard of it. Raises ``TrainingError``."""
+        """This rank's shard of the newest checkpoint of this run that rank 0 finds. Raises ``TrainingError``."""
         found = self._ranks.broadcast(self._newest())
         if not found:
             return None
-        one = found[0] == self._directory
-        if one == self._sharded or not (one or len(found) == self._ranks.size):
-            how = "without splitting the weights" if one else f"in {len(found)} processes with split weights"
+        if len(found) != self._shards:
             raise TrainingError(
-                f"{found[0]} was saved {how}: start the run like that to resume it, or remove it to begin again"
+                f"{found[0].parent} was saved by {len(found)} processes with a shard of the weights each, and there "
+                f"are {self._shards}: start the run like that to resume it, or remove it to begin again"
             )
-        return load_checkpoint(found[self._ranks.rank if self._sharded else 0])
+        return load_checkpoint(found[self._shard])
 
     def save(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
         """Save the state after ``done`` steps of the call. Raises ``StorageError``."""
-        mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
-        if not self._sharded:
-            if self._ranks.rank == 0:
-                save_checkpoint(self._directory, tensors, mine)
-            return
-        step = self._directory / SHARDS / f"{done:08d}"
-        make_directory(step)
-        save_checkpoint(step / f"{self._ranks.rank + 1}-of-{self._ranks.size}", tensors, mine)
+        step = self._steps / f"{done:08d}"
+        if self._writes:
+            make_directory(step)
+            mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
+            save_checkpoint(step / f"{self._shard + 1}-of-{self._shards}", tensors, mine)
         self._ranks.assert_equal("steps done", step.name)
         if self._ranks.rank == 0:
             for other in step.parent.iterdir():
@@ -282,22 +280,19 @@ class RunCheckpoint:
 
     def delete(self) -> None:
         """Remove the checkpoint, once the trained weights are saved."""
-        if self._sharded:
-            self._ranks.assert_equal("steps done", "all")
+        self._ranks.assert_equal("steps done", "all")
         if self._ranks.rank == 0:
-            (self._directory / STATE_FILE).unlink(missing_ok=True)
-            shutil.rmtree(self._directory / SHARDS, ignore_errors=True)
+            shutil.rmtree(self._steps, ignore_errors=True)
 
     def _newest(self) -> list[Path]:
-        """The folder of the checkpoint, or those of its shards, by rank; none where there is none of this run."""
-        shards = self._directory / SHARDS
-        for step in sorted(shards.iterdir() if shards.exists() else (), reverse=True):
+        """The folders of the shards of the newest step, by rank; none where there is none of this run."""
+        for step in sorted(self._steps.iterdir() if self._steps.exists() else (), reverse=True):
             for first in step.glob("1-of-*"):
                 size = first.name.removeprefix("1-of-")
                 each = [step / f"{rank}-of-{size}" for rank in range(1, int(size) + 1)]
                 if all(map(self._is_own, each)):
                     return each
-        return [self._directory] if self._is_own(self._directory) else []
+        return []
 
     def _is_own(self, directory: Path) -> bool:
         known = (directory / STATE_FILE).exists()

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.config.training import LOCAL
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
-from openhands_rl_plugin.models.adapters.store import weights_sha256
-from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT, algorithm_of, clip_bounds
+from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT, algorithm_of, check_start, clip_bounds
 from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import (
@@ -35,7 +34,6 @@ from openhands_rl_plugin.training.distributed.ranks import (
     all_reduce_metrics,
     current_ranks,
     full_tensor,
-    is_sharded,
     local_shard,
     shard_like,
     shard_micro_batches,
@@ -50,7 +48,6 @@ from openhands_rl_plugin.training.losses.losses import (
     samples_from_rollouts,
     temperatures_of,
 )
-from openhands_rl_plugin.training.policies.adapter_shape import check_start
 from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
@@ -93,18 +90,6 @@ def check_sampled(samples: Sequence[Sample]) -> None:
                 f"trajectory {sample.trajectory_id}: sampled at temperature 0, where every answer has probability 1; "
                 'roll out at another temperature, or train with algorithm = "sft", "rejection-sampling" or "dpo"'
             )
-
-
-def check_pairs(pairs: Sequence[PreferencePair], *, packed: bool, sharded: bool) -> None:
-    """Raise ``TrainingError`` where ranks would make different numbers of forward passes, and wait for each other.
-
-    A pair is in one micro-batch: a model that is not packed makes as many passes as the pair has sequences.
-    """
-    if sharded and not packed and len({len(pair.chosen) + len(pair.rejected) for pair in pairs}) > 1:
-        raise TrainingError(
-            "this model computes one sequence at a time, and these pairs have different numbers of sequences, so that "
-            'processes with sharded layers would wait for each other for ever: set [rl.training] sharding = "none"'
-        )
 
 
 def micro_batch_logprobs(
@@ -333,7 +318,11 @@ class Trainer:
         A pair is always in one micro-batch, however long it is. Raises ``TrainingError`` or ``StorageError``.
         """
         self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
-        check_pairs(pairs, packed=self._policy.packing.packed, sharded=self._policy.sharded)
+        if self._policy.sharded and not self._policy.packing.packed:
+            raise TrainingError(
+                "this model computes one sequence at a time, and pairs may have different numbers of them, so that "
+                'processes with sharded layers would wait for each other for ever: set [rl.training] sharding = "none"'
+            )
         return self._train(samples_from_pairs(pairs), Loss(self.settings, "preference"), on_progress, run)
 
     def save_adapter(self, directory: Path) -> None:
@@ -345,7 +334,14 @@ class Trainer:
         self._policy.save(directory)
 
     def hand_over(self) -> None:
-        """What other ranks do while rank 0 calls ``save_adapter``: nothing, where that has all weights."""
+        """What other ranks do while rank 0 calls ``save_adapter``: send it their shards of the weights."""
+        if isinstance(self._policy, FullPolicy):
+            self._policy.hand_over()
+
+    @property
+    def servers(self) -> tuple[str, ...] | None:
+        """The servers that can load the adapter, as far as architecture and layers say; ``None`` for whole models."""
+        return self._policy.servers if isinstance(self._policy, TrainablePolicy) else None
 
     @property
     def notes(self) -> list[str]:
@@ -575,63 +571,27 @@ class Trainer:
         return fingerprint(what, samples, sums.tolist(), self.step)
 
 
-class LoraTrainer(Trainer):
-    """One adapter of one base model and its optimiser.
+class LocalTrainer(Trainer):
+    """Trains on this machine, by ``method``: an adapter, one on a quantised base, or all weights.
 
-    ``adapter``: start from its weights instead of fresh ones. With ``method = "qlora"`` the base is quantised. Raises
-    ``TrainingError`` when the model or the adapter cannot be used.
+    ``adapter``: start from this version instead of fresh weights; one that is a whole model takes the place of the one
+    in ``model_path``. Where all weights are trained there is no copy of the model that training began with, so that a
+    KL term is refused; the logprobs that ratios and DPO are relative to are computed before the first step. Raises
+    ``TrainingError`` when the model or the version cannot be used.
     """
 
-    def __init__(
-        self,
-        model_path: str | Path,
-        settings: TrainingSettings,
-        *,
-        adapter: Adapter | None = None,
-    ) -> None:
+    def __init__(self, model_path: str | Path, settings: TrainingSettings, *, adapter: Adapter | None = None) -> None:
         if settings.engine != LOCAL:
             raise ConfigError(
                 f'[rl.training] engine = "{settings.engine}": only `train` and `loop` train by it; set "{LOCAL}"'
             )
-        _check_weights(adapter)
         check_start(adapter, settings)
-        policy = TrainablePolicy(model_path, settings)
-        if adapter is not None:
-            policy.load(Path(adapter.path))
-        if is_sharded(settings.sharding):
-            policy.shard()
+        if settings.method == "full":
+            policy = FullPolicy(model_path if adapter is None else adapter.path, settings)
+        else:
+            policy = TrainablePolicy(model_path, settings)
+            if adapter is not None:
+                policy.load(Path(adapter.path))
         super().__init__(policy, settings, version=adapter.version if adapter is not None else 0)
-        self.servers = policy.servers
-        """Which servers can load the adapter, as far as the architecture and the adapter's layers say."""
-
-
-def _check_weights(adapter: Adapter | None) -> None:
-    if adapter is None:
-        return
-    try:
-        digest = weights_sha256(Path(adapter.path))
-    except OSError as error:
-        raise TrainingError(f"{adapter.name}: cannot read {describe(error)}") from error
-    if digest != adapter.sha256:
-        raise TrainingError(f"{adapter.name}: what is in {adapter.path} was changed since it was made (sha256 differs)")
-
-
-class FullTrainer(Trainer):
-    """All weights of a model and their optimiser. Raises ``TrainingError`` when the model cannot be trained.
-
-    There is no copy of the model that training began with, so that a KL term is refused; the logprobs that ratios and
-    DPO are relative to are computed before the first step. ``adapter``: a version that is a whole model, whose weights
-    are trained further instead of those in ``model_path``.
-    """
-
-    def __init__(self, model_path: str | Path, settings: TrainingSettings, *, adapter: Adapter | None = None) -> None:
-        _check_weights(adapter)
-        check_start(adapter, settings)
-        self._model = FullPolicy(model_path if adapter is None else adapter.path, settings)
-        super().__init__(self._model, settings, version=adapter.version if adapter is not None else 0)
-        self._optimizer.register_step_post_hook(lambda *_: self._model.round())
-
-    def hand_over(self) -> None:
-        """Send this rank's shard of the weights to rank 0; called by all others while it calls ``save_adapter``."""
-        for _ in self._model.whole() if self._model.sharded else ():
-            pass
+        if isinstance(policy, FullPolicy):
+            self._optimizer.register_step_post_hook(lambda *_: policy.round())

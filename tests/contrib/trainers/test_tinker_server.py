@@ -25,7 +25,7 @@ from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.learn import create_version
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -57,7 +57,7 @@ def start(server: TinkerSettings, model: Path) -> Adapter:
         trainer, store, "policy", base_model="policy", parent=None, steps=1, metrics={}, probe_ids=range(2, 40)
     )
     assert adapter is not None
-    local = LoraTrainer(model, _local(), adapter=adapter)
+    local = LocalTrainer(model, _local(), adapter=adapter)
     torch.testing.assert_close(probe.logprobs, local.probe(range(2, 40)).logprobs, rtol=0, atol=1e-3)
     return adapter
 
@@ -114,7 +114,7 @@ def test_the_gradient_is_that_of_the_local_trainer(
     """Compared: the change of all 28 tensors by a plain gradient step there, and the gradient here."""
     chosen = {"algorithm": algorithm, "old_logprobs": "auto", **SHOWS.gradients[algorithm]}
     samples = make_samples() if algorithm == "dpo" else segmented(make_samples())
-    local = LoraTrainer(model, _local(**chosen), adapter=start)
+    local = LocalTrainer(model, _local(**chosen), adapter=start)
     learn(local, samples, algorithm)
     local.save_adapter(tmp_path / "names")
     expected = {name: parameter.grad for name, parameter in local.parameters.items() if parameter.grad is not None}
@@ -132,7 +132,7 @@ def test_the_gradient_is_that_of_the_local_trainer(
 
 
 def _in_order(
-    gradients: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], trainer: LoraTrainer
+    gradients: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], trainer: LocalTrainer
 ) -> torch.Tensor:
     """The gradients in the order of the names in a file, found by the values of their parameters."""
     values = {name: parameter.detach() for name, parameter in trainer.parameters.items()}

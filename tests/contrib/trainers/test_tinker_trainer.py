@@ -15,7 +15,7 @@ from openhands_rl_plugin.contrib.trainers.tinker import TinkerSettings
 from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import Adapter
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 SETTINGS = TrainingSettings(
     engine="tinker", learning_rate=1e-2, num_epochs=2, batch_size=2, old_logprobs="recorded", lora_rank=4
@@ -50,7 +50,7 @@ def test_it_trains_as_the_local_trainer_does(
     reduction: str, changes: dict[str, object], model: Path, tmp_path: Path
 ) -> None:
     service, algorithm = TinkerDouble(model, reduction=reduction), str(changes.get("algorithm", SETTINGS.algorithm))
-    local = LoraTrainer(model, SETTINGS.model_copy(update={**changes, "engine": "local", "dtype": "float32"}))
+    local = LocalTrainer(model, SETTINGS.model_copy(update={**changes, "engine": "local", "dtype": "float32"}))
     remote = trainer_of(service, **changes)
     expected, found = (learn(each, make_samples(), algorithm).loss for each in (local, remote))
     assert found == pytest.approx(expected, rel=1e-3)

@@ -11,7 +11,7 @@ from made_samples import EXACT, make_samples
 from torch.profiler import ProfilerActivity, profile
 
 from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 
 def step_settings(changes: Mapping[str, Any], length: int) -> TrainingSettings:
@@ -22,7 +22,7 @@ def step_settings(changes: Mapping[str, Any], length: int) -> TrainingSettings:
 
 def step_bytes(model: Path, changes: Mapping[str, Any], length: int) -> int:
     """The most bytes of tensors that exist at a time beside those before."""
-    trainer, samples = LoraTrainer(model, step_settings(changes, length)), make_samples(1, length=length)
+    trainer, samples = LocalTrainer(model, step_settings(changes, length)), make_samples(1, length=length)
     trainer.reinforce(samples)
     return _allocated(lambda: trainer.reinforce(samples))
 

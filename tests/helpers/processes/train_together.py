@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import join_ranks, local_shard, shard_layers
 from openhands_rl_plugin.training.policies.packed_model import load_model
-from openhands_rl_plugin.training.trainer.trainer import FullTrainer, LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": "sft"},
@@ -63,8 +63,8 @@ def train(
             os._exit(1)
 
     if settings.method == "full":
-        return train_whole(FullTrainer(model, settings), out / kind, stop)
-    trainer = LoraTrainer(model, settings)
+        return train_whole(LocalTrainer(model, settings), out / kind, stop)
+    trainer = LocalTrainer(model, settings)
     if kind == "dpo":
         pairs = [PreferencePair((samples[at],), (samples[at + 1],)) for at in (0, 2, 4)]
         metrics = trainer.prefer(pairs, stop, run=run)
@@ -82,7 +82,7 @@ def train(
     return figures
 
 
-def train_whole(trainer: FullTrainer, out: Path, stop: Callable[[Any], None]) -> dict[str, float]:
+def train_whole(trainer: LocalTrainer, out: Path, stop: Callable[[Any], None]) -> dict[str, float]:
     """The same for all weights; a model directory comes out."""
     metrics = trainer.sft(make_samples(7), stop, run=out / "run")
     figures = {name: value for name, value in asdict(metrics).items() if name != "seconds"}

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
@@ -50,10 +50,10 @@ def store(vllm: str, tmp_path: Path) -> Iterator[AdapterStore]:
         httpx.post(f"{vllm}/v1/unload_lora_adapter", json={"lora_name": name}, trust_env=False).raise_for_status()
 
 
-def trainer(model: Path, seed: int = 0, rank: int = 16) -> LoraTrainer:
+def trainer(model: Path, seed: int = 0, rank: int = 16) -> LocalTrainer:
     """A trainer whose adapter has left its starting point, where it would change nothing."""
     settings = TrainingSettings(learning_rate=0.05, num_epochs=2, dtype="float32", seed=seed, lora_rank=rank)
-    made = LoraTrainer(model, settings)
+    made = LocalTrainer(model, settings)
     ids = tuple((7 * at + seed) % 200 + 2 for at in range(24))
     made.sft([Sample(trajectory_id="t", leaf=0, input_ids=ids, mask=(False,) * 4 + (True,) * 20, logprobs=(0.0,) * 24)])
     return made

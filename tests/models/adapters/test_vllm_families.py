@@ -16,7 +16,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.servers import Connection, open_server
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.policies.lora_policy import EXPERT_LAYERS, coverage
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,7 +48,7 @@ def test_vllm_serves_what_was_trained(name: str, experts: bool, tmp_path: Path) 
     model = write_model(tmp_path / "model", model_type=name, **changes)
     targets = tuple(dict.fromkeys((*family.targets, *(EXPERT_LAYERS if experts else ()))))
     settings = TrainingSettings(dtype="float32", lora_rank=8, target_modules=targets, adapt_experts=experts)
-    trainer = LoraTrainer(model, settings)
+    trainer = LocalTrainer(model, settings)
     torch.manual_seed(0)
     for parameter in trainer.parameters.values():
         torch.nn.init.normal_(parameter, std=0.05)

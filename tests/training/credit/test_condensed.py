@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.messages import to_wire, transcript
+from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.records import EpisodeStart
 from openhands_rl_plugin.core.tree import EpisodeTree, HostConversation
 from openhands_rl_plugin.core.types import (
@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.training.credit.credit import credited_samples
-from openhands_rl_plugin.training.data.batch import is_recorded, samples_of
+from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
 from openhands_rl_plugin.trajectories.storages.log import EpisodeHeader
 
@@ -111,16 +111,6 @@ def test_every_sampled_token_of_every_segment_is_trained_once() -> None:
     assert (header.turns, header.episode_return) == (8, episode.known_return)
 
 
-def test_a_history_that_begins_alike_trains_its_common_turns_once() -> None:
-    host = Host()
-    for _ in range(3):
-        host.turn()
-    host.history[4] = Message(role="user", content="[masked]")  # the second observation
-    host.turn()
-    episode = host.finished()
-    assert trained(samples_of(episode)) == sorted([1000 + at for at in range(1, 5)] + [2000 + at for at in range(1, 5)])
-
-
 def test_a_dropped_answer_is_not_trained() -> None:
     host = Host()
     host.turn()
@@ -151,16 +141,6 @@ def test_what_search_simulated_is_not_trained() -> None:
     assert episode.episode_return == 0.0
 
 
-def test_a_segment_that_was_not_recorded_is_left_out_and_the_others_are_trained() -> None:
-    episode = condensed()
-    nodes = list(episode.nodes)
-    first = episode.acted()[1]
-    nodes[first] = nodes[first].model_copy(update={"tokens": None})
-    partly = episode.model_copy(update={"nodes": tuple(nodes)})
-    assert is_recorded(partly)
-    assert trained(samples_of(partly)) == sorted({*trained(samples_of(episode))} - {1002, 2002, 1003, 2003})
-
-
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "dr-grpo"])
 def test_a_rollout_of_five_segments_weighs_as_much_as_one(algorithm: str) -> None:
     settings = TrainingSettings(algorithm=algorithm)  # type: ignore[arg-type]
@@ -172,9 +152,3 @@ def test_a_rollout_of_five_segments_weighs_as_much_as_one(algorithm: str) -> Non
     assert weights[:5].sum().item() == pytest.approx(weights[5].item()) == pytest.approx(0.5)
     advantages = {sample.trajectory_id: sample.advantage for sample in credit}
     assert advantages["five"] == pytest.approx(-advantages["one"]) and advantages["five"] > 0
-
-
-def test_the_transcript_says_everything_once() -> None:
-    said = [message.content for message in transcript(condensed())]
-    assert [text for text in said if text and text.startswith("answer")] == [f"answer {at}" for at in range(1, 9)]
-    assert len(said) == len({*said}) and "summary after 3" in said and "result 3" in said

@@ -10,14 +10,13 @@ from credited_episodes import episode, settings
 from searched_episode import searched
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.core.types import Message, Node, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Message, Node, Trajectory
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds, whiten
 from openhands_rl_plugin.training.credit.credit import (
     credited_samples,
     group_advantages,
     search_rewards,
 )
-from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, build_dataset
 
 pytestmark = pytest.mark.contract
 
@@ -62,15 +61,6 @@ def test_without_groups_nobody_is_alone() -> None:
     assert whole[0] == whole[3] and None not in whole
     equal = group_advantages(PLAYED, [0.5] * 4, settings(algorithm="reinforce++"))
     assert equal == [None] * 4, "all are compared with each other, and none is better"
-
-
-def test_episodes_that_a_limit_cut_short_can_be_left_out() -> None:
-    played = [*PLAYED, episode(4, 0.0, stop=StopReason.MAX_TOKENS), episode(5, 0.0, stop=StopReason.TIMEOUT)]
-    episodes = Episodes(tuple(played), (*REWARDS, 0.0, 0.0), ExcludedEpisodes())
-    kept = build_dataset(episodes, settings(), regroup=False).as_floats()
-    assert kept == {"episodes_used": 4, "episodes_unfinished": 1, "episodes_no_signal": 1}
-    left_out = build_dataset(episodes, settings(overlong="leave-out"), regroup=False).as_floats()
-    assert left_out == {**kept, "episodes_used": 3, "episodes_overlong": 1}
 
 
 def test_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:

@@ -83,26 +83,6 @@ def test_every_estimator_is_its_formula(rollouts: RolloutBatch):
         assert estimate(rounded) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
 
 
-@given(ROLLOUTS)
-def test_every_estimator_is_finite_and_blind_to_a_shift_of_all_rewards(rollouts: RolloutBatch):
-    shifted = rollouts._replace(rewards=[reward + 5.0 for reward in rollouts.rewards])
-    for name, estimate in ESTIMATORS.items():
-        values = estimate(rollouts)
-        assert len(values) == len(rollouts.rewards), name
-        # Whitening divides by the deviation, so nearly equal rewards amplify rounding.
-        assert all(abs(value) < 1e6 for value in values), name
-        if max(rollouts.rewards) - min(rollouts.rewards) > 0.1 and name != "grpo":
-            assert estimate(shifted) == pytest.approx(values, abs=1e-3), name
-
-
-@given(ROLLOUTS)
-def test_a_groups_advantages_cancel_where_the_baseline_is_its_mean(rollouts: RolloutBatch):
-    for estimate in (rloo, dr_grpo, grpo):
-        for group in set(rollouts.groups):
-            mine = [value for value, at in zip(estimate(rollouts), rollouts.groups, strict=True) if at == group]
-            assert sum(mine) == pytest.approx(0.0, abs=1e-6)
-
-
 def test_one_rollout_alone_has_no_group_to_be_compared_with():
     alone = RolloutBatch(rewards=[3.0], groups=[0], lengths=[5])
     assert grpo(alone) == rloo(alone) == dr_grpo(alone) == [0.0]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from credited_episodes import episode, settings
-from made_samples import EXACT, assert_same
-from searched_episode import searched
 
 from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -32,13 +29,10 @@ from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNS
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.credit.credit import (
     credited_samples,
-    is_searched,
-    proposal_advantages,
     proposal_figures,
     times_sampled,
 )
 from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
 
 WAYS = 3
 TASK = Task(id="plan", environment="planning")
@@ -191,38 +185,9 @@ def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str) ->
     assert len(credited_samples([bandit(*PROPOSED, merged=True)], [1.0], chosen)) < 9
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
-def test_the_trained_gradient_is_that_of_all_that_was_sampled(model: Path, algorithm: str) -> None:
-    chosen = EXACT.model_copy(update={"algorithm": algorithm, "tree": "proposals", "num_epochs": 1})
-    gradients = []
-    for merged in (True, False):
-        samples = credited_samples([bandit(*PROPOSED, merged=merged)], [1.0], chosen)
-        trainer = LoraTrainer(model, chosen)
-        torch.manual_seed(0)
-        for parameter in trainer.parameters.values():
-            torch.nn.init.normal_(parameter, std=0.05)
-        trainer.reinforce(samples)
-        gradients.append({name: p.grad for name, p in trainer.parameters.items() if p.grad is not None})
-    assert any(gradient.abs().max() > 1e-4 for gradient in gradients[0].values())
-    assert_same(gradients[0], gradients[1], 1e-6)
-
-
 @pytest.mark.parametrize("merged", [True, False])
 def test_figures_count_what_was_sampled_and_in_how_many_states_it_differs(merged: bool) -> None:
     trees = [bandit((0, 1.0, 3), (1, 0.25, 1), merged=merged), bandit((1, 0.25, 2), merged=merged)]
     # Each has a second state with two proposals that differ.
     assert proposal_figures(trees) == {"proposals": 10.0, "states": 4.0, "states_differing": 3.0}
     assert proposal_figures([]) == {"proposals": 0.0, "states": 0.0, "states_differing": 0.0}
-
-
-async def test_only_what_was_chosen_from_several_counts_as_searched() -> None:
-    assert is_searched(await searched())
-    assert is_searched(await played((0, 1), value="none"))
-    assert not is_searched(await played((1, 1), value="none")), "there was no choice"
-    assert not is_searched(episode(0, 0.0, 1.0))
-
-
-async def test_equal_and_single_proposals_have_no_signal() -> None:
-    chosen = settings(algorithm="rloo", tree="proposals")
-    assert proposal_advantages(await played((2, 2), value="none"), chosen) == {}
-    assert credited_samples([episode(0, 1.0), episode(1, 0.0)], [1.0, 0.0], chosen) == []

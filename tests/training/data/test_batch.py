@@ -36,21 +36,6 @@ def episode(*nodes: Node, head: int | None = None) -> Trajectory:
     )
 
 
-def test_turns_that_extend_are_one_sequence() -> None:
-    played = episode(
-        asked(None),
-        answered(0, turn(1, 2, extends=False, sampled=(3, 4), logprob=-0.1)),
-        asked(1),
-        answered(2, turn(5, extends=True, sampled=(6,), logprob=-0.2)),
-        asked(3),
-    )
-    (sample,) = samples_of(played, 0.5)
-    assert sample.input_ids == (1, 2, 3, 4, 5, 6)
-    assert sample.mask == (False, False, True, True, False, True)
-    assert sample.logprobs == (0.0, 0.0, -0.1, -0.1, 0.0, -0.2)
-    assert (sample.trajectory_id, sample.leaf, sample.advantage, sample.policy) == ("t", 4, 0.5, POLICY)
-
-
 def test_a_rewritten_history_starts_a_new_sequence() -> None:
     played = episode(
         asked(None),
@@ -94,10 +79,6 @@ def test_a_branch_that_was_not_wholly_recorded_is_left_out() -> None:
         samples_of_tree(played.model_copy(update={"head": 4}), {1: 1.0, 3: 1.0, 4: 1.0})
 
 
-def test_an_episode_that_never_began_has_no_samples() -> None:
-    assert samples_of(example_trajectory().model_copy(update={"nodes": (), "head": None})) == []
-
-
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
@@ -112,12 +93,6 @@ def test_missing_records_are_named(tokens: Tokens | None, says: str) -> None:
     with pytest.raises(TrainingError, match=says) as caught:
         samples_of(episode(asked(None), answered(0, tokens)))
     assert "trajectory t, node 1" in str(caught.value)
-
-
-def test_fine_tuning_needs_no_logprobs() -> None:
-    played = episode(asked(None), answered(0, Tokens(prompt_ids=(1,), sampled_ids=(2, 3))))
-    (sample,) = samples_of(played, need_logprobs=False)
-    assert (sample.mask, sample.logprobs) == ((False, True, True), (0.0, 0.0, 0.0))
 
 
 @st.composite
@@ -144,10 +119,3 @@ def test_passes_hold_every_sample_once_and_keep_their_limit(made: list[tuple[int
     for group in groups:
         rows = len(lay_out([sample.input_ids for sample in group]).ids)
         assert rows <= limit or len(group) == 1
-
-
-def test_passes_put_shared_beginnings_together() -> None:
-    prompts = [tuple(range(100)), tuple(range(200, 300))]
-    samples = [plain(at, (*prompts[at % 2], at)) for at in range(8)]
-    groups = pack(samples, 170)
-    assert [{int(sample.trajectory_id) % 2 for sample in group} for group in groups] == [{0}, {1}]

@@ -10,7 +10,6 @@ from stored_samples import trajectory
 
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.redaction import redact_trajectory
 from openhands_rl_plugin.core.types import Message, SamplingParams, StopReason, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.training.data.batch import samples_of
@@ -79,12 +78,6 @@ def test_a_success_is_imitated_though_its_time_ran_out() -> None:
         assert re.fullmatch(r"1 unfinished \(.*\), 1 without a signal \(.*\)", dataset.excluded.in_words())
 
 
-def test_who_can_learn_nothing_is_told_what_was_left_out() -> None:
-    episodes = stored(played(0, 1.0, StopReason.MAX_TURNS), played(1, 0.0))
-    with pytest.raises(TrainingError, match=r"left out: 1 overlong \(.*\), 1 without a signal"):
-        build_dataset_or_sft(episodes, settings(algorithm="grpo", overlong="leave-out"))
-
-
 SECRET = "api_key = " + '"' + "Zk39slQ2x7Lm4#" + '"'
 
 
@@ -147,32 +140,6 @@ def test_what_was_sampled_from_another_distribution_is_not_reinforced(
     assert partly.excluded == ExcludedEpisodes(off_temperature=1, sampled_by=how)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        None,
-        SamplingParams(),
-        SamplingParams(temperature=1.0),
-        SamplingParams(top_p=1.0, max_tokens=9, seed=3),
-        SamplingParams(temperature=1.0, top_p=1.0, stop=("x",)),
-        SamplingParams.model_validate(NEUTRAL_PARAMETERS),
-        SamplingParams(top_k=0),
-    ],
-)
-def test_what_a_request_left_open_was_sampled_at_one(asked: SamplingParams | None) -> None:
-    episodes = stored(played(0, 1.0), sampled(played(1, 0.5), asked), sampled(played(2, 0.0), asked))
-    dataset = build_dataset(episodes, settings(algorithm="grpo"))
-    assert (dataset.used, dataset.excluded) == (3, ExcludedEpisodes())
-
-
-def test_an_answer_that_was_not_acted_on_may_be_of_any_temperature() -> None:
-    tried = sampled(played(0, 1.0), HALF)
-    branch = tried.nodes[-1].model_copy(update={"parent": 0})
-    nodes = (*played(0, 1.0).nodes, branch)
-    episodes = stored(tried.model_copy(update={"nodes": nodes}), played(1, 0.0))
-    assert build_dataset(episodes, settings(algorithm="grpo")).used == 2
-
-
 def test_what_was_sampled_at_another_temperature_is_reinforced_at_that_one() -> None:
     warm = [sampled(played(number, float(number)), HALF) for number in range(2)]
     dataset = build_dataset(stored(*warm), settings(algorithm="grpo"))
@@ -182,11 +149,6 @@ def test_what_was_sampled_at_another_temperature_is_reinforced_at_that_one() -> 
     (sample,) = samples_of(mixed)
     trained = [at for at, own in enumerate(sample.mask) if own]
     assert sample.temperature_at(trained[0]) == 1.0 and sample.temperature_at(trained[-1]) == 0.5
-
-
-def test_episodes_of_different_temperatures_are_no_group() -> None:
-    apart = stored(played(0, 1.0), sampled(played(1, 0.0), HALF))
-    assert build_dataset(apart, settings(algorithm="grpo")).excluded == ExcludedEpisodes(no_signal=2)
 
 
 def test_fine_tuning_and_preferences_take_any_temperature() -> None:
@@ -229,15 +191,3 @@ def test_episodes_with_different_instructions_are_trained_side_by_side() -> None
     apart = stored(with_prompt(played(0, 1.0), "compact"), played(1, 0.0))
     assert build_dataset(apart, settings(algorithm="grpo")).excluded == ExcludedEpisodes(no_signal=2)
     assert not build_dataset(stored(played(0, 0.0), played(1, 1.0)), settings(algorithm="grpo")).warnings()
-
-
-def test_a_greedy_answer_and_another_are_no_preference() -> None:
-    greedy = sampled(played(0, 1.0), SamplingParams(temperature=0.0))
-    hot = [sampled(played(1, 0.0), HALF), sampled(played(2, 0.5), HALF)]
-    dataset = build_dataset(stored(greedy, *hot), settings(algorithm="dpo"))
-    assert ids(dataset) == {"1", "2"}
-
-
-def test_the_best_of_a_task_are_the_best_however_they_were_played() -> None:
-    episodes = stored(by(played(0, 1.0), "MCTS"), sampled(played(1, 2.0), HALF), played(2, 3.0))
-    assert ids(build_dataset(episodes, settings(algorithm="rejection-sampling"))) == {"2"}

@@ -142,17 +142,6 @@ def test_the_ids_before_an_answer_are_those_of_the_servers_prompt(family: str) -
         held = (*held, *node.tokens.sampled_ids)
 
 
-@pytest.mark.parametrize("family", CALLS)
-def test_reasoning_is_trained_where_the_template_prints_it(family: str) -> None:
-    tokenizer = tokenizer_of(family)
-    texts = trained(tokenizer, episode(reasoning="I should look."))
-    assert not any("[thinking]" in text for text in texts)
-    if family == "qwen3":
-        assert all(text.startswith("<think>\nI should look.\n</think>\n\n") for text in texts)
-    else:
-        assert not any("I should look." in text for text in texts)
-
-
 def test_a_template_that_rewrites_earlier_turns_starts_sequences() -> None:
     assert len(demonstration_samples(episode(), tokenizer_of("qwen3"))) == 3
     assert len(demonstration_samples(episode(), tokenizer_of("qwen2.5"))) == 1
@@ -162,15 +151,6 @@ def test_a_malformed_call_is_context_only() -> None:
     broken = Message(role="assistant", tool_calls=(ToolCall(id="c1", name="bash", arguments='{"command": "ls'),))
     messages = (*CODE[:2], broken, Message(role="tool", content="no JSON", tool_call_id="c1"), CODE[-1])
     assert trained(tokenizer_of("qwen2.5"), episode(messages)) == ["It is done.<|im_end|>"]
-
-
-def test_text_of_special_tokens_in_an_answer_does_not_end_it() -> None:
-    messages = (CODE[1], Message(role="assistant", content="It prints <|im_end|> here."))
-    assert trained(tokenizer_of("qwen2.5"), episode(messages)) == ["It prints <|im_end|> here.<|im_end|>"]
-
-
-def test_a_special_token_that_closes_a_call_does_not_end_the_turn() -> None:
-    assert trained(tokenizer_of("qwen2.5"), episode())[0].endswith("</tool_call><|im_end|>")
 
 
 def test_what_a_template_refuses_is_an_error_with_its_reason() -> None:

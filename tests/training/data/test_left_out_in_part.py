@@ -24,7 +24,6 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.scoring import rescore
-from openhands_rl_plugin.training.credit.credit import group_advantages
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
     ExcludedEpisodes,
@@ -125,31 +124,9 @@ async def test_a_sub_agent_is_trained_on_only_where_somebody_scored_it(tmp_path:
         assert (await rescore(storage, Opinion())).scored == 1, "who asks for all of them gets them"
 
 
-def test_answers_without_ids_before_a_rewritten_history_are_counted() -> None:
-    nodes = [said(None, "q"), answer(0, "a1", reward=0.0), said(1, "o"), answer(2, "a2", tokens=False, reward=0.0)]
-    nodes += [said(None, "summary"), answer(4, "b1", reward=1.0, metadata=REWRITTEN)]
-    dataset = fine_tuned(episode(nodes))
-    assert sum(sum(sample.mask) for sample in dataset.samples) == 4
-    assert any(cause.startswith("1 in part") for cause in dataset.excluded.causes())
-
-
 def test_segments_before_a_secret_in_the_rewritten_history_are_trained() -> None:
     nodes = [said(None, "q"), answer(0, "a1", reward=0.0), said(1, "o"), answer(2, "a2", reward=0.0)]
     nodes += [said(None, f"summary {REDACTED}"), answer(4, "b1", tokens=False, reward=1.0, metadata=REWRITTEN)]
     dataset = fine_tuned(episode(nodes))
     assert sum(sum(sample.mask) for sample in dataset.samples) == 4
     assert dataset.excluded.shortened == 1 and not dataset.excluded.no_tokens
-
-
-def test_whitening_weights_the_tokens_that_are_trained() -> None:
-    """Answers of a left segment without ids are not trained, so they have no weight in mean and variance."""
-    left = [said(None, "q"), answer(0, "x", length=40, reward=0.0), said(1, "o"), answer(2, "y", tokens=False)]
-    left += [said(None, "s"), answer(4, "b", length=2, reward=0.0, metadata=REWRITTEN)]
-    broken = [said(None, "q"), answer(0, "x", tokens=False, reward=0.0), *left[2:]]
-    broken[3] = answer(2, "y", length=40, reward=0.0)
-    first = episode(broken, id="a", group_id="g")
-    second = episode([said(None, "q"), answer(0, "z", length=2, reward=0.0)], id="b", group_id="g")
-    settings = TrainingSettings(algorithm="reinforce++", batch_size=2)
-    found = group_advantages([first, second], [1.0, 0.0], settings, whitened=True)
-    assert found[0] is not None and found[1] is not None
-    assert abs(found[0] + found[1]) < 1e-5, "two rollouts with two trained tokens each"

@@ -9,15 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made_samples import EXACT, make_samples
+from made_samples import EXACT
 from together import check_same, check_same_model, train_both
 from train_together import train
 
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import Ranks, join_ranks
 from openhands_rl_plugin.training.trainer.metrics import STATE_FILE, RunCheckpoint
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer, check_pairs
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 SPLIT = {"sharding": "layers"}
 
@@ -31,19 +30,9 @@ def test_two_processes_train_what_one_does(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_split_layers_train_what_whole_ones_do(model: Path, tmp_path: Path) -> None:
-    kinds = ["sft", "grpo", "passes"]
-    assert train_both(model, tmp_path / "two", SPLIT, *kinds) == [0, 0]
-    for kind in kinds:
-        check_same(model, tmp_path / "two", tmp_path / "one", kind)
-    held = json.loads((tmp_path / "two" / "held.json").read_text())
-    assert held["layers"] * 2 == held["all_layers"] and held["rest"] > 0
-
-
-@pytest.mark.slow
 def test_processes_that_were_killed_go_on_together(model: Path, tmp_path: Path) -> None:
     assert train_both(model, tmp_path / "two", {}, "gspo", steps=5) != [0, 0]
-    assert (tmp_path / "two" / "gspo" / "run" / STATE_FILE).exists()
+    assert [*(tmp_path / "two" / "gspo" / "run").rglob(STATE_FILE)]
     # What is kept does not depend on how the base model is spread.
     assert train_both(model, tmp_path / "two", SPLIT, "gspo") == [0, 0]
     check_same(model, tmp_path / "two", tmp_path / "one", "gspo")
@@ -63,7 +52,7 @@ def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: 
     parts = tmp_path / "two" / "full-killed" / "run" / "parts"
     kept = sorted(str(file.relative_to(parts)) for file in parts.rglob(STATE_FILE))
     assert kept == [f"00000004/{rank}-of-2/{STATE_FILE}" for rank in (1, 2)]
-    with pytest.raises(TrainingError, match="in 2 processes with split weights: start the run like that"):
+    with pytest.raises(TrainingError, match="by 2 processes with a shard of the weights each"):
         train(model, tmp_path / "two", "full-killed")
     assert train_both(model, tmp_path / "two", SPLIT, "full-killed") == [0, 0]
     check_same_model(model, tmp_path / "two", tmp_path / "one", "full-killed", parts=0.5)
@@ -108,19 +97,4 @@ def test_without_a_launcher_a_process_is_alone(model: Path) -> None:
     with join_ranks({}) as ranks:
         assert ranks == Ranks() and (ranks.rank, ranks.size) == (0, 1)
     with pytest.raises(TrainingError, match="needs several processes: start with torchrun"):
-        LoraTrainer(model, EXACT.model_copy(update={"sharding": "layers"}))
-
-
-def test_pairs_that_sharded_processes_would_wait_for_ever_on_are_refused() -> None:
-    first, second, third = make_samples(3)
-    even = [PreferencePair((first,), (second,)), PreferencePair((second,), (third,))]
-    uneven = [*even, PreferencePair((first, second), (third,))]
-    for pairs, packed, sharded in ((even, False, True), (uneven, True, True), (uneven, False, False)):
-        check_pairs(pairs, packed=packed, sharded=sharded)
-    with pytest.raises(TrainingError, match=r'different numbers of sequences.*sharding = "none"'):
-        check_pairs(uneven, packed=False, sharded=True)
-
-
-def test_a_launcher_without_an_address_is_one_line() -> None:
-    with pytest.raises(TrainingError, match="cannot be joined"), join_ranks({"WORLD_SIZE": "2", "RANK": "0"}):
-        pass
+        LocalTrainer(model, EXACT.model_copy(update={"sharding": "layers"}))

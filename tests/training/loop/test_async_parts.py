@@ -88,24 +88,6 @@ def test_no_group_is_older_than_the_bound_or_used_twice(
         assert len(simulation.used) == batch * batches, "where none overtakes another, none is dropped"
 
 
-def test_groups_that_are_used_up_are_not_played() -> None:
-    played = []
-
-    async def play(number: int) -> Group:
-        played.append(number)
-        return Group(number, ())
-
-    async def run() -> list[int]:
-        buffer = RolloutBuffer(play, used={0, 1, 3}, held=1, limit=3)
-        async with asyncio.TaskGroup() as tasks:
-            buffer.start(tasks)
-            taken = [(await buffer.take()).number for _ in range(2)]
-            buffer.stop()
-        return taken
-
-    assert asyncio.run(run()) == [2, 4] == played
-
-
 async def test_tasks_that_earlier_attempts_all_solved_or_failed_are_passed_over(tmp_path: Path) -> None:
     plan = make_plan("shop").model_copy(update={"training": TASKS[:4]})
     async with AsyncExitStack() as stack:

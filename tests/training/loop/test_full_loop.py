@@ -18,7 +18,7 @@ from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopState
-from openhands_rl_plugin.training.trainer.trainer import FullTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = pytest.mark.contract
 
@@ -39,7 +39,7 @@ def whole(parts: LoopParts, url: str, model: Path) -> LoopParts:
     return replace(
         parts,
         publisher=AdapterPublisher(url, parts.adapters),
-        make_trainer=lambda settings, adapter: FullTrainer(model, settings, adapter=adapter),
+        make_trainer=lambda settings, adapter: LocalTrainer(model, settings, adapter=adapter),
     )
 
 

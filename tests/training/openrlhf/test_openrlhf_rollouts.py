@@ -82,12 +82,6 @@ async def test_tokens_that_are_used_up_end_the_episode_and_do_not_fail_it(tmp_pa
     assert max(params.max_tokens or 0 for params in vllm.asked) <= 512, "[rl] max_response_length bounds an answer"
 
 
-async def test_logprobs_are_left_out_where_none_were_asked_for(tmp_path: Path, tokenizer: Any) -> None:
-    vllm = ScriptedVllm(tokenizer, WALK)
-    found = await play(rollouts(tmp_path), vllm, tokenizer, sampling=VllmParams(logprobs=None))
-    assert found["rollout_log_probs"] is None and found["reward"] == 1.0
-
-
 async def test_failed_episodes_are_replaced_and_never_worth_nothing(tmp_path: Path, tokenizer: Any) -> None:
     broken = "openrlhf_world:BrokenGrid"
     BrokenGrid.broken = 0
@@ -98,17 +92,6 @@ async def test_failed_episodes_are_replaced_and_never_worth_nothing(tmp_path: Pa
     # Every other step fails, and each of these episodes needs two.
     with pytest.raises(TrainingError, match=r"task grid-1 failed 3 times, .*the world went away"):
         await play(rollouts(tmp_path, environment=broken), ScriptedVllm(tokenizer, ["up"]), tokenizer)
-
-
-async def test_the_reward_of_the_configuration_counts(tmp_path: Path, tokenizer: Any) -> None:
-    section = ("[rl.reward]", 'name = "success-bonus"', "options = { threshold = 1.0, share = 0.25 }")
-    vllm = ScriptedVllm(tokenizer, WALK)
-    assert (await play(rollouts(tmp_path, *section), vllm, tokenizer))["reward"] == 1.0
-    short = ScriptedVllm(tokenizer, ["up"])
-    unlikely = ("max_turns = 1", "[rl.reward]", 'name = "success"', "options = { threshold = -1.0 }")
-    assert (await play(rollouts(tmp_path, *unlikely), short, tokenizer))["reward"] == 1.0
-    other = rollouts(tmp_path, *unlikely, OPENHANDS_RL_REWARD="return")
-    assert (await play(other, ScriptedVllm(tokenizer, ["up"]), tokenizer))["reward"] == 0.0
 
 
 async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:

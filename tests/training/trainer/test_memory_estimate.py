@@ -15,13 +15,13 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.learn import check_fits, estimate_memory, model_size
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 
 def test_parameters_are_counted_exactly(model: Path) -> None:
     size, loaded = model_size(model, EXACT), AutoModelForCausalLM.from_pretrained(model)
     assert size.parameters == sum(parameter.numel() for parameter in loaded.parameters())
-    trainer = LoraTrainer(model, EXACT)
+    trainer = LocalTrainer(model, EXACT)
     assert size.trained == sum(parameter.numel() for parameter in trainer.parameters.values())
     assert estimate_memory(model, EXACT, longest=100).weights == 4 * size.parameters + 16 * size.trained
 
@@ -53,7 +53,7 @@ def test_a_step_on_a_gpu_allocates_what_was_estimated(count: int, tmp_path: Path
     rows = len(lay_out([sample.input_ids for sample in samples]).ids)
     changes = {"dtype": "bfloat16", "gradient_checkpointing": True, "batch_size": count}
     settings = step_settings(changes, rows)
-    trainer = LoraTrainer(model, settings)
+    trainer = LocalTrainer(model, settings)
     trainer.reinforce(samples)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -14,13 +14,12 @@ import pytest
 import torch
 from made_samples import EXACT, adapter_of, assert_same, make_samples
 
-from openhands_rl_plugin.cli.train import training_progress
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import PolicyRef, Sample
 from openhands_rl_plugin.models.adapters.store import METRICS_FILE
 from openhands_rl_plugin.training.trainer.metrics import TrainProgress
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 
 @pytest.fixture(autouse=True)
@@ -40,33 +39,11 @@ def of_versions(*versions: int | None) -> list[Sample]:
 
 def test_every_step_says_how_stale_its_samples_are(model: Path, tmp_path: Path) -> None:
     settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 1})
-    metrics = LoraTrainer(model, settings).reinforce(of_versions(3, 1, None, 2), run=tmp_path / "run")
+    metrics = LocalTrainer(model, settings).reinforce(of_versions(3, 1, None, 2), run=tmp_path / "run")
     stale = [line["staleness"] for line in lines_of(tmp_path / "run")]
     assert sorted(stale) == [0, 1, 2, 3] and metrics.staleness == 1.5
     needed = {"loss", "entropy", "approx_kl", "kl", "clip_share", "ratio", "drift", "tokens_per_second", "staleness"}
     assert all(needed <= set(line) for line in lines_of(tmp_path / "run"))
-
-
-def test_the_bar_shows_the_figures_of_each_step(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "160")
-    seen: list[TrainProgress] = []
-
-    with training_progress() as advanced:
-
-        def shown_and_seen(at: TrainProgress) -> None:
-            advanced(at)
-            seen.append(at)
-
-        LoraTrainer(model, EXACT).reinforce(make_samples(4), shown_and_seen, run=tmp_path / "run")
-    last = seen[-1]
-    printed = capsys.readouterr().err
-    assert f"entropy {last.entropy:.3f}, KL {last.approx_kl:.4f}, ratio {last.ratio:.3f}" in printed
-    shown = [{"entropy": at.entropy, "approx_kl": at.approx_kl, "ratio": at.ratio} for at in seen]
-    assert shown == [{name: line[name] for name in shown[0]} for line in lines_of(tmp_path / "run")]
-    assert all(each["entropy"] > 0 and each["ratio"] > 0 for each in shown)
 
 
 @pytest.fixture
@@ -103,14 +80,14 @@ def init(**given):
 def test_a_tracker_that_breaks_is_told_once_and_the_training_ends_as_without(
     model: Path, tmp_path: Path, stand_in: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = LoraTrainer(model, EXACT)
+    plain = LocalTrainer(model, EXACT)
     plain.reinforce(make_samples(), run=tmp_path / "plain")
     told = TrainingSettings.model_validate({**EXACT.model_dump(), "tracker": "trackio"})
 
     def break_it(at: TrainProgress) -> None:
         stand_in.broken = "log" if at.done == 2 else ""
 
-    tracked = LoraTrainer(model, told)
+    tracked = LocalTrainer(model, told)
     tracked.reinforce(make_samples(), break_it, run=tmp_path / "run")
     assert stand_in.logged == [1, 2], "it is asked no more"
     assert [line["done"] for line in lines_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
@@ -119,7 +96,7 @@ def test_a_tracker_that_breaks_is_told_once_and_the_training_ends_as_without(
 
     stand_in.broken = "init"
     with pytest.raises(TrainingError, match=r"trackio cannot begin a run .*no such Space.* tracker = \"none\""):
-        LoraTrainer(model, told).reinforce(make_samples())
+        LocalTrainer(model, told).reinforce(make_samples())
 
 
 def test_a_run_that_fails_ends_for_the_tracker_too(model: Path, stand_in: Any) -> None:
@@ -127,5 +104,5 @@ def test_a_run_that_fails_ends_for_the_tracker_too(model: Path, stand_in: Any) -
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        LoraTrainer(model, EXACT.model_copy(update={"tracker": "trackio"})).reinforce(make_samples(), stop)
+        LocalTrainer(model, EXACT.model_copy(update={"tracker": "trackio"})).reinforce(make_samples(), stop)
     assert (stand_in.logged, stand_in.ended) == ([1], 1)

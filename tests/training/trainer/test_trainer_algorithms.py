@@ -26,7 +26,7 @@ from openhands_rl_plugin.training.algorithms import (
     clip_bounds,
 )
 from openhands_rl_plugin.training.data.dataset import PreferencePair
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = pytest.mark.contract
 
@@ -39,19 +39,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def trainer_of(model: Path, **changes: Any) -> LoraTrainer:
+def trainer_of(model: Path, **changes: Any) -> LocalTrainer:
     """With weights that change what the model says."""
     settings = TrainingSettings.model_validate(ONE_STEP.model_dump() | changes)
     if settings.algorithm in REINFORCING and settings.old_logprobs == "auto" and settings.correction == "none":
         settings = settings.model_copy(update={"old_logprobs": "recorded"})  # ``spoken`` makes them differ by a lot
-    trainer = LoraTrainer(model, settings)
+    trainer = LocalTrainer(model, settings)
     torch.manual_seed(0)
     for parameter in trainer.parameters.values():
         torch.nn.init.normal_(parameter, std=0.05)
     return trainer
 
 
-def spoken(trainer: LoraTrainer, samples: list[Sample]) -> list[Sample]:
+def spoken(trainer: LocalTrainer, samples: list[Sample]) -> list[Sample]:
     """The samples with logprobs near those of the trainer's own policy, as a server would have recorded them."""
     torch.manual_seed(1)
     made = []
@@ -63,7 +63,7 @@ def spoken(trainer: LoraTrainer, samples: list[Sample]) -> list[Sample]:
     return made
 
 
-def logprobs_of(trainer: LoraTrainer, sample: Sample) -> torch.Tensor:
+def logprobs_of(trainer: LocalTrainer, sample: Sample) -> torch.Tensor:
     return torch.tensor((0.0, *trainer.probe(sample.input_ids).logprobs))[torch.tensor(sample.mask)]
 
 
@@ -71,7 +71,7 @@ def recorded_of(sample: Sample) -> torch.Tensor:
     return torch.tensor(sample.logprobs)[torch.tensor(sample.mask)]
 
 
-def loss_by_hand(trainer: LoraTrainer, samples: list[Sample], base: LoraTrainer | None = None) -> float:
+def loss_by_hand(trainer: LocalTrainer, samples: list[Sample], base: LocalTrainer | None = None) -> float:
     """The loss of one optimiser batch, a sample at a time."""
     chosen = trainer.settings
     low, high = clip_bounds(chosen)
@@ -107,7 +107,7 @@ def test_the_loss_is_the_papers_and_passes_do_not_change_it(model: Path, algorit
         divergence = {"kl": kl, "kl_coefficient": 0.5} if kl != "none" else {}
         trainer = trainer_of(model, algorithm=algorithm, max_tokens_per_micro_batch=tokens_per_pass, **divergence)
         samples = spoken(trainer, make_samples())
-        base = LoraTrainer(model, ONE_STEP) if kl == "k3" else None
+        base = LocalTrainer(model, ONE_STEP) if kl == "k3" else None
         expected = loss_by_hand(trainer, samples, base)
         metrics = trainer.reinforce(samples)
         assert metrics.loss == pytest.approx(expected, abs=1e-5)

@@ -14,7 +14,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.trainer.trainer import LoraTrainer
+from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_a_step_of_the_trainer(model: Path, monkeypatch: pytest.MonkeyPatch, tmp
         with monkeypatch.context() as patch:
             if device == "cpu":
                 patch.setattr(torch.cuda, "is_available", lambda: False)
-            trainer = LoraTrainer(model, SETTINGS)
+            trainer = LocalTrainer(model, SETTINGS)
         metrics = trainer.reinforce(make_samples(8, length=120))
         losses.append(metrics.first_loss)
         adapter_of(trainer, tmp_path / device)
