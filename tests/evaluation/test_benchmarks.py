@@ -11,18 +11,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SHORT = {
-    "hosts.recording": ["--quick"],
     "search.overhead": ["--repeats", "1", "--simulations", "20"],
     "hosts.sessions": ["--sessions", "2", "--commands", "2"],
     "training.packing": [],
-    "formats.imports": ["--episodes", "4"],
     "storage.compare": ["--repeats", "1", "--sessions", "2", "--trajectories", "2000"],
     "hosts.harness": ["--instances", "2", "--workers", "1", "--repeats", "1"],
     "serving.reload": ["--clients", "2", "--reloads", "2"],
     "serving.generation": ["--context", "40", "--batch", "1", "2"],
     "serving.verifier": ["--attempts", "2", "--length", "64", "--repeats", "1"],
     "search.fork": ["--repeats", "1", "--forks", "2"],
-    "loops.asynchronous": ["--repeats", "1", "--iterations", "1"],
 }
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks of OpenHands sessions: recording overhead, sessions a process, evaluation overhead."""
+"""Benchmarks of OpenHands sessions: sessions a process, evaluation overhead."""
