@@ -3,4 +3,4 @@
 # Compare two evaluations over the same tasks, with a p-value.
 . "$(dirname "$0")/common.sh"
 case "${1:-}" in "" | -h | --help) usage ;; esac
-exec $OPENHANDS_RL compare "$@"
+exec $OPENHANDS_RL evaluate --compare "$@"

@@ -3,4 +3,4 @@
 # Resolve rate with intervals, empty patches, stuck, cost and turns of runs; RUN is a folder or an output.jsonl.
 . "$(dirname "$0")/common.sh"
 case "${1:-}" in "" | -h | --help) usage ;; esac
-exec $OPENHANDS_RL report "$@"
+exec $OPENHANDS_RL evaluate --report "$@"

@@ -37,17 +37,15 @@ from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, UsageEr
 COMMANDS: Mapping[str, str] = {
     "adapters": "list the versions of an adapter, publish one, or roll back",
     "chat": "talk to a served policy in the terminal, with tools",
-    "compare": "compare two evaluations over the same tasks, with a p-value",
     "config": "check a configuration file and print the effective settings",
     "doctor": "check the installation, or find out why turns do not extend each other",
-    "evaluate": "roll out an agent over a suite of tasks, grade the episodes, report the results",
+    "evaluate": "roll out an agent over a suite of tasks, grade the episodes, report and compare runs",
     "export": "write stored trajectories in a format that other tools read",
     "gateway": "record what an agent and a model server exchange; only the agent's base_url changes",
     "grade": "grade patches on SWE-bench, SWE-Gym or your own instances",
     "import": "store trajectories that other tools recorded",
     "list": "list stored episodes, or their statistics by run, version, task, ...",
     "loop": "roll out, train and publish in turn, over an environment or a suite of tasks",
-    "report": "report evaluations: pass@1, pass@k, best@k, failures, tokens, cost",
     "rollout": "play one episode against an endpoint, for a trainer: reward, token ids, logprobs",
     "run": "let the agent work on a task in a folder, or run another agent's command, and record it",
     "score": "score stored episodes with a reward, a verifier, what people labelled, or by hand; ask for labels",
@@ -68,7 +66,7 @@ _GROUPS = {
     "record": "run gateway import export rollout",
     "judge": "score",
     "train": "train loop adapters serve chat",
-    "evaluate": "evaluate report compare grade tasks",
+    "evaluate": "evaluate grade tasks",
     "look": "list show doctor config",
 }
 _MODULES = {"import": "cli.import_", "list": "cli.list_"}

@@ -1,4 +1,4 @@
-"""``openhands-rl evaluate SUITE``: roll out an agent over a suite, grade the episodes, write OpenHands' files.
+"""``openhands-rl evaluate SUITE``: roll out an agent over a suite, grade the episodes, report and compare runs.
 
 suites:
   swe-local             repository tasks that run on a laptop without Docker
@@ -17,11 +17,18 @@ examples:
       --strategy-option n=4 --include 'pytest-dev__*' --limit 20 --dry-run
   openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-model SmolLM2-135M-Instruct \\
       --base-url http://127.0.0.1:8100/v1 --limit 50
+  openhands-rl evaluate --report evaluation_outputs/*/CodeActAgent --out report
+  openhands-rl evaluate --compare before/output.jsonl after/output.jsonl --out comparison
 
 A run is OUT/<dataset>-<split>/<agent>/<model>_maxiter_<n>_N_<note>-run_<i>/ with output.jsonl, metadata.json,
 llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperature 0 and the others at 0.5 unless
 --temperatures or the model's own temperature says otherwise; a search samples at its strategy's temperature. A run with
 another strategy, model, seed or limit is not continued: give each experiment its own --note.
+
+--report and --compare read folders of runs, or output.jsonl files of this harness or of OpenHands' own. Runs whose
+folders differ only in -run_<i> are one group. Intervals are bootstraps over tasks; pass@k and best@k are exact
+expectations over subsets. With one run on either side the p-value is from McNemar's exact test, with several from a
+sign permutation test over the tasks' differences.
 """
 
 from __future__ import annotations
@@ -51,13 +58,15 @@ from openhands_rl_plugin.cli.options import (
     positive,
 )
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, typed
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.core.types import JsonObject
+    from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures
+    from openhands_rl_plugin.evals.report.run_records import RunRecord
     from openhands_rl_plugin.evals.runs.evaluate import Evaluation
     from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
     from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
@@ -71,10 +80,10 @@ _ANSWER = "tokens of one completion (default: as in [llm]; of an environment, [r
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The suite, the agent, the model, the tasks, and how they are run."""
-    parser.add_argument("suite", metavar="SUITE", help="the name of a suite, or a file of rows")
+    parser.add_argument("suite", metavar="SUITE", nargs="?", help="the name of a suite, or a file of rows")
     parser.add_argument("--split", metavar="NAME", help="split of the data set (default: the suite's)")
-    out = "folder of the results"
-    parser.add_argument("--out", type=Path, default=Path("evaluation_outputs"), metavar="DIR", help=out)
+    out = "folder of the results (default: evaluation_outputs), or of report.json and report.html"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
     note = "name of this experiment, part of its folder's name"
     parser.add_argument("--note", default="v1", metavar="TEXT", help=note)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: OUT/trajectories)")
@@ -83,12 +92,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model(parser.add_argument_group("model"))
     add_tasks(parser.add_argument_group("tasks"))
     _add_runs(parser.add_argument_group("runs"))
+    group = parser.add_argument_group("finished runs, in place of SUITE")
+    group.add_argument("--report", nargs="+", type=Path, metavar="RUN", help="show the figures of these runs")
+    compared = "whether the second is better than the first, over the tasks of both"
+    group.add_argument("--compare", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help=compared)
+    version = "prefix of the version of a verifier's scores in --store, for best@k"
+    group.add_argument("--verifier", default="verifier", metavar="VERSION", help=version)
+    group.add_argument("--json", action="store_true", help="print report.json instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
     from openhands_rl_plugin.evals.runs.evaluate import options_of, recorded_settings, settings_of
 
+    if args.report or args.compare:
+        return _read(args)
+    if args.suite is None:
+        raise UsageError("give SUITE, or finished runs with --report or --compare")
     plan, suite = _plan(args)
     settings = settings_of(plan, args.config)
     options_of(plan, suite, 0)  # refuses an agent that cannot play the suite
@@ -181,7 +201,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
         "split": suite.split,
         "model": model,
         "base_model": _base_model(args, model),
-        "out": args.out.absolute(),
+        "out": (args.out or Path("evaluation_outputs")).absolute(),
         "strategy_options": dict(_option(each) for each in args.strategy_option),
         "temperatures": _temperatures(args, model),
         "graders": args.graders or os.cpu_count() or 1,
@@ -359,16 +379,57 @@ def _lengths(plan: EvaluationPlan) -> str:
     return f"prompt {prompt}, answer {limits.max_response_length:,}, observation {limits.max_obs_length:,}"
 
 
+def _read(args: argparse.Namespace) -> int:
+    """Report or compare finished runs. Raises ``RLError`` when a run or the store cannot be read."""
+    from openhands_rl_plugin.evals.report.figures import compare, figures_of
+    from openhands_rl_plugin.evals.report.run_records import read_runs, with_verifier
+    from openhands_rl_plugin.evals.report.tables import EvaluationReport, write_json_report
+    from openhands_rl_plugin.trajectories.view import print_json
+
+    async def judged(runs: tuple[RunRecord, ...]) -> tuple[RunRecord, ...]:
+        async with open_store(args.store) as storage:
+            return await with_verifier(runs, storage, args.verifier)
+
+    sides = [read_runs(tuple(paths)) for paths in (args.report and [args.report]) or [[each] for each in args.compare]]
+    sides = [ENDING.run(judged(runs)) if args.store else runs for runs in sides]
+    comparison = compare(*sides) if args.compare else None
+    runs = [run for side in sides for run in side]
+    groups = figures_of(runs)
+    if args.json:
+        print_json(EvaluationReport(groups=groups, comparison=comparison))
+    else:
+        _print_tables(groups, comparison)
+    if args.out is not None:
+        from openhands_rl_plugin.apps.loop.reporting import report_writer
+
+        write_json_report(args.out, groups, comparison)
+        if (writer := report_writer()) is not None:
+            writer.write_evaluation_report(args.out, runs, comparison)
+    return 0
+
+
+def _print_tables(groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
+    """Print a table with a column for each group of runs, and the comparison."""
+    from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, kind_counts
+    from openhands_rl_plugin.trajectories.view import console, table
+
+    rows = [(*figure_row(group), kind_counts(group), group.in_force or "not recorded") for group in groups]
+    lines = list(zip((*HEADINGS, "outcomes", "in force"), *rows, strict=True))
+    console().print(table(("", *(f"({at})" for at in range(1, len(groups) + 1))), lines))
+    if comparison is not None:
+        console().print(table(("comparison", ""), comparison_rows(comparison)))
+
+
 def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     """Print the results; exit code 1 when they say nothing about the agent. ``graded``: verdicts were wanted."""
-    from openhands_rl_plugin.cli.report import print_report
+    from openhands_rl_plugin.evals.report.figures import figures_of
     from openhands_rl_plugin.evals.report.run_records import read_runs
     from openhands_rl_plugin.evals.swe.run_evaluation import commonest
     from openhands_rl_plugin.evals.swe.types import UNKNOWN, VerdictKind
 
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
     runs = read_runs(directories)
-    print_report(runs)
+    _print_tables(figures_of(runs))
     print("\n".join(str(directory) for directory in directories))
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     expected = set() if graded else {VerdictKind.UNGRADED}

@@ -148,7 +148,7 @@ def test_reports_of_hostile_names(command: str, tmp_path: Path, capsys: pytest.C
         metadata = {"agent_class": TEXT, "llm_config": {"model": TEXT}, "dataset": TEXT, "data_split": TEXT}
         (folder / "metadata.json").write_text(json.dumps(metadata))
         folders.append(str(tmp_path / name))
-    cli.main([command, *folders, "--out", str(tmp_path / "out")])
+    cli.main(["evaluate", f"--{command}", *folders, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()
     said = printed.out + printed.err
     assert said.strip() and "Traceback" not in said

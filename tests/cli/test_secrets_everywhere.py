@@ -101,7 +101,6 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
     return {
         "adapters": [["adapters", what, *configured] for what in ("list", "publish", "rollback")],
         "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],
-        "compare": [["compare", rows, url], ["compare", store, mongodb]],
         "config": [["config", "check", config], ["config", "check", rows]],
         "demo": [["demo", "--model", url, "--run-dir", str(folder / "demo")]],
         "doctor": [
@@ -115,6 +114,8 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
             ["evaluate", "environment", *play, "--agent", "RLAgent", "--tasks", "2", "--out", str(folder / "out2")],
             ["evaluate", rows, *play, "--dry-run", "--store", mongodb],
             ["evaluate", rows, *model, "--api-key-env", "MY_SERVER_KEY", "--out", str(folder / "out3")],
+            ["evaluate", "--compare", rows, url],
+            ["evaluate", "--report", rows, "--store", mongodb],
         ],
         "export": [
             ["export", store, "--format", "sft", "--out", str(folder / "sft.jsonl")],
@@ -126,7 +127,6 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "improve": [["improve", "--repo", str(folder), *configured, "--run-dir", str(folder / "improve")]],
         "list": [["list", store], ["list", store, "--by"], ["list", mongodb], ["list", "OPENAI_API_KEY"]],
         "loop": [["loop", "environment", *configured, "--tasks", "4", "--run-dir", str(folder / "loop")]],
-        "report": [["report", store], ["report", rows, "--store", mongodb]],
         "rollout": [
             ["rollout", "--task", rows, *model, "--json"],
             ["rollout", "--task", rows, "--base-url", url, "--model", "planted", "--api-key-env", "MY_SERVER_KEY"],

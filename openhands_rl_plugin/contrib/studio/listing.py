@@ -225,7 +225,7 @@ def _content(trajectory: Trajectory, at: int) -> str:
 
 
 def tasks_compared(first: _Tasks, second: _Tasks) -> JsonObject:
-    """Success over the tasks that both have; the p-value as in ``openhands-rl compare``."""
+    """Success over the tasks that both have; the p-value as in ``openhands-rl evaluate --compare``."""
     shared = sorted(first.keys() & second.keys())
     rates = [
         [math.fsum(done for _, done in side[task]) / len(side[task]) for task in shared] for side in (first, second)

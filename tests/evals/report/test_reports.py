@@ -129,14 +129,14 @@ def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureF
         (stock, noted, ("qwen_maxiter_50_N_v1", "qwen_maxiter_50_N_v2")),
         (stock, side("CodeActAgent"), (str(tmp_path / "out0"), str(tmp_path / "out4"))),
     ):
-        assert main(["compare", str(one), str(other), "--json"]) == 0
+        assert main(["evaluate", "--compare", str(one), str(other), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         named = (found["comparison"]["first"], found["comparison"]["second"])
         assert all(name.startswith(start) for name, start in zip(named, said, strict=True)), named
         assert [group["label"] for group in found["groups"]] == list(named)
-    assert main(["report", str(plain), str(best)]) == 0
+    assert main(["evaluate", "--report", str(plain), str(best)]) == 0
     assert "BestOfN" in capsys.readouterr().out
-    assert main(["report", str(plain)]) == 0
+    assert main(["evaluate", "--report", str(plain)]) == 0
     assert "qwen_maxiter_50_N_v1" in capsys.readouterr().out, "a single one has its own name"
 
 
@@ -185,7 +185,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
                 for at, each in enumerate(resolved)
             ]
             write(tmp_path / name / f"m_maxiter_5_N_{name}-run_{number}", rows, metadata)
-    assert main(["report", str(tmp_path / "a"), "--out", str(tmp_path / "out")]) == 0
+    assert main(["evaluate", "--report", str(tmp_path / "a"), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "0.333" in said and "pass@1" in said and "4 unresolved" in said
     page = data_of(tmp_path / "out" / "report.html")
@@ -196,7 +196,20 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert page[f"evaluations/{names[0]}"]["instances"]["kind"] == ["unresolved", "unresolved", "resolved"]
     assert page[f"evaluations/{names[0]}?<t0>"]["patch"] == "x" and page["export"]["left_out"] == []
     assert json.loads((tmp_path / "out" / "report.json").read_text())["groups"][0]["pass_at_1"]["n"] == 3
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json", "--out", str(tmp_path / "both")]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                "--compare",
+                str(tmp_path / "a"),
+                str(tmp_path / "b"),
+                "--json",
+                "--out",
+                str(tmp_path / "both"),
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"]["gained"] == ["<t0>", "<t1>"] and found["comparison"]["test"] == "paired permutation"
     said = dict(data_of(tmp_path / "both" / "report.html")["evaluations"]["comparison"])
@@ -213,15 +226,15 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 )
 def test_bad_files_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str):
     (tmp_path / "output.jsonl").write_text(content)
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["evaluate", "--report", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
 
 
 def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["report", str(tmp_path)]) == 1 and "no run of an evaluation" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "nowhere")]) == 1 and "no such file" in capsys.readouterr().err
+    assert main(["evaluate", "--report", str(tmp_path)]) == 1 and "no run of an evaluation" in capsys.readouterr().err
+    assert main(["evaluate", "--report", str(tmp_path / "nowhere")]) == 1 and "no such file" in capsys.readouterr().err
     write(tmp_path / "empty", [])
-    assert main(["report", str(tmp_path / "empty")]) == 0
+    assert main(["evaluate", "--report", str(tmp_path / "empty")]) == 0
     empty = figures_of(read_runs((tmp_path / "empty",)))[0]
     assert (empty.pass_at_1.mean, empty.turns, empty.stuck.value) == (None, None, None)
