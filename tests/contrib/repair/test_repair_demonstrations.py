@@ -31,21 +31,12 @@ def test_a_loop_over_repair_tasks_holds_out_packages():
     assert len(tasks.demonstrations) == 4 and len(tasks.held_out) == 5 and not used[0] & used[1]
 
 
-def test_other_repositories_have_no_demonstrations():
+def test_demonstrations_and_drills_are_of_repair_tasks_alone():
     with pytest.raises(ConfigError, match="swe-local has no scripted ones, only repair-1"):
         loop_tasks(TaskSource(suite="swe-local"), SETTINGS)
-
-
-def test_drills_are_of_repair_tasks_with_demonstrations():
-    for suite, demonstrations, option in (
-        ("webshop", 4, "drills"),
-        ("repair-1", 0, "drills"),
-        ("repair-1", 0, "short_drills"),
-    ):
-        loop = LoopSettings.model_validate({"demonstrations": demonstrations, option: 4, "held_out": 5})
-        named = f"--{option.replace('_', '-')}: {suite} has none, or there are no --demonstrations"
-        with pytest.raises(ConfigError, match=named):
-            loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop, "react_format": False}))
+    loop = LoopSettings(drills=4, held_out=5)
+    with pytest.raises(ConfigError, match="--drills: repair-1 has none, or there are no --demonstrations"):
+        loop_tasks(TaskSource(suite="repair-1"), SETTINGS.model_copy(update={"loop": loop, "react_format": False}))
 
 
 def test_further_tasks_are_trained_on_and_never_held_out_or_demonstrated():

@@ -24,7 +24,6 @@ from openhands_rl_plugin.contrib.repair.oracle import (
 )
 from openhands_rl_plugin.contrib.repair.rows import (
     RUN_TESTS,
-    RepairSpec,
     repair_instances,
     repository_files,
     spec_of,
@@ -39,27 +38,6 @@ V0 = TOOLS["v0"]
 @pytest.fixture(scope="module")
 def instances() -> tuple[Instance, ...]:
     return repair_instances(1, "train")
-
-
-@pytest.mark.slow
-def test_edits_end_with_the_fix_and_some_err_before(instances: tuple[Instance, ...], tmp_path: Path):
-    wrong = 0
-    for each in instances:
-        spec = spec_of(each)
-        edits = [call for call in oracle_plan(each, V0, 0) if "--edit" in call.text]
-        assert len({call.text for call in edits}) == len(edits)
-        for call in edits:
-            script = parsed_call(call.text)[1]["command"].split("\n")[2]
-            assert (repaired(spec, script, tmp_path / "x") == fixed_text(each).rstrip()) != call.errs, each.instance_id
-        assert [call.errs for call in edits] == [True] * (len(edits) - 1) + [False]
-        wrong += len(edits) > 1
-    assert wrong >= len(instances) // 5
-
-
-def repaired(spec: RepairSpec, script: str, file: Path) -> str:
-    file.write_text(spec.files[spec.path])
-    subprocess.run(["sed", "-i", script, str(file)], check=True)
-    return file.read_text().rstrip()
 
 
 def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...], tmp_path: Path):
@@ -124,8 +102,6 @@ def test_what_is_installed_under_the_same_name_is_not_tested_in_place_of_the_rep
     [
         ("2s/2/1/", "0 failed, 1 passed\n"),
         ("2s/2/3/", "1 failed, 0 passed\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
-        ("2s/x/y/", "sed: nothing changed\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
-        ("9s/x/y/", "sed: nothing changed\nUndone.\n"),
         ("nonsense", "sed: file - line 1: extra characters after command\nUndone.\n"),
         ("2s/2/2)/", "SyntaxError: unmatched ')' (m.py, line 2)\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
         ("2s/re.*/while 1: pass/", "the tests did not end\nUndone. Line 2 of m.py:\nreturn a + 2\n"),

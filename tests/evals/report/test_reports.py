@@ -86,12 +86,6 @@ def test_mcnemar_against_the_binomial(gained: int, lost: int, expected: float):
     assert mcnemar(gained, lost) == pytest.approx(expected) == mcnemar(lost, gained)
 
 
-def test_sign_permutation():
-    assert sign_permutation([0.0, 0.0]) == 1.0
-    assert sign_permutation([1.0] * 5) == pytest.approx(2 / 32)
-    assert sign_permutation([0.5] * 40) == pytest.approx(1 / 10_001)
-
-
 @given(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), max_size=7))
 def test_sign_permutation_is_exact(differences: list[float]):
     moved = [each for each in differences if each]
@@ -124,20 +118,14 @@ def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureF
     stock, plain = side("CodeActAgent"), side("RLAgent", strategy="StandardReAct")
     best, noted = side("RLAgent", strategy="BestOfN", strategy_options={"n": 4}), side("CodeActAgent", "v2")
     for one, other, said in (
-        (stock, plain, ("CodeActAgent", "RLAgent")),
         (plain, best, ("StandardReAct", 'BestOfN {"n": 4}')),
         (stock, noted, ("qwen_maxiter_50_N_v1", "qwen_maxiter_50_N_v2")),
-        (stock, side("CodeActAgent"), (str(tmp_path / "out0"), str(tmp_path / "out4"))),
     ):
         assert main(["evaluate", "--compare", str(one), str(other), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         named = (found["comparison"]["first"], found["comparison"]["second"])
         assert all(name.startswith(start) for name, start in zip(named, said, strict=True)), named
         assert [group["label"] for group in found["groups"]] == list(named)
-    assert main(["evaluate", "--report", str(plain), str(best)]) == 0
-    assert "BestOfN" in capsys.readouterr().out
-    assert main(["evaluate", "--report", str(plain)]) == 0
-    assert "qwen_maxiter_50_N_v1" in capsys.readouterr().out, "a single one has its own name"
 
 
 def test_openhands_own_output_is_read(tmp_path: Path):
@@ -221,20 +209,15 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     [
         ('{"instance_id": "a", "test_result": {}}\n{broken\n', "line 2 is not JSON"),
         ('{"id": "a"}\n', "has no instance_id"),
+        (None, "no run of an evaluation"),
         ('{"instance_id": "a", "test_result": {"outcome": {"kind": "nice"}}}\n', "a: test_result.outcome is damaged"),
     ],
 )
-def test_bad_files_are_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str):
-    (tmp_path / "output.jsonl").write_text(content)
+def test_bad_files_are_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+):
+    if content is not None:
+        (tmp_path / "output.jsonl").write_text(content)
     assert main(["evaluate", "--report", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
-
-
-def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["evaluate", "--report", str(tmp_path)]) == 1 and "no run of an evaluation" in capsys.readouterr().err
-    assert main(["evaluate", "--report", str(tmp_path / "nowhere")]) == 1 and "no such file" in capsys.readouterr().err
-    write(tmp_path / "empty", [])
-    assert main(["evaluate", "--report", str(tmp_path / "empty")]) == 0
-    empty = figures_of(read_runs((tmp_path / "empty",)))[0]
-    assert (empty.pass_at_1.mean, empty.turns, empty.stuck.value) == (None, None, None)

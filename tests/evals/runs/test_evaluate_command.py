@@ -73,14 +73,10 @@ SAME = ["--strategy", "BestOfN", "--strategy-option", "n=4"]
     [
         (NOTED, SAME, ""),
         (NOTED, [], "(strategy_options.n: 4, now null)"),
-        (NOTED, ["--strategy", "MCTS"], 'strategy: "BestOfN", now "MCTS"; strategy_options.n: 4, now null)'),
         (NOTED, [*SAME, "--seed", "1"], "(seed: 0, now 1)"),
-        (NOTED, [*SAME, "--top-p", "0.5"], "(top_p: 1.0, now 0.5)"),
         (NOTED, ["--strategy", "MCTS", "--note", "v2"], ""),
-        ({"strategy": "ToT", "strategy_options": {}}, ["--strategy", "MCTS"], '(strategy: "ToT", now "MCTS")'),
         ({"workspace": {**OPEN, "network": ["pypi"]}}, [], 'workspace.network: ["pypi"], now false'),
         ({"workspace": {**OPEN, "prompt": "compact"}}, [], 'workspace.prompt: "compact", now "standard"'),
-        ({}, ["--strategy", "MCTS"], ""),
         (None, ["--strategy", "MCTS"], ""),
     ],
 )
@@ -121,8 +117,6 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         (["--model", "policy-v000007", "--config", str(config)], "policy-v000007 on org/base at"),
         (["--model", "policy-v000007", "--base-model", "other"], "policy-v000007 on other at"),
         (["--model", "org/sgl:policy-v000007", "--config", str(config)], "policy-v000007 on org/sgl at"),
-        (["--model", "org/base", "--config", str(config)], "model: org/base at"),
-        (["--model", "policy-v000007", "--agent", "stock", "--base-model", "b"], "policy-v000007 on b at"),
     ):
         assert main([*words, *options]) == 0
         assert said in capsys.readouterr().out
@@ -134,20 +128,12 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
     ("words", "said"),
     [
         (["swe-bench-light"], "did you mean 'swe-bench-lite'"),
-        (["ROWS", "--include", "owner__adder-9"], "owner__adder-"),
         (["ROWS", "--include", "django__*"], "no instance matches 'django__*'"),
-        (["ROWS", "--runs", "0"], "--runs"),
         (["ROWS", "--llm", "evil"], "did you mean 'eval'"),
         (["ROWS", "--agent", "RLAgent", "--strategy", "BestOfM"], "BestOfN"),
         (["ROWS", "--agent", "RLAgent", "--strategy-option", "n"], "NAME=VALUE"),
         (["ROWS", "--strategy", "BestOfN"], f"--strategy: only RLAgent has a strategy, not {STOCK}"),
-        (["ROWS", "--strategy", "Nonsense"], "give --agent RLAgent too"),
-        (["ROWS", "--strategy-option", "n=2"], "--strategy-option: only RLAgent has a strategy"),
         (["ROWS", "--agent", "RLAgent", "--temperature", "0.7"], "BestOfN samples at its own temperature (1)"),
-        (
-            ["ROWS", "--agent", "RLAgent", "--strategy", "MCTS", "--temperatures", "0,0.5"],
-            "--temperatures: MCTS samples at its own temperature (1): set it with --strategy-option temperature",
-        ),
         (["ROWS", "--temperatures", "0;1"], "numbers with commas"),
         (["ROWS", "--api-key-env", "NOT_THERE_AT_ALL"], "NOT_THERE_AT_ALL is not set"),
         (["environment", "--agent", "RLAgent"], "--tasks N"),
@@ -172,8 +158,6 @@ def test_the_model_of_a_section(config: Path):
     assert evaluated_model({"model": "m", "base_url": "http://x/v1"}).cost(1, 1) is None
     with pytest.raises(ConfigError, match="--base-url"):
         evaluated_model({"model": "anthropic/claude"})
-    with pytest.raises(ConfigError, match="no model is named"):
-        evaluated_model({})
 
 
 def test_selection_keeps_the_order_unless_it_is_shuffled():
@@ -194,8 +178,6 @@ def test_every_script_explains_itself(script: Path):
     ("script", "words", "said"),
     [
         ("rollout-swe-train-full.sh", ["eval", "t1"], "20 runs, 64 at a time"),
-        ("rollout-swe-train-lite.sh", ["eval", "t1"], "SWE-Gym/SWE-Gym-Lite"),
-        ("rollout-eval-lite.sh", ["eval", "8", "3"], "3 runs, 8 at a time"),
         ("rollout-eval-verified.sh", ["eval"], "qwen_maxiter_100_N_v2.2-no-hint-t0-run_0"),
     ],
 )
@@ -211,12 +193,6 @@ def test_rollout_scripts(script: str, words: list[str], said: str, config: Path,
     )
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
-
-
-def test_a_script_that_lacks_something_says_so(tmp_path: Path):
-    script = ROOT / "evaluation" / "scripts" / "eval-swebench-lite.sh"
-    done = subprocess.run([script, "output.jsonl", "4"], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
-    assert done.returncode and "DATASET_FILE" in done.stderr
 
 
 def test_an_environment_is_evaluated_within_the_bounds_of_training(

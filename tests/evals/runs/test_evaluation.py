@@ -35,7 +35,6 @@ FIXED = [{"bash": "sed -i s/-/+/ adder.py"}, {"finish": "done"}]
 SPOILT = [{"bash": "echo 'import sys; sys.exit(0)' >> adder.py; sed -i 's/a - b/a * b/' adder.py"}, {"finish": "done"}]
 NOTHING = [{"bash": "echo $INSTANCE; pwd; git log --all"}, {"text": "I do not know."}, {"finish": "gave up"}]
 LOOPING = [{"bash": "echo again"}]
-OTHER = {"strategy": "", "strategy_options": {}, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +87,13 @@ def lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-async def test_a_run_is_only_gone_on_with_by_the_strategy_that_played_it(model: str, tmp_path: Path):
+async def test_a_run_is_resumed_by_the_strategy_that_began_it_only(model: str, tmp_path: Path):
     entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
     one = plan_for(model, tmp_path / "out", agent="RLAgent")
     assert len(await played(one, entries[:1], GitBackend(tmp_path / "grade"))) == 1
     search = one.model_copy(update={"strategy": "BestOfN", "strategy_options": {"n": 2, "value": "model"}})
-    for plan, said in ((search, 'strategy: "StandardReAct", now "BestOfN"'), (search.model_copy(update=OTHER), "seed")):
-        with pytest.raises(ConfigError, match=said):
-            await played(plan, entries, GitBackend(tmp_path / "grade"))
+    with pytest.raises(ConfigError, match='strategy: "StandardReAct", now "BestOfN"'):
+        await played(search, entries, GitBackend(tmp_path / "grade"))
     assert len(await played(one, entries, GitBackend(tmp_path / "grade"))) == 1, "the same goes on"
 
     noted = search.model_copy(update={"note": "search"})
@@ -103,12 +101,6 @@ async def test_a_run_is_only_gone_on_with_by_the_strategy_that_played_it(model: 
     (run,) = read_runs((noted.run_directory(noted.each_run()[0]),))
     details = run.metadata["details"]
     assert isinstance(details, dict) and details["strategy"] == "BestOfN" and details["temperature"] == 1.0
-    assert details["strategy_options"] == {"n": 2, "value": "model"}
-    closed = {"isolation": "bubblewrap", "prompt": "standard", "network": False, "visible": [], "writable": []}
-    assert details["workspace"] == closed
-    warmer = noted.model_copy(update={"strategy_options": {"n": 2, "value": "model", "temperature": 0.5}})
-    with pytest.raises(ConfigError, match=r"strategy_options.temperature: null, now 0.5"):
-        await played(warmer, entries, GitBackend(tmp_path / "grade"))
     compact = settings_of(noted, None).model_copy(update={"workspace": WorkspaceSettings(prompt="compact")})
     with pytest.raises(ConfigError, match=r'workspace\.prompt: "standard", now "compact"'):
         await played(noted, entries, GitBackend(tmp_path / "grade"), settings=compact)
@@ -140,7 +132,6 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     assert rows["2"]["test_result"]["report"]["empty_generation"] is True
     assert [flag["rule"] for flag in rows["2"]["test_result"]["commands_flagged"]] == ["history"]
     assert rows["0"]["instruction"].startswith("<uploaded_files>\n/workspace/owner__adder__1.0\n</uploaded_files>\n")
-    assert "owner__adder-2\n/workspace/owner__adder__1.0" in json.dumps(rows["2"]["history"]).replace("\\n", "\n")
     assert json.loads((directory / "metadata.json").read_text())["llm_config"]["model"] == "openai/org/instant"
     files = sorted((directory / "llm_completions/owner__adder-2").iterdir())
     assert len(files) == 3 and {"messages", "response", "kwargs"} <= set(json.loads(files[-1].read_text()))
@@ -207,8 +198,6 @@ async def test_rl_agent_with_a_strategy_and_without_grading(model: str, tmp_path
     assert (outcome.kind, outcome.turns, outcome.answers) == (VerdictKind.UNGRADED, 2, 2)
     (row,) = lines(next(plan.out.rglob("output.jsonl")))
     assert "+    return a + b" in row["test_result"]["git_patch"] and "report" not in row["test_result"]
-    (outcome,) = await played(plan.model_copy(update={"note": "v2"}), entries, GitBackend(tmp_path / "grade"))
-    assert outcome.kind is VerdictKind.RESOLVED
 
 
 async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
@@ -236,18 +225,6 @@ async def test_worker_processes(agent: str, model: str, tmp_path: Path):
     for trajectory, scores in await stored(plan):
         assert trajectory.strategy.name == (search.get("strategy") or agent) and len(scores) == 1
         assert all(node.tokens is not None for node in trajectory.nodes if node.sampled) == (agent == "RLAgent")
-
-
-async def test_a_run_of_another_openhands_is_not_gone_on_with(model: str, tmp_path: Path):
-    entries = entries_of(make_instances(tmp_path, 1), [FIXED])
-    host = host_of(RLSettings())
-    plan = plan_for(model, tmp_path / "out", agent="RLAgent", host=host)
-    assert len(await played(plan, entries, GitBackend(tmp_path))) == 1
-    (metadata,) = plan.out.rglob("metadata.json")
-    other = "v1" if host == "v0" else "v0"
-    metadata.write_text(metadata.read_text().replace(f'"host": "{host}"', f'"host": "{other}"'))
-    with pytest.raises(ConfigError, match=f'host: "{other}", now "{host}"'):
-        await played(plan, entries, GitBackend(tmp_path))
 
 
 async def test_two_processes_do_not_write_the_same_run(model: str, tmp_path: Path):

@@ -12,7 +12,7 @@ from scripted_model import refusal, serve
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
 from openhands_rl_plugin.evals.swe.recipes import swe_bench
-from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable, commonest
+from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable
 
 WORDS = ["evaluate", "webshop", "--agent", "RLAgent", "--limit", "2", "--api-key-env", "", "--processes", "0"]
 
@@ -73,9 +73,3 @@ def test_instances_that_cannot_be_graded_here(tmp_path: Path, monkeypatch: pytes
     foreign = good.model_copy(update={"repo": "django/django", "extra": {}})
     with pytest.raises(ConfigError, match=r"pip install 'openhands_rl_plugin\[swe\]'"):
         check_gradable([foreign], containers=False)
-
-
-def test_the_commonest_reason() -> None:
-    assert commonest([]) == ""
-    assert commonest([("a", "a: no"), ("b", "b: no")]) == ": no"
-    assert commonest([("a", "x"), ("b", "y"), ("c", "y")]) == "; commonest reason (2 times): y"

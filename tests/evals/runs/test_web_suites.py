@@ -12,15 +12,11 @@ from nemo_gym_wire import counter
 from openenv_wire import Socket, openenv_server
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin.config.build import make_environment
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.contrib.environments.nemo_gym import NeMoGymClient
 from openhands_rl_plugin.contrib.webshop.suite import WEBSHOP
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.environments.agentgym import AgentGymClient
-from openhands_rl_plugin.environments.openenv import OpenEnvClient, OpenEnvOptions
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
@@ -156,19 +152,6 @@ def test_rows_that_are_none_are_refused(tmp_path: Path):
             environment_tasks(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         environment_tasks(SUITE, "openenv/x", None, tmp_path)
-
-
-def test_options_of_the_environment_come_from_its_section(tmp_path: Path):
-    lines = ['env_name = "openenv/chess"', "react_format = false", "[rl.environment]", 'action_field = "move"']
-    made = make_environment(load_settings(write_config(tmp_path, *lines)))
-    assert isinstance(made, OpenEnvClient) and isinstance(made.options, OpenEnvOptions)
-    assert (made.options.action_field, made.options.react_format) == ("move", False)
-    names = {"openenv": OpenEnvClient, "nemo-gym/blackjack": NeMoGymClient, "agentgym/textcraft": AgentGymClient}
-    assert {name: type(make_environment(RLSettings(env_name=name))) for name in names} == names
-    (tmp_path / "wrong").mkdir()
-    wrong = write_config(tmp_path / "wrong", 'env_name = "openenv"', "[rl.environment]", 'action_feld = "move"')
-    with pytest.raises(ConfigError, match=r"\[rl.environment\] action_feld: unknown key; did you mean 'action_field'"):
-        load_settings(wrong)
 
 
 def test_the_shop_takes_no_options_of_another_environment():
