@@ -42,18 +42,14 @@ class GymOptions(Frozen):
 
     ``fork``: how a search copies an episode. "copy" makes a deep copy, for classes whose state is in their attributes;
     "replay" executes the actions again in a new episode of the same seed and compares every observation; "auto" copies
-    where that is known to be safe and replays elsewhere.
+    where that is known to be safe and replays elsewhere. ``react_format``, ``system_prompt`` and ``action_language``
+    are as for servers (``HttpEnvironmentOptions``); environments with a conversation of their own have no use for them.
     """
 
     id: str = ""
     arguments: JsonObject = Field(default_factory=dict)
     timeout: float = Field(default=60.0, gt=0)
     fork: Literal["auto", "copy", "replay"] = "auto"
-
-
-class TextGymOptions(GymOptions):
-    """``react_format``, ``system_prompt`` and ``action_language`` are as for servers (``HttpEnvironmentOptions``)."""
-
     react_format: bool = True
     system_prompt: str | None = None
     action_language: str | None = None
@@ -371,7 +367,7 @@ PRESETS: dict[str, GymnasiumPreset] = {
 }
 
 
-class GymnasiumOptions(TextGymOptions):
+class GymnasiumOptions(GymOptions):
     """``id`` is one of ``gymnasium.make``, also ``"module:Name-v0"``; a task's number is the seed of ``reset``, and its
     row, ``data["row"]``, the ``options`` of ``reset``.
 

@@ -207,22 +207,22 @@ class ActionForm:
     """
 
     def __init__(self, schema: JsonObject, field: str | None = None) -> None:
-        self._definitions = _object(schema.get("$defs"))
-        found = _object(schema.get("properties"))
+        definitions, found, required = _object(schema.get("$defs")), _object(schema.get("properties")), []
         self._names = frozenset(found)
-        # A field with a single possible value needs no description.
+        # A field with a single possible value needs no description. ``$ref`` names a definition.
         self._fields = {
-            name: self._resolved(each)
+            name: _object(definitions.get(str(_object(each).get("$ref")).rpartition("/")[2])) | _object(each)
             for name, each in found.items()
-            if name != "metadata" and isinstance(each, dict) and "const" not in each
+            if name != "metadata" and "const" not in _object(each)
         }
-        required = schema.get("required")
-        self._required = [name for name in required if name in self._fields] if isinstance(required, list) else []
+        if isinstance(listed := schema.get("required"), list):
+            required = [name for name in self._fields if name in listed]
         if field is not None and found and field not in found:
             raise ConfigError(
                 f"action_field {field!r} is not a field of the server's actions; these have {', '.join(self._fields)}"
             )
-        self._field = field or _only([*self._fields]) or _only(self._required)
+        self._required = required
+        self._field = field or next((each[0] for each in ([*self._fields], required) if len(each) == 1), None)
 
     def read(self, text: str) -> JsonObject:
         """The action in ``text``. Raises ``RefusedActionError``, whose message describes valid actions to the model."""
@@ -234,26 +234,16 @@ class ActionForm:
             return value
         if self._field is None:
             raise RefusedActionError(f"Invalid action: {self.language() or 'it must be a JSON object.'}")
-        schema = self._fields.get(self._field, {"type": "string"})
-        choices = schema.get("anyOf")
-        found = [schema, *map(self._resolved, choices if isinstance(choices, list) else ())]
-        is_text = value is None or any(each.get("type") == "string" for each in found)
-        return {self._field: text if is_text else value}
+        typed = self._fields.get(self._field, {}).get("type", "string")
+        return {self._field: text if typed == "string" or value is None else value}
 
     def language(self) -> str:
         """The description of the actions for the prompt; empty where the server publishes no schema."""
-        if (only := _only([*self._fields])) is not None:
-            return f"<{only}> - {_described(self._fields[only])}".removesuffix(" - ")
         lines = (
             f"  {name} ({'required' if name in self._required else 'optional'}) - {_described(each)}".rstrip(" -")
             for name, each in self._fields.items()
         )
         return "\n".join(["a JSON object with these fields:", *lines]) if self._fields else ""
-
-    def _resolved(self, schema: JsonValue) -> JsonObject:
-        """With what a ``$ref`` refers to."""
-        own = _object(schema)
-        return _object(self._definitions.get(str(own.get("$ref")).rpartition("/")[2])) | own
 
 
 def _described(schema: JsonObject) -> str:
@@ -264,10 +254,6 @@ def _described(schema: JsonObject) -> str:
 
 def _object(value: JsonValue) -> JsonObject:
     return value if isinstance(value, dict) else {}
-
-
-def _only(names: list[str]) -> str | None:
-    return names[0] if len(names) == 1 else None
 
 
 _NOT_SHOWN = frozenset({"metadata", "reward", "done"})

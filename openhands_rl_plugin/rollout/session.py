@@ -447,10 +447,6 @@ class _DivergedError(Exception):
     """An environment does not answer as it did when the episode was recorded."""
 
 
-_REPLAYS = 2
-"""An environment that answered otherwise once may have been disturbed; twice, the episode restarts."""
-
-
 class SessionRunner:
     """An ``EpisodeRunner`` over ``AgentSession``. The factories are called once per session, so nothing is shared.
 
@@ -489,9 +485,8 @@ class SessionRunner:
         if self._storage is not None and (stored := await stored_episode(self._storage, trajectory_id(request))):
             if stored.stop is not StopReason.UNFINISHED:
                 return stored
-            for _ in range(_REPLAYS):
-                if (resumed := await self._session(request).resume(request, stored)) is not None:
-                    return resumed
+            if (resumed := await self._session(request).resume(request, stored)) is not None:
+                return resumed
         return await self._session(request).run(request)
 
     async def close(self) -> None:

@@ -55,7 +55,7 @@ async def test_the_grid_is_walked_to_its_goal_in_one_connection():
         player = client(server.url)
         opening = await player.reset(task())
         assert json.loads(text(opening)) == {"x": 0, "y": 0, "message": "Welcome to Grid World! Goal is at [4, 4]."}
-        assert "<action> - one of UP, DOWN, LEFT, RIGHT: The direction" in (opening.messages[0].content or "")
+        assert "action (required) - one of UP, DOWN, LEFT, RIGHT: The direction" in (opening.messages[0].content or "")
         walked = [await player.step(said(move)) for move in PATH]
         evidence = await player.evidence()
         await player.close()
@@ -233,8 +233,6 @@ def test_actions_by_their_schema():
     ):
         ActionForm(column, "colum")
     assert ActionForm({}, "message").read("hi") == {"message": "hi"}
-    endless: JsonObject = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}
-    assert ActionForm(endless).read("[1]") == {"a": [1]}
 
 
 @given(st.text(min_size=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -340,7 +339,8 @@ def _of_id(wanted: str, suite: str, settings: RLSettings) -> FoundTask:
     instances = [found for name in ((suite,) if suite else _here()) for found in _instances(name)]
     found = next((each for each in instances if each[1].instance_id == wanted), None)
     if found is None:
-        raise ConfigError(_unknown(wanted, suite, [each.instance_id for _, each in instances]))
+        unknown = _shortened(unknown_name("task", wanted, [each.instance_id for _, each in instances]))
+        raise ConfigError(f"{unknown}; or give the number of a task of [rl] env_name, or a file of rows")
     return _of_instance(found[1], found[0], settings)
 
 
@@ -387,15 +387,6 @@ def _suite_of(settings: RLSettings) -> Suite:
     if settings.env_name in _served() and not served:
         return find_suite(settings.env_name)
     return find_suite(ENVIRONMENT).of_environment(settings.env_name)
-
-
-def _unknown(wanted: str, suite: str, ids: Sequence[str]) -> str:
-    if suite:
-        return _shortened(unknown_name("task", wanted, ids))
-    goals = "".join(f"{each}-N, " for each in _served())
-    where = f"the number of a task of [rl] env_name, {goals}an id of {', '.join(_here())}, or a file of rows"
-    nearest = re.search(r"did you mean .*?\?", unknown_name("task", wanted, ids))
-    return f"unknown task {wanted!r};{f' {nearest[0]}' if nearest else ''} give {where}"
 
 
 def _here() -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Task
 from openhands_rl_plugin.environments.gyms import (
     GymEpisode,
     GymOptions,
-    TextGymOptions,
     load_function,
     number,
     plain,
@@ -67,7 +66,7 @@ class PrivateRandom:
                     numpy.set_state(others[1])
 
 
-class TextArenaOptions(TextGymOptions):
+class TextArenaOptions(GymOptions):
     """``id`` is one of ``textarena.make``; a task's number is the seed.
 
     ``opponent`` is ``"module:function"`` of your own, from what its player sees to its action, and moves for all other

@@ -15,8 +15,9 @@ from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple, Never, Self
 
 import httpx
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from openhands_rl_plugin.config.fields import HttpUrl
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.messages import whole_json
@@ -54,7 +55,7 @@ class HttpEnvironmentOptions(Frozen):
     ``place_timeout``: seconds that an episode waits for a place on a server that is full.
     """
 
-    base_url: str = "http://127.0.0.1:8000"
+    base_url: HttpUrl = "http://127.0.0.1:8000"
     timeout: float = Field(default=60.0, gt=0)
     retries: int = Field(default=3, ge=0, le=20)
     backoff: float = Field(default=0.25, ge=0)
@@ -63,19 +64,6 @@ class HttpEnvironmentOptions(Frozen):
     action_language: str | None = None
     api_key_env: str = ""
     place_timeout: float = Field(default=1800.0, ge=0)
-
-    @field_validator("base_url")
-    @classmethod
-    def _plain_http_url(cls, value: str) -> str:
-        try:
-            url = httpx.URL(value)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"not a URL: {error}") from error
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError("must look like http://host:port")
-        if url.userinfo:
-            raise ValueError("must not contain a user name or password")
-        return value.rstrip("/")
 
     def key(self) -> str:
         """The server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""

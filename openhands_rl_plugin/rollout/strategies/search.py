@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 import zlib
@@ -77,7 +76,7 @@ class SearchOptions(StrictOptions):
     the call, not from concurrent calls (``None`` leaves seeds to the engine). ``sampling`` holds the other sampling
     parameters. ``turn_budget`` bounds the search for one turn,
     ``episode_budget`` bounds that of all turns together; once it is spent every turn is one plain completion.
-    ``max_nodes`` bounds the tree. ``value`` names the function that judges a state. ``step_timeout`` is in seconds, for
+    ``value`` names the function that judges a state. ``step_timeout`` is in seconds, for
     one step of a fork together with making it; it is longer than any command may take. ``open_worlds`` bounds the forks
     held at a time.
     """
@@ -87,7 +86,6 @@ class SearchOptions(StrictOptions):
     seed: int | None = None
     turn_budget: SearchBudget = SearchBudget()
     episode_budget: SearchBudget = SearchBudget()
-    max_nodes: int = Field(default=20_000, ge=1)
     value: str = "model"
     value_options: JsonObject = Field(default_factory=dict)
     step_timeout: float = Field(default=600.0, gt=0)
@@ -140,21 +138,13 @@ def times_merged(noted: JsonObject) -> int:
 
 
 def action_key(message: Message) -> tuple[object, ...]:
-    """A key that is equal for equal answers: the text without white space around it, and the calls without their ids,
-    and without the white space and the order of keys in their arguments.
+    """A key that is equal for equal answers: the text without white space around it, and the calls without their ids.
 
     The whole text counts: two thoughts that end in the same ``Action:`` are two actions, because only the
     environment knows how it reads an answer.
     """
-    calls = tuple((call.name, _arguments(call.arguments)) for call in message.tool_calls)
+    calls = tuple((call.name, call.arguments.strip()) for call in message.tool_calls)
     return (message.content or "").strip(), calls
-
-
-def _arguments(text: str) -> str:
-    try:
-        return json.dumps(json.loads(text), sort_keys=True)
-    except (ValueError, RecursionError):
-        return text.strip()
 
 
 @asynccontextmanager
@@ -172,6 +162,7 @@ async def within(seconds: float | None, late: Callable[[], Exception]) -> AsyncI
 
 # Seconds for a fork to close.
 _CLOSE_TIMEOUT = 60.0
+_MOST_NODES = 20_000
 
 
 class ForkPool:
@@ -355,7 +346,7 @@ class Search:
     def exhausted(self) -> bool:
         """Whether a budget or the limit of the tree's size is reached; the log says which."""
         reached = next((name for name, _, left in self._left(*SearchBudget.model_fields) if left <= 0), None)
-        if reached is None and len(self.tree.nodes) >= self.options.max_nodes:
+        if reached is None and len(self.tree.nodes) >= _MOST_NODES:
             reached = "max_nodes"
         self.log["cut_by"] = reached or self.log["cut_by"]
         return reached is not None
