@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, Ep
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
-from openhands_rl_plugin.environments.http.calls import CalledAction, ServerTools, arguments_of, replies
+from openhands_rl_plugin.environments.http.calls import ServerTools, arguments_of, replies
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
     EndpointMissingError,
@@ -299,9 +299,8 @@ class OpenEnvClient(BaseEnvClient):
 
     @property
     def info(self) -> EnvInfo:
-        """After ``reset`` with the tools, unless ``react_format`` describes them in the prompt."""
-        offered = self._tools is not None and not self.options.react_format
-        return replace(super().info, tools=self._tools.offered if self._tools and offered else ())
+        """After ``reset`` with the tools."""
+        return replace(super().info, tools=() if self._tools is None else self._tools.offered)
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``GET /schema``, a connection of its own, and ``reset``."""
@@ -319,7 +318,7 @@ class OpenEnvClient(BaseEnvClient):
             self._tools = tools_in(await self._connection.ask("step", LIST), self._settings.base_url)
         return answer
 
-    async def act(self, action: str | CalledAction) -> ServerAnswer:
+    async def act(self, action: str | tuple[ToolCall, ...]) -> ServerAnswer:
         """``step``, once for each call where the environment is driven by tools."""
         if self._connection is None or self._form is None:
             raise RuntimeError("no episode is open")
@@ -327,7 +326,7 @@ class OpenEnvClient(BaseEnvClient):
         if isinstance(action, str):
             return self._answer(await self._connection.ask("step", self._form.read(action)), "step")
         earned, answer = 0.0, None
-        for call, step in [(call, action_of(call)) for call in action.calls]:
+        for call, step in [(call, action_of(call)) for call in action]:
             answer = self._answer(data := await self._connection.ask("step", step), "step")
             earned += answer.reward
             self._results.append((call, output_of(data.get("observation"))))
@@ -341,15 +340,13 @@ class OpenEnvClient(BaseEnvClient):
         """The response's calls, where the environment has tools."""
         if self._tools is None:
             return super().parse(action)
-        called = self._tools.read(action, "" if action.tool_calls else super().parse(action).action or "")
-        if called.calls:
-            return ParsedAction(called, None)
-        how = self._tools.language() if self.options.react_format else f"call {', '.join(self._tools.functions)}"
-        return ParsedAction(None, f"Invalid action: {how}")
+        if calls := self._tools.calls_in(action):
+            return ParsedAction(calls, None)
+        return ParsedAction(None, f"Invalid action: call {', '.join(self._tools.functions)}")
 
     def reply(self, action: Message, state: str) -> tuple[Message, ...]:
-        """The outputs of calls, of a tool's where the response had calls of its own."""
-        return replies(action, self._results) if self._results else super().reply(action, state)
+        """The outputs of calls."""
+        return replies(self._results) or super().reply(action, state)
 
     async def release(self) -> None:
         """``close``; the server ends the episode with its connection."""
@@ -366,10 +363,8 @@ class OpenEnvClient(BaseEnvClient):
         return found
 
     def actions(self, task: Task) -> str:
-        """The format of actions, from the server's schema or its tools; none where these are offered themselves."""
-        if self._tools is not None:
-            return self._tools.language() if self.options.react_format else ""
-        return self._form.language() if self._form is not None else ""
+        """The format of actions, from the server's schema; none for tools, which are offered themselves."""
+        return self._form.language() if self._form is not None and self._tools is None else ""
 
     async def _leave(self) -> None:
         connection, self._connection = self._connection, None

@@ -322,7 +322,7 @@ class LiveEnvironment:
 
 
 class AgentSession:
-    """Runs one episode of one environment. Single use, like the environment it owns. ``tree`` is the episode's.
+    """Runs one episode of one environment. Single use, like the environment it owns.
 
     With a ``storage`` the episode is stored as it runs: a completion before it is executed, an observation before
     the next completion is requested.
@@ -337,7 +337,6 @@ class AgentSession:
         engine: LLMEngine | None,
         policy: PolicyRef,
         limits: Limits | None = None,
-        tools: Sequence[JsonObject] = (),
         storage: TrajectoryStorage | None = None,
     ) -> None:
         self._live = LiveEnvironment(environment)
@@ -350,8 +349,6 @@ class AgentSession:
             engine=engine,
         )
         self._storage = storage
-        self._tools = tuple(tools)
-        self.tree = EpisodeTree()
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Run until a limit is reached. Failures are part of the result; raises ``StorageError``."""
@@ -377,7 +374,6 @@ class AgentSession:
 
     async def _run(self, episode: Episode, begin: Callable[[Episode], Awaitable[None]]) -> Trajectory:
         stop, failure, live = StopReason.TIMEOUT, None, self._live
-        self.tree = episode.tree
         try:
             try:
                 async with asyncio.timeout(episode.limits.timeout):
@@ -413,7 +409,7 @@ class AgentSession:
         await episode.keep_up()
 
     def _offered(self) -> tuple[JsonObject, ...]:
-        return self._tools or info_of(self._live.environment).tools
+        return info_of(self._live.environment).tools
 
     async def _replay(self, episode: Episode) -> None:
         """Replay the actions, then execute the committed answer, which may not have been executed."""

@@ -89,18 +89,6 @@ async def test_sciworld_s_own_limit_is_no_end_of_the_task(score: int, terminated
     assert first.reward + last.reward == pytest.approx(score / 100)
 
 
-async def test_alfworld_keys_and_possible_actions():
-    def handler(path: str, body: Any) -> bytes:
-        if path == "/create":
-            return respond({"id": 2})
-        return respond({"id": 2, "observation": "A kitchen.", "available_actions": ["look", "go to fridge 1"]})
-
-    async with raw_server(handler) as server:
-        opening = (await play(client(server.url, preset="alfworld"), task(), steps=0))[0]
-    assert server.requests[1] == ("/reset", {"id": 2, "game": 3, "world_type": "Text"})
-    assert opening.messages[1].content == "A kitchen.\nAVAILABLE ACTIONS: look,go to fridge 1"
-
-
 @pytest.mark.parametrize("at", ["/create", "/reset", "/step"])
 async def test_an_error_in_a_200_is_an_error(at: str):
     def handler(path: str, body: Any) -> bytes:
@@ -116,7 +104,7 @@ async def test_an_error_in_a_200_is_an_error(at: str):
         assert ("/close" in server.paths()) == (at != "/create")
 
 
-@pytest.mark.parametrize("created", [None, True, {}, {"id": None}, {"id": [1]}, [5], 1.5])
+@pytest.mark.parametrize("created", [None, True, {"id": [1]}, 1.5])
 async def test_a_create_without_an_id_is_refused(created: Any):
     async with raw_server(lambda path, body: respond(created)) as server:
         player = client(server.url)

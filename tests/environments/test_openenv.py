@@ -22,6 +22,7 @@ from openhands_rl_plugin.core.types import (
     Message,
     StopReason,
     Task,
+    ToolCall,
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import RefusedActionError
@@ -163,21 +164,22 @@ STOP = {**RUN, "name": "stop"}
 CODE = "def f():\n\n    return 1"
 
 
+def calls(name: str, **arguments: str) -> Message:
+    return Message(role="assistant", tool_calls=(ToolCall(id="c1", name=name, arguments=json.dumps(arguments)),))
+
+
 async def test_the_tools_of_an_mcp_environment_are_asked_for_offered_and_called():
     async with openenv_server(lists(RUN, STOP), schema=MCP_SCHEMA) as server:
         player = client(server.url)
-        opening = await player.reset(task())
-        system = opening.messages[0].content or ""
-        assert "run - Run it." in system and '"properties": {"code": {}}' in system and player.info.tools == ()
-        call = json.dumps({"name": "run", "arguments": {"code": CODE}}, indent=1)
-        assert text(await player.step(said(call))) == f"ran {CODE}"
-        assert text(await player.step(said(f"\n```json\n{call}\n```"))) == f"ran {CODE}"
-        assert text(await player.step(said('{"name": "run", "arguments": {}}'))) == "invalid_args: no code"
-        refused = await player.step(said('{"name": "walk", "arguments": {}}'))
-        assert text(refused) == "Invalid action: there is no tool 'walk'; there are run, stop"
-        assert "Invalid action: call one of these tools" in text(await player.step(said("hello")))
+        assert "Action:" not in ((await player.reset(task())).messages[0].content or "")
+        assert [tool["function"]["name"] for tool in player.info.tools] == ["run", "stop"]  # type: ignore[index,call-overload]
+        shown = await player.step(calls("run", code=CODE))
+        assert (text(shown), shown.messages[0].tool_call_id) == (f"ran {CODE}", "c1")
+        assert text(await player.step(calls("run"))) == "invalid_args: no code"
+        assert "there is no tool 'walk'; there are run, stop" in text(await player.step(calls("walk")))
+        assert text(await player.step(said("hello"))) == "Invalid action: call run, stop"
         twin = await player.fork()
-        last = await twin.step(said('{"name": "stop", "arguments": {}}'))
+        last = await twin.step(calls("stop"))
         assert (last.reward, last.terminated) == (1.0, True)
         assert "unrewarded" not in await twin.evidence() and (await player.evidence())["unrewarded"] is True
         for each in (twin, player):

@@ -23,9 +23,7 @@ def judged(kind: VerdictKind) -> Trajectory:
     [
         (VerdictKind.RESOLVED, 1.0, "resolved"),
         (VerdictKind.UNRESOLVED, 0.0, None),
-        (VerdictKind.EMPTY_PATCH, 0.0, "empty_generation"),
         (VerdictKind.UNAPPLIED, 0.0, "failed_apply_patch"),
-        (VerdictKind.REFUSED, 0.0, "failed_apply_patch"),
         (VerdictKind.TIMED_OUT, 0.0, "test_timeout"),
     ],
 )

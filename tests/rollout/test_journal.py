@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import subprocess
 import sys
@@ -12,21 +11,17 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keep_playing import PLAN
 
-from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Message, Observation, StopReason, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Message, Observation, StopReason, Trajectory
 from openhands_rl_plugin.rollout.journal import EpisodeJournal, stored_episode
-from openhands_rl_plugin.rollout.session import Episode
-from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -50,15 +45,6 @@ def frozen(tree: EpisodeTree, stop: StopReason = StopReason.MAX_TURNS) -> Trajec
         stop=stop,
         times=EXAMPLE.times,
     )
-
-
-def recorded(storage: FileTrajectoryStorage, engine: ScriptedEngine) -> Episode:
-    request = EpisodeRequest(task=EXAMPLE.task, run_id=EXAMPLE.run_id, group_id=EXAMPLE.group_id)
-    strategy = MCTSStrategy(MCTSOptions(num_simulations=60, first_branches=3, num_branches=3, value="none"))
-    of: Any = {"strategy_spec": EXAMPLE.strategy, "policy": EXAMPLE.policy, "limits": Limits()}
-    episode = Episode(request, strategy=strategy, engine=engine, **of)
-    episode.store_in(storage)
-    return episode
 
 
 def said(text: str, reward: float = 0.0) -> Observation:
@@ -165,33 +151,6 @@ async def change(tree: EpisodeTree, step: str, chance: random.Random) -> None:
         notes["report"] = {"turn": {"calls": chance.randrange(3)}}
     elif step == "note":
         node.metadata["noted"] = len(tree.nodes)
-
-
-async def test_a_search_that_is_killed_knows_afterwards_what_it_has_tried(storage: FileTrajectoryStorage):
-    """The actions of a state are sampled at once, so that some are stored before they are tried in a fork."""
-    world = PlanningEnvironment(PlanningOptions(depth=4, branching=3))
-    ways = itertools.cycle("012")
-    engine = ScriptedEngine(lambda messages: next(ways))
-    episode = recorded(storage, engine)
-    episode.observe(await world.reset(EXAMPLE.task))
-    await episode.strategy.decide(episode.tree, episode, world)
-    tried = len(episode.tree.nodes)
-
-    (unfinished,) = await everything(storage)
-    episode = recorded(storage, engine)
-    assert episode.resume(unfinished, storage)
-    tree = episode.tree
-    await episode.strategy.decide(tree, episode, world)
-    assert len(tree.nodes) > tried
-    answers = Counter(
-        node.parent
-        for node in tree.nodes
-        if node.parent is not None and not node.sampled and tree.nodes[node.parent].sampled
-    )
-    assert set(answers.values()) == {1}, "what a fork has answered is not asked for, and stored, twice"
-    trajectory = episode.freeze(stop=StopReason.MAX_TURNS)
-    await episode.end(trajectory)
-    assert await everything(storage) == [trajectory]
 
 
 async def test_what_a_search_notes_later_is_stored_without_secrets_and_without_storing_the_episode_again(

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.errors import GraderError, InfrastructureError
+from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.protocols import Environment, TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Limits,
-    Message,
     Observation,
     PolicyRef,
-    Score,
     StrategySpec,
     Task,
     Trajectory,
@@ -130,35 +128,3 @@ async def test_a_server_that_stays_away_leaves_failures_not_zeros(tmp_path: Path
     assert all(trajectory.failure is not None for trajectory in played)
     assert (report.scored, len(report.unscored)) == (0, 3)
     assert scored == [(), (), ()]
-
-
-async def test_a_grader_that_cannot_judge_leaves_no_score(tmp_path: Path) -> None:
-    class Broken:
-        version = "broken-1"
-
-        async def __call__(self, trajectory: Trajectory) -> Score:
-            raise GraderError("no report")
-
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        await roll_out(plan(samples_per_task=1), Counting().runner(), storage)
-        report = await rescore(storage, Broken())
-    assert report.scored == 0
-    assert {failure.message for _, failure in report.unscored} == {"GraderError: no report"}
-
-
-class Halves(GridEnvironment):
-    async def step(self, action: Message) -> Observation:
-        answer = await super().step(action)
-        return answer.model_copy(update={"messages": (Message(role="user", content="half \ud83d"),)})
-
-
-async def test_half_a_surrogate_pair_stops_no_run(tmp_path: Path):
-    class Runners(Counting):
-        def environment(self, request: EpisodeRequest) -> Environment:
-            return Halves()
-
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        plan = RolloutPlan(run_id="halves", tasks=TASKS[:1])
-        (played,) = await roll_out(plan, Runners().runner(storage), storage)
-        assert played.failure is None and (await storage.get(played.id)) == (played, ())
-    assert "half \ufffd" in [message.content for message in played.messages()]

@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, describe
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation, Task, ToolCall
-from openhands_rl_plugin.environments.http.calls import CalledAction, ServerTools, arguments_of, replies
+from openhands_rl_plugin.environments.http.calls import ServerTools, arguments_of, replies
 from openhands_rl_plugin.environments.http.client import (
     BaseEnvClient,
     HttpEnvironmentOptions,
@@ -149,9 +149,8 @@ class NeMoGymClient(BaseEnvClient):
 
     @property
     def info(self) -> EnvInfo:
-        """With the row's tools, after ``reset``; none where ``react_format`` describes them in the prompt."""
-        tools = self._row.tools.offered if self._row is not None and not self.options.react_format else ()
-        return replace(super().info, tools=tools)
+        """With the row's tools, after ``reset``."""
+        return replace(super().info, tools=() if self._row is None else self._row.tools.offered)
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``, or ``POST /seed_session``."""
@@ -174,7 +173,7 @@ class NeMoGymClient(BaseEnvClient):
         """
         row, options = self._known_row(), self.options
         general = options.system_prompt or task.instruction
-        if options.react_format or not self._verifies:
+        if not self._verifies or (options.react_format and not row.tools.functions):
             general = super().opening(task, state)[0].content or ""
         text = "\n\n".join(part for part in (general, *row.system) if part)
         turns = list(row.turns)
@@ -185,41 +184,37 @@ class NeMoGymClient(BaseEnvClient):
         return (*([Message(role="system", content=text)] if text else []), *turns)
 
     def actions(self, task: Task) -> str:
-        """The row's tools, where they are described in the prompt."""
-        if self._row is None or not self._row.tools.functions:
-            return super().actions(task)
-        return f"{self._row.tools.language()}\nor your answer, as text." if self.options.react_format else ""
+        """None for tools, which are offered themselves."""
+        return "" if self.info.tools else super().actions(task)
 
     def parse(self, action: Message) -> ParsedAction:
-        """The calls of the row's tools, or the text: that which is verified with its fences, which graders look for."""
-        tools, called = self._known_row().tools, CalledAction()
-        read = parse_react if self.options.react_format else parse_plain
-        if tools.functions:
-            called = tools.read(action, (action.content if action.tool_calls else read(action.content).action) or "")
-        if called.calls:
-            return ParsedAction(called, None)
+        """An answer with its calls, or its text: that which is verified with its fences, which graders look for."""
+        tools = self._known_row().tools
+        if calls := tools.calls_in(action):
+            return ParsedAction(Message(role="assistant", content=action.content, tool_calls=calls), None)
+        read = parse_react if self.options.react_format and not tools.functions else parse_plain
         text, error = read(action.content, unwrap=not self._verifies)
-        return ParsedAction(None if text is None else CalledAction(text=text), error)
+        return ParsedAction(None if text is None else Message(role="assistant", content=text), error)
 
-    async def act(self, action: CalledAction) -> ServerAnswer:
+    async def act(self, action: Message) -> ServerAnswer:
         """``POST /step``, or the action's calls, or ``POST /verify``."""
         self._acted += 1
         items, self._results = _items(action, self._acted), []
         if not self._verifies:
             return self._stepped(await self._graded("/step", items), action)
         self._output += items
-        if not action.calls or self._call_is_answer(self._known_row()):
+        if not action.tool_calls or self._call_is_answer(self._known_row()):
             return await self._verified()
-        for at, call in enumerate(action.calls, 1):
+        for at, call in enumerate(action.tool_calls, 1):
             self._results.append((call, output := await self._output_of(call)))
             self._output.append({"type": "function_call_output", "call_id": _id(self._acted, at), "output": output})
         return ServerAnswer(state="\n\n".join(output for _, output in self._results))
 
     def reply(self, action: Message, state: str) -> tuple[Message, ...]:
-        """The outputs of calls, of a tool's where the response had calls of its own; then what else was observed."""
+        """The outputs of calls, then what else was observed."""
         if not self._results:
             return super().reply(action, state)
-        shown = replies(action, [(call, output or _SILENCE) for call, output in self._results])
+        shown = replies([(call, output or _SILENCE) for call, output in self._results])
         return (*shown, Message(role="user", content=state)) if state and not self._verifies else shown
 
     async def cut_short(self) -> Observation | None:
@@ -269,13 +264,13 @@ class NeMoGymClient(BaseEnvClient):
             raise BadEnvironmentError(f"{path} answered no 'reward': {excerpt(str(answer))}")
         return answer
 
-    def _stepped(self, answer: JsonObject, called: CalledAction) -> ServerAnswer:
+    def _stepped(self, answer: JsonObject, called: Message) -> ServerAnswer:
         info = answer.get("info")
         given = info.get("tool_outputs") if isinstance(info, dict) else None
         given = given if isinstance(given, list) else []
         outputs = [str(each.get("output")) for each in given if isinstance(each, dict)]
-        if called.calls and len(outputs) == len(called.calls):
-            self._results = [*zip(called.calls, outputs, strict=True)]
+        if called.tool_calls and len(outputs) == len(called.tool_calls):
+            self._results = [*zip(called.tool_calls, outputs, strict=True)]
         state = _observed(answer, "/step") or ("" if self._results else _SILENCE)
         return ServerAnswer.parse({**answer, "state": state}, "/step")
 
@@ -315,15 +310,15 @@ def _id(turn: int, number: int) -> str:
     return f"call_{turn}_{number}"
 
 
-def _items(called: CalledAction, turn: int) -> list[JsonValue]:
+def _items(called: Message, turn: int) -> list[JsonValue]:
     """One turn of the model in OpenAI's format for responses: its text, then its calls."""
     items: list[JsonValue] = []
-    if called.text or not called.calls:
-        text: JsonObject = {"type": "output_text", "text": called.text, "annotations": []}
+    if called.content or not called.tool_calls:
+        text: JsonObject = {"type": "output_text", "text": called.content or "", "annotations": []}
         items.append(
             {"id": f"msg_{turn}", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
         )
-    for at, call in enumerate(called.calls, 1):
+    for at, call in enumerate(called.tool_calls, 1):
         own = {"id": f"fc_{turn}_{at}", "type": "function_call", "call_id": _id(turn, at), "status": "completed"}
         items.append({**own, "name": call.name, "arguments": call.arguments})
     return items

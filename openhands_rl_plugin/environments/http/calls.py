@@ -1,15 +1,10 @@
-"""Tools that a server brings along: how they are offered, and how a call is read from a response.
-
-With ``react_format`` they are described in the system message, and a call is an action of JSON. Otherwise the model
-server is given them, and a call is one of the response's own.
-"""
+"""Tools that a server brings along: offered to the model server, and called by a response's own tool calls."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pydantic import JsonValue
 
@@ -18,15 +13,6 @@ from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.environments.http.client import RefusedActionError, excerpt
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_HOW = 'call one of these tools with a JSON object, {"name": "<tool>", "arguments": {...}}:'
-
-
-@dataclass(frozen=True, slots=True)
-class CalledAction:
-    """An action: the ``calls`` in it, and the ``text`` beside them, or instead of them."""
-
-    calls: tuple[ToolCall, ...] = ()
-    text: str = ""
 
 
 class ServerTools:
@@ -54,29 +40,14 @@ class ServerTools:
         """The tools in the requests to the model server."""
         return tuple({"type": "function", "function": function} for function in self.functions.values())
 
-    def language(self) -> str:
-        """The description of the tools for a prompt."""
-        return "\n".join([_HOW, *map(_described, self.functions.values())])
-
-    def read(self, message: Message, text: str) -> CalledAction:
-        """The action of a response: its own calls, else the JSON of one or of a list in ``text``, else the text.
-
-        Raises ``RefusedActionError`` for a tool that there is not.
-        """
-        calls: Sequence[ToolCall | None] = message.tool_calls
-        if not calls:
-            value = _json(text)
-            calls = [_call(each) for each in (value if isinstance(value, list) else [value])]
-            if None in calls or not calls:
-                return CalledAction(text=text)
-            text = ""
-        known = [call for call in calls if call is not None]
-        if unknown := [call.name for call in known if call.name not in self.functions]:
+    def calls_in(self, message: Message) -> tuple[ToolCall, ...]:
+        """The calls of a response, each with an id. Raises ``RefusedActionError`` for a tool that there is not."""
+        if unknown := [call.name for call in message.tool_calls if call.name not in self.functions]:
             raise RefusedActionError(
                 f"Invalid action: there is no tool {excerpt(repr(unknown[0]))}; there are {', '.join(self.functions)}"
             )
-        numbered = (call.model_copy(update={"id": call.id or f"call_{at}"}) for at, call in enumerate(known, 1))
-        return CalledAction(tuple(numbered), text)
+        numbered = enumerate(message.tool_calls, 1)
+        return tuple(call.model_copy(update={"id": call.id or f"call_{at}"}) for at, call in numbered)
 
 
 def arguments_of(call: ToolCall) -> JsonObject:
@@ -87,31 +58,6 @@ def arguments_of(call: ToolCall) -> JsonObject:
     return value
 
 
-def replies(action: Message, results: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
-    """The outputs of calls as messages: a tool's for each call of the response itself, else one of a user."""
-    if not action.tool_calls:
-        return (Message(role="user", content="\n\n".join(output for _, output in results)),)
+def replies(results: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
+    """The outputs of calls as messages."""
     return tuple(Message(role="tool", content=output, tool_call_id=call.id, name=call.name) for call, output in results)
-
-
-def _call(value: JsonValue) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters"))
-    if not isinstance(arguments, str | dict):
-        return None
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(id="", name=name, arguments=text)
-
-
-def _described(function: JsonObject) -> str:
-    about = " ".join(str(function["description"]).split())
-    parameters = json.dumps(function["parameters"], ensure_ascii=False)
-    return f"{function['name']}{f' - {about}' if about else ''}\n  arguments: {parameters}"
-
-
-def _json(text: str) -> JsonValue:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

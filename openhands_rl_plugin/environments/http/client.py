@@ -12,12 +12,12 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple, Never, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Never, Self
+from urllib.parse import urlsplit
 
 import httpx
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from openhands_rl_plugin.config.fields import HttpUrl
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.messages import whole_json
@@ -46,6 +46,13 @@ class NoPlaceError(UnavailableError):
     """The server has as many episodes as it may."""
 
 
+def _http_url(value: str) -> str:
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname or url.username:
+        raise ValueError("must look like http://host:port, without a user name")
+    return value.rstrip("/")
+
+
 class HttpEnvironmentOptions(Frozen):
     """How an environment server is reached and how the model is told to act.
 
@@ -55,7 +62,7 @@ class HttpEnvironmentOptions(Frozen):
     ``place_timeout``: seconds that an episode waits for a place on a server that is full.
     """
 
-    base_url: HttpUrl = "http://127.0.0.1:8000"
+    base_url: Annotated[str, AfterValidator(_http_url)] = "http://127.0.0.1:8000"
     timeout: float = Field(default=60.0, gt=0)
     retries: int = Field(default=3, ge=0, le=20)
     backoff: float = Field(default=0.25, ge=0)
@@ -277,15 +284,16 @@ def action_language(environment: str) -> str:
 
 
 def opening_messages(
-    task: Task, state: str, *, react_format: bool, actions: str, system_prompt: str | None = None
+    task: Task, state: str, *, react_format: bool | None, actions: str, system_prompt: str | None = None
 ) -> tuple[Message, Message]:
     """A system message with the task and how to act, then the first state as a user message.
 
     ``system_prompt`` replaces the general instructions and the list of actions, but neither the answer format, which
-    the client requires, nor the task.
+    the client requires, nor the task. ``react_format`` of ``None``: answers have no form, because they call tools.
     """
+    form = "" if react_format is None else _REACT if react_format else _PLAIN
     general = [system_prompt] if system_prompt is not None else [_ROLE, f"Actions:\n{actions}" if actions else ""]
-    parts = [*general, _REACT if react_format else _PLAIN, f"Task: {task.instruction}" if task.instruction else ""]
+    parts = [*general, form, f"Task: {task.instruction}" if task.instruction else ""]
     system = "\n".join(part for part in parts if part)
     return Message(role="system", content=system), Message(role="user", content=state)
 
@@ -353,9 +361,8 @@ class Episode(ABC):
         """The messages that open the conversation."""
         options = self.options
         actions = self.actions(task) if options.action_language is None else options.action_language
-        return opening_messages(
-            task, state, react_format=options.react_format, actions=actions, system_prompt=options.system_prompt
-        )
+        form = None if self.info.tools else options.react_format
+        return opening_messages(task, state, react_format=form, actions=actions, system_prompt=options.system_prompt)
 
     def reply(self, action: Message, state: str) -> tuple[Message, ...]:
         """The messages that answer an action."""

@@ -142,27 +142,14 @@ def test_bad_input_is_one_line_and_a_kind(
     for words, kind, said in (
         (["3", "--base-url", "http://127.0.0.1:1/v1", "--model", "base"], "infrastructure", "no model server"),
         (["3"], "configuration", "give --base-url URL and --model NAME"),
-        (["3", "--base-url", model.url, "--model", "none"], "configuration", "does not serve none"),
         (["sdist__Unidecode-1.4.0-edf4db8", *there], "configuration", "did you mean 'sdist__Unidecode-1.4.0-edf4db8e'"),
         ([str(two), *there], "configuration", "has 2 tasks (a, b, ...): choose one with --id"),
-        ([str(two), "--id", "c", *there], "configuration", "unknown task 'c'"),
         (["-", *there], "configuration", "standard input is not JSON"),
-        (["3", "--strategy", "Best", *there], "configuration", "did you mean 'BestOfN'"),
         (["3", "--temperature", "-1", *there], "configuration", "--temperature"),
         (["3", "--api-key-env", "NOT_SET_ANYWHERE", *there], "configuration", "NOT_SET_ANYWHERE is not set"),
     ):
         found = refused(capsys, "--task", *words)
         assert found[0] == kind and said in found[1], found
-
-
-@needs_contrib
-def test_a_suite_that_serves_its_environment(model: ScriptedModel, capsys: pytest.CaptureFixture[str]):
-    shop = find_task("webshop-3", PlayOptions(), RLSettings(env_name="textarena/Wordle-v0"))
-    assert (shop.suite.name, shop.settings.env_name) == ("webshop", "webshop")
-    there = ["--base-url", model.url, "--model", "base"]
-    for words, said in ((["webshop-9999"], "webshop has no task 9999"), (["x", "--suite", "webshop"], "by its number")):
-        kind, message = refused(capsys, "--task", *words, *there)
-        assert kind == "configuration" and said in message
 
 
 def test_the_command_prints_one_object(

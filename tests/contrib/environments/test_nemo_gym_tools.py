@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 from one_episode import one_episode
 from raw_server import raw_server, respond
 
 from openhands_rl_plugin.contrib.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
 from openhands_rl_plugin.core.types import (
+    Completion,
     Limits,
     Message,
     StopReason,
@@ -19,6 +19,7 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
 )
 from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.testing import ScriptedEngine
 
 COOKIE = "set-cookie: Env___game=abc.def; path=/\r\n"
 MISSING = respond({"detail": "Not Found"}, status="404 Not Found")
@@ -50,8 +51,9 @@ def client(url: str, **options: Any) -> NeMoGymClient:
     return NeMoGymClient(NeMoGymOptions.model_validate(given))
 
 
-def said(action: str) -> Message:
-    return Message(role="assistant", content=f"Action: {action}")
+def calls(city: str) -> Message:
+    call = ToolCall(id="own", name="get_weather", arguments=json.dumps({"city": city}))
+    return Message(role="assistant", tool_calls=(call,))
 
 
 def server(
@@ -77,16 +79,15 @@ async def test_calls_go_to_the_server_and_all_of_it_to_be_verified():
         player = client(seen.url)
         opening = await player.reset(task(row()))
         assert [message.role for message in opening.messages] == ["system", "user"]
-        system = opening.messages[0].content or ""
-        assert "get_weather - The weather of a city." in system and "Be brief." in system and '"city"' in system
-        first = await player.step(said('{"name": "get_weather",\n "arguments": {"city": "Paris"}}'))
+        assert opening.messages[0].content == "Be brief." and len(player.info.tools) == 1
+        first = await player.step(calls("Paris"))
         assert (first.messages[0].content, first.reward, first.terminated) == (
             '{"weather": "Paris is cold"}',
             0.0,
             False,
         )
         assert (await player.evidence())["unrewarded"] is True
-        last = await player.step(said("It is cold."))
+        last = await player.step(Message(role="assistant", content="It is cold."))
         evidence = await player.evidence()
         assert (last.reward, last.terminated, evidence["return"], evidence["info"]) == (1.0, True, 1.0, {"seen": 1})
         await player.close()
@@ -107,29 +108,26 @@ async def test_calls_go_to_the_server_and_all_of_it_to_be_verified():
     assert message["content"][0]["text"] == "It is cold."
 
 
-@pytest.mark.parametrize("form", ["text", "native"])
-async def test_a_call_that_is_the_answer_is_not_executed(form: str):
-    of = row(expected_call={"name": "get_weather"})
+async def test_a_call_that_is_the_answer_is_not_executed():
     async with raw_server(server(paths=())) as seen:
-        player = client(seen.url, react_format=form == "text")
-        await player.reset(task(of))
-        call = '{"city": "Rome"}'
-        done = said(f'{{"name": "get_weather", "arguments": {call}}}')
-        if form != "text":
-            own = ToolCall(id="own", name="get_weather", arguments=call)
-            done = Message(role="assistant", tool_calls=(own,))
-        assert (await player.step(done)).terminated
+        player = client(seen.url)
+        await player.reset(task(row(expected_call={"name": "get_weather"})))
+        assert (await player.step(calls("Rome"))).terminated
         await player.close()
     assert "/get_weather" not in seen.paths()
     assert [item["type"] for item in seen.requests[-1][1]["response"]["output"]] == ["function_call"]
 
 
-CALL = 'Action: {"name": "get_weather", "arguments": {"city": "Paris"}}'
+class Calling(ScriptedEngine):
+    """Calls the tool in each response."""
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        return [each.model_copy(update={"message": calls("Paris")}) for each in await super().complete(messages)]
 
 
 async def test_an_episode_that_a_limit_cuts_is_verified_as_it_stands():
     async with raw_server(server()) as seen:
-        cut = await one_episode(client(seen.url), [CALL] * 3, task(row()), limits=Limits(max_turns=2))
+        cut = await one_episode(client(seen.url), Calling([""] * 3), task(row()), limits=Limits(max_turns=2))
         assert (cut.stop, cut.episode_return, cut.evidence["return"]) == (StopReason.MAX_TURNS, 1.0, 1.0)
         assert (await ReturnReward()(cut)).reward == 1.0
     assert [path for path in seen.paths() if path == "/verify"] == ["/verify"]

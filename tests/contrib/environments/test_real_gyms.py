@@ -13,12 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from real_servers import named, play, said, serving, task, text
+from real_servers import named, said, serving, task, text
 
 from openhands_rl_plugin.contrib.environments.nemo_gym import NeMoGymClient, NeMoGymOptions
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.types import Message, ToolCall
-from openhands_rl_plugin.testing import check_environment
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
@@ -62,22 +61,6 @@ async def test_nemo_gym_s_blackjack_keeps_hands_apart():
         with pytest.raises(InfrastructureError):
             await player.step(said("<action>stand</action>"))
         await player.close()
-
-
-async def test_nemo_gym_conforms_with_a_row_of_a_data_set():
-    row = {
-        "responses_create_params": {"input": [{"role": "user", "content": "What is the capital of France?"}]},
-        "follow_ups": ["How many live there?", "Name one famous landmark."],
-        "expected_answer": "Eiffel",
-    }
-    of = task(environment="nemo-gym/multi-turn", row=row)
-    with nemo_server("resources_servers.example_multi_turn_gymnasium.app:ExampleMultiTurnEnv") as (url, _):
-        await check_environment(lambda: nemo_gym(url), of, actions=["Action: Paris", "Action: two million"])
-        player = nemo_gym(url)
-        opening, one, two, last = await play(player, of, ["Paris", "two million", "the Eiffel Tower"])
-        await player.close()
-    assert [text(each) for each in (opening, one, two)] == ["What is the capital of France?", *row["follow_ups"]]
-    assert (last.reward, last.terminated, last.truncated) == (1.0, True, False)
 
 
 async def _as_its_own_agent_would(url: str, row: dict[str, Any], calls: list[tuple[str, str]], answer: str) -> float:
@@ -137,15 +120,12 @@ async def test_nemo_gym_s_tools_are_played_and_paid_as_by_its_own_agent(
     with nemo_server(SIMPLE.format(server, name)) as (url, _):
         own = await _as_its_own_agent_would(url, row, made, answer)
         of = task(environment=f"nemo-gym/{server}", row=row)
-        for react in (True, False):
-            player = nemo_gym(url, react_format=react)
-            await player.reset(of)
-            for at, (tool, arguments) in enumerate(made):
-                text = f'Action: {{"name": "{tool}", "arguments": {arguments}}}'
-                native = (ToolCall(id=f"n{at}", name=tool, arguments=arguments),)
-                action = Message(role="assistant", content=text if react else None, tool_calls=() if react else native)
-                told = await player.step(action)
-                assert told.messages and not told.terminated
-            last = await player.step(Message(role="assistant", content=f"Action: {answer}" if react else answer))
-            assert (last.reward, last.terminated) == (own, True) and own == paid
-            await player.close()
+        player = nemo_gym(url)
+        await player.reset(of)
+        for at, (tool, arguments) in enumerate(made):
+            call = ToolCall(id=f"n{at}", name=tool, arguments=arguments)
+            shown = await player.step(Message(role="assistant", tool_calls=(call,)))
+            assert shown.messages and not shown.terminated
+        last = await player.step(Message(role="assistant", content=answer))
+        assert (last.reward, last.terminated) == (own, True) and own == paid
+        await player.close()

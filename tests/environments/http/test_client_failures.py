@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -118,23 +117,3 @@ async def test_answers_nonsense(where: str, answer: bytes, kind: FailureKind, wo
 async def test_a_step_says_what_it_was_worth(answer: dict[str, Any], words: list[str]):
     async with raw_server(on_step(respond(answer))) as server:
         await assert_failed(await play(server.url), ENVIRONMENT, *words)
-
-
-async def test_comes_back_in_time():
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        options = HttpEnvironmentOptions(base_url=f"http://127.0.0.1:{port}", retries=20, backoff=0.05)
-        client = WebEnvClient(options)
-        reset = asyncio.create_task(client.reset(Task(id="t", environment="webshop", data={"idx": 0})))
-        await asyncio.sleep(0.1)
-        reserved.listen()
-        reserved.setblocking(False)
-        loop = asyncio.get_running_loop()
-        connection, _ = await asyncio.wait_for(loop.sock_accept(reserved), 5)
-        await loop.sock_recv(connection, 65536)
-        await loop.sock_sendall(connection, respond(GOOD))
-        assert (await asyncio.wait_for(reset, 5)).messages[1].content == "s"
-        await client.close()
-        connection.close()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin import make_template
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, InfrastructureError
 from openhands_rl_plugin.core.types import (
@@ -190,40 +187,6 @@ async def test_calls_after_the_answer_are_refused_by_name() -> None:
     )
 
 
-async def test_the_opening_is_the_same_on_every_day_and_has_one_system_message() -> None:
-    wire = [
-        {"role": "system", "content": "Speak Latin."},
-        {"role": "user", "content": "one"},
-        {"role": "system", "content": "Be brief."},
-    ]
-    task = TASK.model_copy(update={"data": {"messages": wire}})
-    openings = [(await ToolEnvironment(tools=tools()).reset(task)).messages for _ in range(2)]
-    assert openings[0] == openings[1]
-    system, *rest = openings[0]
-    assert system.role == "system" and [message.role for message in rest] == ["user", "user"]
-    assert (system.content or "").endswith("\n\nSpeak Latin.\n\nBe brief.")
-    assert not any(str(year) in (system.content or "") for year in range(2000, 2100))
-
-
-async def test_tools_in_the_text_are_shown_as_the_family_itself_shows_them() -> None:
-    def odd(text: str) -> str:
-        """Reads <b> & 'quotes', and ümlauts."""
-        return text
-
-    given = (FunctionTool(odd), FinalTool())
-    environment = ToolEnvironment(ToolOptions(template="qwen3", system_prompt="Be good."), tools=given)
-    opening = (await environment.reset(TASK)).messages
-    assert opening[0].content == make_template("qwen3").system("Be good.", [tool.openai_tool() for tool in given])
-    assert [message.content for message in opening[1:]] == ["How many?"]
-    assert environment.info.tools == ()
-    result = await environment.step(
-        said('<tool_call>{"name": "odd", "arguments": {"text": "</tool_call>"}}</tool_call>')
-    )
-    assert [(m.role, m.content) for m in result.messages] == [
-        ("user", "<tool_response>\n</tool_call>\n</tool_response>")
-    ]
-
-
 # Without a tool that ends the episode, the model speaks.
 
 
@@ -324,9 +287,3 @@ async def test_a_task_without_a_question_and_a_step_after_the_end_are_errors() -
     with pytest.raises(BadEnvironmentError, match="not open"):
         await environment.step(native(("final", {"answer": "y"})))
     assert await answer_of(environment) == "x"
-
-
-def test_a_plain_conversation_needs_no_schema_library() -> None:
-    code = "import sys; from openhands_rl_plugin import ToolEnvironment as E; E(tools=()); "
-    printed = subprocess.run([sys.executable, "-c", code + "print(*sys.modules)"], capture_output=True, text=True)
-    assert printed.returncode == 0 and not {"jsonschema", "torch", "httpx"} & set(printed.stdout.split())

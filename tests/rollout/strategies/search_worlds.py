@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import random
 from collections.abc import Sequence
 
@@ -68,27 +67,15 @@ class EveryWayEngine(ScriptedEngine):
 
 
 class FragileWorld(PlanningEnvironment):
-    """Its forks die of the ways in ``deadly`` and answer ``garbled`` ones with nonsense; ``slow`` ways take ``pause``
-    seconds, and ``worthless`` ones earn a reward that is no number.
-    """
+    """Its forks die of the ways in ``deadly``."""
 
     deadly: frozenset[str] = frozenset()
-    garbled: frozenset[str] = frozenset()
-    worthless: frozenset[str] = frozenset()
-    slow: frozenset[str] = frozenset()
-    pause = 1.0
     copied = False
 
     async def step(self, action: Message) -> Observation:
         if self.copied and action.content in self.deadly:
             raise InfrastructureError("the server of this fork is gone")
-        if self.copied and action.content in self.garbled:
-            raise BadEnvironmentError("the answer of this fork is no JSON")
-        if self.copied and action.content in self.slow:
-            await asyncio.sleep(self.pause)
-        answer = await super().step(action)
-        worthless = self.copied and action.content in self.worthless
-        return answer.model_copy(update={"reward": math.nan}) if worthless else answer
+        return await super().step(action)
 
     async def fork(self) -> PlanningEnvironment:
         twin = await super().fork()

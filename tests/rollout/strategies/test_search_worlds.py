@@ -6,15 +6,13 @@ import asyncio
 import copy
 
 import pytest
-from search_worlds import CountedWorld, EveryWayEngine, SeededEngine, opened, report
+from search_worlds import CountedWorld, SeededEngine, opened, report
 
 from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.types import JsonObject, Message, Observation
-from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
-from openhands_rl_plugin.rollout.strategies.search import SearchBudget
 from openhands_rl_plugin.rollout.strategies.value import NoValue
 
 pytestmark = pytest.mark.contract
@@ -81,19 +79,6 @@ class Lingering(CountedWorld):
             self.closing = True
             await asyncio.sleep(self.lasts)
             self.closed = True
-
-
-async def test_seconds_that_end_while_a_fork_is_closed_leave_none_open():
-    opened_at_all = 0
-    for seconds in (0.02, 0.03, 0.05, 0.08, 0.12):
-        world = Lingering()
-        tree = await opened(world)
-        strategy = BestOfNStrategy(n=8, value=NoValue(), open_worlds=1, turn_budget=SearchBudget(seconds=seconds))
-        chosen = await strategy.decide(tree, EveryWayEngine(), world)
-        assert report(tree, chosen)["cut_by"] == "seconds"
-        assert world.left_open == 0, seconds
-        opened_at_all += len(world.opened)
-    assert opened_at_all
 
 
 @pytest.mark.parametrize("times", [1, 3])
