@@ -10,8 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypedDict, runtime_checkable
+from typing import Literal, Protocol, Self, TypedDict, runtime_checkable
 
 from pydantic import JsonValue, ValidationError
 
@@ -23,7 +22,7 @@ from openhands_rl_plugin.config.build import (
     open_storage,
     strategy_spec,
 )
-from openhands_rl_plugin.config.rl import AUTO, IN_PROCESS, RLSettings, TrainingSettings
+from openhands_rl_plugin.config.rl import AUTO, IN_PROCESS, RLSettings
 from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
@@ -32,7 +31,6 @@ from openhands_rl_plugin.core.errors import (
     boundary,
     describe,
     from_extra,
-    problems,
 )
 from openhands_rl_plugin.core.files import draft_folder
 from openhands_rl_plugin.core.messages import transcript_nodes
@@ -55,7 +53,7 @@ from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine
 from openhands_rl_plugin.models.engines.server_models import local_weights, normalised_url, served_base
-from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.generator.config import ServerConfig, server_options
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
 from openhands_rl_plugin.rollout.session import SessionRunner
@@ -64,10 +62,6 @@ from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainRep
 from openhands_rl_plugin.training.learn import learn, report_notes
 from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view import progress_bar
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
-
 
 _PREFIX = "base-"
 _DIGEST_LENGTH = 16
@@ -91,7 +85,11 @@ def snapshot(model: Savable, tokenizer: Savable, folder: Path) -> Path:
     try:
         with draft_folder(folder, f".{_PREFIX}") as partial:
             model.save_pretrained(str(partial))
-            _check_whole(model, partial)
+            if not (partial / "config.json").is_file() or not any(partial.glob("*.safetensors")):
+                raise ConfigError(
+                    f"{type(model).__name__} does not save itself as a whole model (config.json and *.safetensors): "
+                    "pass a transformers model; merge the adapter of a PEFT model first: model.merge_and_unload()"
+                )
             tokenizer.save_pretrained(str(partial))
             target = folder / f"{_PREFIX}{_digest(partial)[:_DIGEST_LENGTH]}"
             if not target.exists():
@@ -104,14 +102,6 @@ def snapshot(model: Savable, tokenizer: Savable, folder: Path) -> Path:
     return target.resolve()
 
 
-def _check_whole(model: Savable, directory: Path) -> None:
-    if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
-        raise ConfigError(
-            f"{type(model).__name__} does not save itself as a whole model (config.json and *.safetensors): pass a "
-            "transformers model; merge the adapter of a PEFT model first: model.merge_and_unload()"
-        )
-
-
 def _digest(directory: Path) -> str:
     """sha256 over the names and contents of the files."""
     digest = hashlib.sha256()
@@ -120,10 +110,6 @@ def _digest(directory: Path) -> str:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
-
-
-_MAX_BATCH = 256
-_MIN_QUEUE = 512
 
 
 class Policy:
@@ -163,20 +149,9 @@ class Policy:
         """
         with from_extra("train"):
             from openhands_rl_plugin.models.server.app import running_server
-        config = {
-            "model": model,
-            "port": 0,
-            "api_key_env": "",
-            # "auto": a processor without bfloat16 does not have to emulate it for every token.
-            "dtype": "float32" if settings.training.dtype == "float32" else "auto",
-            "max_batch": min(settings.max_workers, _MAX_BATCH),
-            "max_queue": max(settings.max_workers, _MIN_QUEUE),
-            "max_adapters": max(2, settings.serving.max_adapters),
-            "adapters": str(settings.serving.adapters_directory.resolve()),
-            "preload": False,
-        }
         with ExitStack() as opened:
-            url = opened.enter_context(running_server(ServerConfig.model_validate(config)))
+            config = ServerConfig.model_validate({"port": 0, **server_options(settings, model)})
+            url = opened.enter_context(running_server(config))
             serving = settings.serving.model_copy(update={"model": model, "api_key_env": ""})
             policy = cls(settings.model_copy(update={"serving": serving, "engine": AUTO}), url=url, weights=model)
             policy._server = opened.pop_all()
@@ -240,7 +215,10 @@ def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Polic
     if isinstance(model, str) and model.startswith(("http://", "https://")):
         if settings.engine == IN_PROCESS:
             raise ConfigError("[rl] engine: 'transformers' runs a model's directory; for a server's URL use 'openai'")
-        return Policy(settings, url=model, weights=_weights_of_endpoint(tokenizer))
+        weights = None  # a tokenizer object is of no use here and does no harm: the server has its own
+        if isinstance(tokenizer, str | Path) and (weights := local_weights(tokenizer)) is None:
+            raise ConfigError(f"tokenizer: {str(tokenizer)!r:.200} is not a model's directory (it has no config.json)")
+        return Policy(settings, url=model, weights=weights)
     if settings.engine == "openai":
         raise ConfigError("[rl] engine: 'openai' asks a server: pass its URL as the model, or leave the line out")
     if settings.engine not in (AUTO, IN_PROCESS) and isinstance(model, str | Path):
@@ -260,14 +238,6 @@ def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Polic
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"a fast tokenizer is needed (AutoTokenizer.from_pretrained), not {type(tokenizer).__name__}")
     return Policy.served_here(str(snapshot(model, tokenizer, settings.serving.adapters_directory)), settings)
-
-
-def _weights_of_endpoint(tokenizer: object) -> Path | None:
-    if not isinstance(tokenizer, str | Path):
-        return None  # the server has its own tokenizer, so an object is of no use here and does no harm
-    if (weights := local_weights(tokenizer)) is None:
-        raise ConfigError(f"tokenizer: {str(tokenizer)!r:.200} is not a model's directory (it has no config.json)")
-    return weights
 
 
 # The range of an episode's seed: far larger than the number of completions of a call, whose seeds are consecutive.
@@ -297,7 +267,11 @@ class EpisodeResult(TypedDict):
 
 def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult:
     """An episode and its score in the caller's form."""
-    conversation = [_message(trajectory, index) for index in transcript_nodes(trajectory)]
+    conversation: list[ConversationMessage] = []
+    for node in (trajectory.nodes[index] for index in transcript_nodes(trajectory)):
+        answers = node.message.role == "assistant"
+        loss = node.sampled if answers else None
+        conversation.append({"from": "gpt" if answers else "human", "value": node.message.content or "", "loss": loss})
     speakers = {"human": "Human", "gpt": "Assistant"}
     return EpisodeResult(
         conversation=conversation,
@@ -308,13 +282,6 @@ def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult
         stop=trajectory.stop.value,
         failure=f"{outcome.kind.value}: {outcome.message}" if isinstance(outcome, Failure) else None,
     )
-
-
-def _message(trajectory: Trajectory, index: int) -> ConversationMessage:
-    node = trajectory.nodes[index]
-    speaker = "gpt" if node.message.role == "assistant" else "human"
-    loss = node.sampled if speaker == "gpt" else None
-    return {"from": speaker, "value": node.message.content or "", "loss": loss}
 
 
 __all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
@@ -454,9 +421,8 @@ class RLAgent:
             "batch_size": batch_size,
             "max_grad_norm": max_grad_norm,
         }
-        settings = _overridden(
-            self.config.training, {name: value for name, value in given.items() if value is not None}
-        )
+        own = self.config.training.model_dump() | {name: value for name, value in given.items() if value is not None}
+        settings = RLSettings.model_validate({"training": own}).training
         weights = self._policy.training_weights()
         environment = env_name or self.config.env_name
         chosen = task_id_of(environment, task_id) if isinstance(task_id, int) else task_id
@@ -476,7 +442,9 @@ class RLAgent:
             dataset = self._thread.wait_for(taught)
             for warning in dataset.warnings():
                 _LOG.warning("%s", warning)
-            trainer = _trainer(weights, settings, self._policy.adapter)
+            with from_extra("train"):
+                from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
+            trainer = LocalTrainer(weights, settings, adapter=self._policy.adapter)
             with progress_bar("optimiser steps", shown=self._progress) as bar:
                 notes = report_notes(trainer, bar.print if bar.drawn else _LOG.info)
                 metrics, adapter, probe = learn(
@@ -518,9 +486,7 @@ class RLAgent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self.close()
 
     @contextmanager
@@ -590,25 +556,9 @@ class RLAgent:
                 for index in indices
             )
         except ValidationError as error:
-            lines = (f"{'.'.join(at)}: {what}" for at, what in problems(error, Task))
-            raise ConfigError("\n".join(lines)) from error
+            raise ConfigError(describe(error)) from error
 
 
 def task_id_of(environment: str, index: int) -> str:
     """``("webshop", 3)`` -> ``"webshop-3"``."""
     return f"{environment}-{index}"
-
-
-def _overridden(settings: TrainingSettings, given: Mapping[str, float]) -> TrainingSettings:
-    try:
-        return TrainingSettings.model_validate({**settings.model_dump(), **given})
-    except ValidationError as error:
-        raise ConfigError(
-            "\n".join(f"{'.'.join(at)}: {what}" for at, what in problems(error, TrainingSettings))
-        ) from error
-
-
-def _trainer(weights: str, settings: TrainingSettings, adapter: Adapter | None) -> LocalTrainer:
-    with from_extra("train"):
-        from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
-    return LocalTrainer(weights, settings, adapter=adapter)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from openhands_rl_plugin.apps.loop.reporting import report_writer
-from openhands_rl_plugin.cli.options import author, checked, open_backend
+from openhands_rl_plugin.cli.options import author, checked, open_backend, option_of
 from openhands_rl_plugin.cli.terminal import sayable, typed
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, RLError
@@ -157,11 +157,6 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "no output"
 
 
-_CACHE_BYTES = 256 * 1024**2
-_MOST_AT_ONCE = 256
-_LONGEST_QUEUE = 512
-
-
 @contextmanager
 def served_policy(settings: RLSettings, model: Path | None, directory: Path) -> Iterator[tuple[RLSettings, Path]]:
     """The settings with the server's address and base model, and the folder of its weights.
@@ -183,19 +178,10 @@ def served_policy(settings: RLSettings, model: Path | None, directory: Path) -> 
 
 def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
     """The command of the embedded server, sized for the run."""
-    sizes = {
-        "max-batch": min(settings.max_workers, _MOST_AT_ONCE),
-        "max-queue": max(settings.max_workers, _LONGEST_QUEUE),
-        "max-adapters": settings.loop.kept_versions + 1,
-        "cache-bytes": _CACHE_BYTES,
-        # "auto": a processor without bfloat16 does not emulate it token by token.
-        "dtype": "float32" if settings.training.dtype == "float32" else "auto",
-        "api-key-env": "",
-        "adapters": settings.serving.adapters_directory.resolve(),
-        "preload": "false",
-    }
-    words = ["serve", "--model", str(model), "--served-model-name", name]
-    return [*words, *(f"--{option}={size}" for option, size in sizes.items())]
+    from openhands_rl_plugin.models.generator.config import server_options
+
+    given = server_options(settings, str(model)) | {"served_model_name": name}
+    return ["serve", *(f"{option_of(option)}={value}" for option, value in given.items())]
 
 
 def loop_job(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.files import PRIVATE, file_sha256, replacing, write_file
 
@@ -59,3 +60,10 @@ def test_what_killed_processes_left_is_removed_at_the_next_start(tmp_path: Path)
     for process, _ in running:
         process.communicate("\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pauses_double_up_to_the_longest_and_vary_by_a_quarter() -> None:
+    backoff = Backoff(first=0.5, longest=10.0)
+    for failures, plain in ((1, 0.5), (2, 1.0), (5, 8.0), (6, 10.0), (10_000, 10.0)):
+        pauses = [backoff.pause(failures) for _ in range(200)]
+        assert 0.75 * plain <= min(pauses) < plain < max(pauses) <= 1.25 * plain

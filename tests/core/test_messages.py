@@ -1,14 +1,15 @@
-"""Halves of surrogate pairs, which JSON can spell, become text that can be stored."""
+"""Halves of surrogate pairs become text that can be stored; where the reasoning of an answer may stand."""
 
 from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.messages import says, to_message, whole_json, whole_text
-from openhands_rl_plugin.core.types import Message
+from openhands_rl_plugin.core.messages import has_reasoning, reasoning_of, says, to_message, whole_json, whole_text
+from openhands_rl_plugin.core.types import JsonObject, Message, Node
 
 
 @given(st.text(st.characters(exclude_categories=())))
@@ -30,3 +31,28 @@ def test_a_host_that_says_half_a_character_is_understood() -> None:
     message = to_message(wire)
     assert message.content == "half \ufffd" and message.tool_calls[0].arguments == "\ufffd"
     assert says(wire, message) and not says(wire, Message(role="assistant", content="half \ufffd"))
+
+
+THOUGHT = [{"type": "thinking", "thinking": "Hm."}]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said", "text"),
+    [
+        ({"reasoning_content": "Hm."}, "4", "Hm."),
+        ({"message": {"reasoning": "Hm."}}, "4", "Hm."),
+        ({"response": {"choices": [{"message": {"thinking_blocks": THOUGHT}}]}}, "4", "Hm."),
+        ({"message": {"content": THOUGHT}}, "4", "Hm."),
+        ({"message": {"thinking_blocks": [{"type": "redacted_thinking", "data": "x"}]}}, "4", None),
+        ({}, "<think>Hm.</think>4", None),
+    ],
+)
+def test_reasoning_is_found_wherever_it_stands(metadata: JsonObject, said: str, text: str | None) -> None:
+    node = Node(parent=None, message=Message(role="assistant", content=said), metadata=metadata)
+    assert has_reasoning(node) and reasoning_of(node) == text
+
+
+@pytest.mark.parametrize("metadata", [{}, {"reasoning_content": ""}, {"response": {"choices": []}}, {"message": "4"}])
+def test_an_answer_without_reasoning_has_none(metadata: JsonObject) -> None:
+    node = Node(parent=None, message=Message(role="assistant", content="4"), metadata=metadata)
+    assert not has_reasoning(node) and reasoning_of(node) is None

@@ -1,21 +1,85 @@
-"""Intervals against known values."""
+"""Pass@k and Best@k against the definition: the mean over all subsets of k attempts; intervals against known values."""
 
 from __future__ import annotations
+
+import math
+import random
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.statistics import Estimate, over_tasks, paired_difference, sign_greater, wilson
+from openhands_rl_plugin.core.statistics import (
+    best_at_k,
+    over_tasks,
+    paired_difference,
+    pass_at_k,
+    sign_greater,
+    wilson,
+)
+
+ATTEMPTS = st.lists(st.tuples(st.sampled_from([0.1, 0.5, 0.5000001, 0.9]), st.booleans()), min_size=1, max_size=7)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(outcomes: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(outcomes)))
+    subsets = list(combinations(outcomes, k))
+    expected = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(len(outcomes), sum(outcomes), k) == pytest.approx(expected)
+
+
+@given(ATTEMPTS, st.data())
+def test_best_at_k_is_the_mean_over_subsets_with_ties_shared(
+    attempts: list[tuple[float, bool]], data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, len(attempts)))
+    picked = []
+    for subset in combinations(attempts, k):
+        best = max(score for score, _ in subset)
+        tied = [outcome for score, outcome in subset if score == best]
+        picked.append(sum(tied) / len(tied))
+    scores, outcomes = [score for score, _ in attempts], [outcome for _, outcome in attempts]
+    assert best_at_k(scores, outcomes, k) == pytest.approx(sum(picked) / len(picked))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.data())
+def test_a_perfect_verifier_reaches_pass_at_k_and_a_blind_one_the_mean(
+    outcomes: list[bool], data: st.DataObject
+) -> None:
+    n, k = len(outcomes), data.draw(st.integers(1, len(outcomes)))
+    assert best_at_k([float(outcome) for outcome in outcomes], outcomes, k) == pytest.approx(
+        pass_at_k(n, sum(outcomes), k)
+    )
+    assert best_at_k([0.5] * n, outcomes, k) == pytest.approx(sum(outcomes) / n)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 1, 0), (3, 1, 4), (3, 4, 1), (3, -1, 1), (0, 0, 1)])
+def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=r"attempts"):
+        pass_at_k(n, c, k)
+
+
+def test_scores_that_name_no_best_attempt_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a number"):
+        best_at_k([0.1, math.nan], [1, 0], 1)
+    with pytest.raises(ValueError, match="2 scores for 1 outcomes"):
+        best_at_k([0.1, 0.2], [1], 1)
+
+
+def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
+    generator = random.Random(7)
+    covered = 0
+    for trial in range(100):
+        found = over_tasks([generator.betavariate(2, 3) for _ in range(60)], repeats=400, seed=trial)
+        covered += found.low <= 2 / 5 <= found.high
+    assert 88 <= covered <= 99
 
 
 def test_wilson_has_the_textbook_values() -> None:
     estimate = wilson(15, 50)
     assert (estimate.low, estimate.high) == pytest.approx((0.1910, 0.4375), abs=1e-4)
-
-
-def test_nothing_is_known_without_data() -> None:
-    assert wilson(0, 0) == paired_difference([], []) == over_tasks([]) == Estimate(mean=None, low=None, high=None, n=0)
 
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -31,11 +95,6 @@ def test_a_clear_improvement_excludes_zero_and_noise_does_not() -> None:
     assert better.low > 0.15
     same = paired_difference([0.0, 1.0] * 50, [1.0, 0.0] * 50)
     assert same.low < 0 < same.high
-
-
-def test_a_paired_comparison_needs_the_same_tasks() -> None:
-    with pytest.raises(ValueError, match="same ones"):
-        paired_difference([1.0], [1.0, 0.0])
 
 
 def test_the_sign_test_has_the_textbook_values() -> None:

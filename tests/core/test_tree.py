@@ -83,25 +83,6 @@ def test_a_history_that_was_rewritten_starts_anew(prompt: tuple[int, ...]):
     assert tree.context_ids(1) == (*prompt, 1)
 
 
-def test_a_turn_without_ids_does_not_break_the_chain():
-    tree = EpisodeTree()
-    tree.commit(tree.propose(completion((5,), (6,))))
-    tree.commit(tree.propose(completion(None)))
-    tree.observe(said("state"))
-    at = tree.propose(completion((5, 6, 7, 8), (9,)))
-    assert tree.nodes[at].tokens == Tokens(extends=True, prompt_ids=(7, 8), sampled_ids=(9,), logprobs=(-0.5,))
-
-
-def test_candidates_share_their_parent_s_context():
-    tree = EpisodeTree()
-    tree.commit(tree.propose(completion((5,), (6,))))
-    tree.observe(said("state"))
-    candidates = [tree.propose(completion((5, 6, 7), (sampled,))) for sampled in (8, 9)]
-    assert tree.head is not None and {tree.nodes[at].parent for at in candidates} == {tree.head}
-    assert [tree.context_ids(at) for at in candidates] == [(5, 6, 7, 8), (5, 6, 7, 9)]
-    assert frozen(tree).leaves() == tuple(candidates)
-
-
 def test_rewards_belong_to_the_action_that_caused_them():
     tree = EpisodeTree()
     tree.observe(said("state 0", reward=9.0))
@@ -134,55 +115,6 @@ def test_only_the_acted_path_counts():
     assert trajectory.usage.calls == 2, "candidates that were not chosen cost something too"
 
 
-def test_what_was_not_sampled_cannot_be_an_action():
-    tree = EpisodeTree()
-    with pytest.raises(ValueError, match="no action is committed"):
-        _ = tree.action
-    tree.observe(said("state"))
-    with pytest.raises(ValueError, match="was not sampled"):
-        tree.commit(0)
-    with pytest.raises(ValueError, match="no action is committed"):
-        _ = tree.action
-
-
-def test_the_policy_is_the_one_that_really_sampled():
-    tree = EpisodeTree()
-    assert frozen(tree).policy == PolicyRef(base_model="m")
-    tree.propose(completion((1,)))
-    assert frozen(tree).policy == POLICY
-
-
-def test_what_is_frozen_does_not_change_any_more():
-    tree = EpisodeTree()
-    tree.commit(tree.propose(completion((1,))))
-    trajectory = frozen(tree)
-    tree.observe(said("later", 1.0))
-    assert (len(trajectory.nodes), trajectory.nodes[0].reward) == (1, None)
-
-
-def test_a_thawed_tree_grows_like_the_one_that_was_frozen():
-    tree = EpisodeTree()
-    tree.observe(said("state 0"))
-    tree.commit(tree.propose(completion((5, 6), (7,))))
-    tree.nodes[1].metadata["notes"] = {"seen": [1]}
-    trajectory = frozen(tree)
-    thawed = EpisodeTree.thaw(trajectory)
-    thawed.nodes[1].metadata["notes"]["seen"].append(2)  # type: ignore[index, union-attr]
-    assert trajectory.nodes[1].metadata == {"notes": {"seen": [1]}}, "what is frozen does not change any more"
-    thawed.nodes[1].metadata["notes"] = {"seen": [1]}
-    for grown in (tree, thawed):
-        grown.observe(said("state 1", 0.5))
-        grown.commit(grown.propose(completion((5, 6, 7, 8), (9,))))
-    assert frozen(thawed) == frozen(tree)
-    assert thawed.nodes[3].tokens == Tokens(extends=True, prompt_ids=(8,), sampled_ids=(9,), logprobs=(-0.5,))
-
-
-@pytest.mark.parametrize("stop", [StopReason.TERMINATED, StopReason.TRUNCATED, StopReason.MAX_TURNS])
-def test_a_thawed_tree_knows_whether_it_has_ended(stop: StopReason):
-    thawed = EpisodeTree.thaw(frozen(EpisodeTree()).model_copy(update={"stop": stop}))
-    assert (thawed.terminated, thawed.truncated) == (stop is StopReason.TERMINATED, stop is StopReason.TRUNCATED)
-
-
 def test_the_usage_of_an_unfinished_episode_is_counted_from_its_nodes():
     tree = EpisodeTree()
     tree.observe(said("state 0"))
@@ -198,20 +130,6 @@ def test_the_usage_of_an_unfinished_episode_is_counted_from_its_nodes():
 
 
 IDS = st.lists(st.integers(0, 3), max_size=4).map(tuple)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.booleans(), IDS, IDS), min_size=1, max_size=8))
-def test_prompts_come_back_on_one_path(turns: list[tuple[bool, tuple[int, ...], tuple[int, ...]]]):
-    """With few different ids, prompts that extend by chance are frequent; they too must come back equal."""
-    tree, prompts, context = EpisodeTree(), {}, ()
-    for extends, new, sampled in turns:
-        prompt = context + new if extends else new
-        at = tree.propose(completion(prompt, sampled))
-        tree.commit(at)
-        prompts[at], context = prompt, prompt + sampled
-    trajectory = Trajectory.model_validate_json(frozen(tree).model_dump_json())
-    assert {at: rebuilt_prompt(trajectory, at) for at in prompts} == prompts
 
 
 @settings(deadline=None)

@@ -70,23 +70,21 @@ def test_logprobs_are_one_for_each_id_or_none() -> None:
 
 
 class Odd:
-    """A user's reward; ``late``: it changes a score that was right."""
+    """A user's reward, which changes a score that was right."""
 
     version = "odd-1"
 
-    def __init__(self, number: float, late: bool) -> None:
-        self._number, self._late = number, late
+    def __init__(self, number: float) -> None:
+        self._number = number
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        number = 0.5 if self._late else self._number
-        score = Score(trajectory_id=trajectory.id, reward=number, reward_version=self.version)
+        score = Score(trajectory_id=trajectory.id, reward=0.5, reward_version=self.version)
         return score.model_copy(update={"reward": self._number})
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("odd", [math.nan, 1e300])
-async def test_a_rewards_odd_number_names_the_episode_and_the_reward(odd: float, late: bool) -> None:
-    reward: Reward = Odd(odd, late)
+async def test_a_rewards_odd_number_names_the_episode_and_the_reward(odd: float) -> None:
+    reward: Reward = Odd(odd)
     failure = await judge(reward, example_trajectory(0))
     assert isinstance(failure, Failure)
     assert f"episode {example_trajectory(0).id}: reward odd-1: Score.reward: " in failure.message

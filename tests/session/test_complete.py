@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.concurrency import MAX_COMPLETIONS_IN_FLIGHT, back
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.core.records import MISSING, CommandEvidence, TrajectoryFilter, WorkspaceCommand
+from openhands_rl_plugin.core.records import CommandEvidence, TrajectoryFilter, WorkspaceCommand
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, SamplingParams, StrategySpec, Task
 from openhands_rl_plugin.models.engines.client import LOGPROBS, SAMPLING, TOKEN_IDS, HttpUpstream, server_error
@@ -90,27 +90,6 @@ def test_the_next_prompt_shows_what_the_host_made_of_the_answer(server: Scripted
     assert [*one.tokens.prompt_ids, *one.tokens.sampled_ids, *two.tokens.prompt_ids] == prompt_ids(longer)
     assert (two.metadata["malformed"], two.reward) == ("no call", None) and "history_rewritten" not in three.metadata
     assert three.parent is not None and session.tree.nodes[three.parent].parent == two.parent
-
-
-@pytest.mark.parametrize("status", [400, 403, 422])
-def test_a_strict_server_gets_the_request_again_without_what_it_refuses(server: ScriptedModel, status: int) -> None:
-    name = f"strict-{status}"
-    server.policies[name] = lambda body: refusal(status, "no return_token_ids") if TOKEN_IDS in body else says("Hello.")
-    for _ in range(2):
-        session = session_of(server)
-        ask(session, name)
-    assert [TOKEN_IDS in body for body in server.requests[name]] == [True, False, False], "known to other sessions"
-    why = f"the model server refuses return_token_ids with status {status}"
-    assert session.tree.nodes[-1].metadata[MISSING] == {"token_ids": why}
-
-
-def test_what_the_host_itself_asked_for_is_kept(server: ScriptedModel) -> None:
-    server.script("frugal", [says("Hello.")])
-    session = session_of(server)
-    ask(session, "frugal", **{TOKEN_IDS: False, LOGPROBS: False, "top_k": 5})
-    (request,) = server.requests["frugal"]
-    assert (request[TOKEN_IDS], request[LOGPROBS], request["top_k"], request["min_p"]) == (False, False, 5, 0.0)
-    assert session.tree.nodes[-1].tokens is None and MISSING not in session.tree.nodes[-1].metadata
 
 
 def test_failed_requests_come_again_with_the_same_seed(server: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from aiohttp import web
 from gateway_world import SYSTEM, TOOL, Body, Model, prompt_ids, sampled_ids, serving, stored, until, user, world
 from tiny_model import write_adapter, write_model
 
-from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.types import SIDE, TURN, StopReason, Trajectory, kind_of
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
@@ -218,20 +217,3 @@ async def test_real_server_with_adapters(policy: tuple[Path, AdapterStore], tmp_
         assert found["base"].policy.served_name == "tiny"
         for node in (node for trajectory in found.values() for node in trajectory.nodes if node.sampled):
             assert node.tokens is not None and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) > 0
-
-
-async def test_a_store_that_cannot_be_written_is_said_at_the_start(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError):
-        async with world(tmp_path / "file"):
-            pass
-
-
-async def test_a_store_that_is_taken_away_is_said(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        await gateway.say(user("A title?"))
-        await gateway.say(SYSTEM, user("one"), tools=[TOOL])
-        for file in tmp_path.iterdir():
-            file.unlink()
-        ended = await gateway.end()
-        assert ended.status_code == 503 and "was deleted while it was in use" in ended.text

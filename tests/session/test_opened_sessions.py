@@ -138,11 +138,3 @@ async def test_the_next_prompt_shows_what_the_client_made_of_an_answer(tmp_path:
     assert malformed.metadata["malformed"] and malformed.reward is None and executed.reward == left.reward == 0.0
     assert summary.metadata["kind"] == SIDE and summary.reward is None
     assert last.metadata["history_rewritten"] and "malformed" not in executed.metadata
-
-
-async def test_white_space_fills_the_time_of_a_decision(tmp_path: Path) -> None:
-    async with world(tmp_path, judged(), keep_alive=0.001) as gateway:
-        await opened(gateway, strategy=BEST)
-        answer, stream = await gateway.ask(user("one")), await gateway.ask(user("one"), stream=True)
-    assert stream.text.endswith('"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n')
-    assert answer.content.startswith(b" ") and answer.json()["choices"][0]["message"]["content"] == "good 1"

@@ -1,4 +1,4 @@
-"""What a session's calls become in the store."""
+"""What the calls of a session become in the store, also where the client condenses its history."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from gateway_world import SYSTEM, TOOL, Model, prompt_ids, sampled_ids, stored, user, world
+from gateway_world import SYSTEM, TOOL, Model, prompt_ids, sampled_ids, stored, streamed, user, world
+from wire_shapes import AGAIN, MESSAGES, REFUSED, STREAMS
 
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
-from openhands_rl_plugin.core.types import PolicyRef, SamplingParams, StopReason, Trajectory
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, reasoning_of
+from openhands_rl_plugin.core.types import (
+    CONDENSATION,
+    SIDE,
+    TURN,
+    PolicyRef,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+    kind_of,
+)
 from openhands_rl_plugin.training.data.batch import is_sampled_off_policy, samples_of
+from openhands_rl_plugin.trajectories.view import Cause, breaks_of
 
 pytestmark = pytest.mark.contract
 
@@ -56,17 +67,6 @@ async def test_turns_that_go_on_are_one_path_of_deltas(tmp_path: Path):
     assert trajectory.stop is StopReason.TERMINATED and trajectory.evidence == {"ended_by": "client"}
 
 
-async def test_a_recorded_session_can_be_trained_on(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        history = [user("one")]
-        for text in ("two", "three"):
-            history = [*history, await gateway.say(*history), user(text)]
-        last = await gateway.say(*history)
-    (sample,) = samples_of(await gateway.only())
-    assert list(sample.input_ids) == prompt_ids(history) + sampled_ids(last)
-    assert sum(sample.mask) == sum(len(sampled_ids(each)) for each in [*history, last] if each["role"] == "assistant")
-
-
 async def test_several_answers_are_siblings_and_the_conversation_goes_on_below_the_chosen_one(tmp_path: Path):
     async with world(tmp_path) as gateway:
         answers = (await gateway.ask(user("one"), n=3)).json()["choices"]
@@ -90,51 +90,6 @@ async def test_branches_side_by_side_keep_their_token_ids(tmp_path: Path):
     async with world(tmp_path) as gateway:
         await asyncio.gather(*map(branch, range(20)))
     assert [node.sampled for node in (await gateway.only()).nodes if node.tokens] == [True] * 100
-
-
-async def test_a_condensed_history_is_a_branch_with_a_segment_of_its_own(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        answer = await gateway.say(SYSTEM, user("one"))
-        summary = await gateway.say(user("sum up: one"))
-        await gateway.say(SYSTEM, user(f"so far: {summary['content']}"))
-        await gateway.say(SYSTEM, user("one"), answer, user("two"))
-    trajectory = await gateway.only()
-    texts = [[message.content for message in trajectory.messages(leaf)] for leaf in trajectory.leaves()]
-    assert texts == [
-        ["sum up: one", "answer 2"],
-        ["be brief", "so far: answer 2", "answer 3"],
-        ["be brief", "one", "answer 1", "two", "answer 4"],
-    ]
-    for leaf in trajectory.leaves():
-        assert ids_along(trajectory, leaf)
-    rewritten = [node.metadata.get("history_rewritten", False) for node in trajectory.nodes if node.sampled]
-    assert rewritten == [False, True, True, True]
-
-
-async def test_an_answer_repeated_in_another_form_is_still_the_sampled_one(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        answer = await gateway.say(user("one"), tools=[TOOL])
-        call = answer["tool_calls"][0]
-        respelled = {**call, "function": {**call["function"], "arguments": '{"command":"echo 1"}'}}
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "1"}
-        await gateway.say(user("one"), {**answer, "tool_calls": [respelled]}, result, tools=[TOOL])
-        assert (await gateway.end()).status_code == 200
-    trajectory = await gateway.only()
-    assert len(trajectory.nodes) == 4
-    noted = trajectory.nodes[1].metadata["replayed_as"]
-    assert isinstance(noted, dict) and '{\\"command\\":\\"echo 1\\"}' in json.dumps(noted)
-    second = trajectory.nodes[3].tokens
-    assert second is not None and not second.extends
-    assert trajectory.nodes[1].tokens is not None
-
-
-async def test_a_message_that_the_model_never_said_is_not_taken_for_its_answer(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        await gateway.say(user("one"))
-        await gateway.say(user("one"), {"role": "assistant", "content": "my own words"}, user("two"))
-    trajectory = await gateway.only()
-    assert [node.sampled for node in trajectory.nodes] == [False, True, False, False, True]
-    assert [message.content for message in trajectory.messages()] == ["one", "my own words", "two", "answer 2"]
 
 
 async def test_what_the_server_says_beside_the_message_is_kept(tmp_path: Path):
@@ -212,24 +167,6 @@ async def test_text_that_looks_like_ids_stays_text(tmp_path: Path):
     assert {node.message.content for node in (await gateway.only()).nodes} == {"one", trap}
 
 
-async def test_ids_in_places_that_nobody_knows_are_passed_on_and_the_others_recorded(tmp_path: Path):
-    async def odd(request: web.Request, body: dict[str, Any]) -> web.Response:
-        answer = model.completion(body)
-        answer["usage"]["token_ids"] = [7, 8]
-        answer["provider_specific_fields"] = {"prompt_token_ids": answer["prompt_token_ids"], "speed": 3}
-        return web.json_response(answer)
-
-    model = Model(behave=odd)
-    async with world(tmp_path, model) as gateway:
-        response = (await gateway.ask(user("one"))).json()
-    assert response["usage"]["token_ids"] == [7, 8]
-    trajectory = await gateway.only()
-    assert ids_along(trajectory) == prompt_ids([user("one")]) + sampled_ids(response["choices"][0]["message"])
-    told = trajectory.nodes[1].metadata["response"]
-    assert isinstance(told, dict) and told["provider_specific_fields"] == {"speed": 3}
-    assert isinstance(told["usage"], dict) and told["usage"]["token_ids"] == [7, 8]
-
-
 async def test_session_ends_with_a_reward(tmp_path: Path):
     async with world(tmp_path) as gateway:
         await gateway.say(user("one"), session="a")
@@ -286,16 +223,137 @@ async def test_the_servers_own_defaults_are_left_to_it_where_the_user_says_so(tm
     assert (await gateway.only()).nodes[1].sampling == SamplingParams(top_p=0.5)
 
 
-async def test_a_server_that_knows_no_top_k_is_asked_again_without(tmp_path: Path):
-    async def plain(request: web.Request, body: dict[str, Any]) -> web.Response | None:
-        said = {"error": {"message": "Unrecognized request argument supplied: top_k"}}
-        return web.json_response(said, status=400) if "top_k" in body else None
+SUMMARY = "The files were looked at and the first test passes."
 
-    async with world(tmp_path, Model(behave=plain)) as gateway:
-        await gateway.say(user("one"))
-        await gateway.say(user("one"), {"role": "assistant", "content": "answer 1"}, user("two"))
-        refused = await gateway.ask(user("three"), top_k=4)
-    assert ["top_k" in body for body in gateway.model.bodies] == [True, False, False, True, True]
-    assert refused.status_code == 400, "what a client asks for is its own to be refused"
-    first = next((await gateway.only()).sampled())
-    assert first.sampling == SamplingParams() and first.tokens is not None
+
+def trained(trajectory: Trajectory) -> str:
+    """The text of all trained tokens: the model's tokens are bytes."""
+    ids = [
+        token
+        for sample in samples_of(trajectory)
+        for token, on in zip(sample.input_ids, sample.mask, strict=True)
+        if on
+    ]
+    return bytes(ids).decode()
+
+
+async def summing_up(request: web.Request, body: dict) -> web.StreamResponse | None:
+    _, found, number = body["messages"][-1]["content"].partition("sum up: ")
+    if not found:
+        return None
+    said = f"{SUMMARY} {number}"
+    answer = Model().completion({**body, "tools": None})
+    answer["choices"][0]["message"] = {"role": "assistant", "content": said}
+    answer["choices"][0]["token_ids"] = list(f"{said}</>".encode())
+    answer["choices"][0]["logprobs"] = {
+        "content": [{"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(said + "</>")
+    }
+    return web.json_response(answer)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], None], ids=["tools", "text"])
+async def test_every_turn_of_a_condensed_session_is_trained_and_no_summary(tmp_path: Path, tools: list | None) -> None:
+    async with world(tmp_path, Model(behave=summing_up)) as gateway:
+        asked = {"tools": tools} if tools else {}
+        history, turns = [SYSTEM, user("mend it")], []
+        for number in range(6):
+            answer = await gateway.say(*history, **asked)
+            turns.append(answer["content"])
+            calls = answer.get("tool_calls")
+            result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": f"done {number}"} if calls else None
+            history += [answer, result or user(f"done {number}")]
+            if number in (2, 4):
+                summary = await gateway.say(user(f"sum up: {len(history)}"))
+                history = [SYSTEM, user("mend it"), user(f"So far: {summary['content']}"), *history[-2:]]
+        assert (await gateway.end()).status_code == 200
+    (episode,) = [each for each in await gateway.stored() if each.task.id == "s"]
+    text = trained(episode)
+    assert [turn for turn in turns if turn and turn in text] == turns and SUMMARY not in text
+    assert len(episode.acted()) == 6 and len(episode.ends()) == 3
+    kinds = [
+        kind_of(node) for node in episode.nodes if node.sampled and (node.message.content or "").startswith(SUMMARY)
+    ]
+    assert kinds == [CONDENSATION] * 2
+    assert len([each for each in breaks_of(episode) if each.cause in (Cause.CONDENSED, Cause.REWRITTEN)]) >= 2
+
+
+@pytest.mark.parametrize("kind", ["recorded", "searched"])
+async def test_a_title_that_was_asked_for_before_the_first_tools_is_no_turn(tmp_path: Path, kind: str) -> None:
+    async with world(tmp_path) as gateway:
+        if kind == "searched":
+            await gateway.http.post("/session", json={"session": "s", "task": "mend it"})
+        title = await gateway.say(user("A title for `mend it`?"), model="small")
+        topic = await gateway.say(SYSTEM, user("A topic for `mend it`?"), model="small")
+        mine = {"role": "system", "content": "You mend code."}
+        first = await gateway.say(mine, user("mend it"), tools=[TOOL])
+        result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "1"}
+        last = await gateway.say(mine, user("mend it"), first, result, tools=[TOOL])
+        assert (await gateway.end()).status_code == 200
+    (episode,) = [each for each in await gateway.stored() if each.task.id == "s"]
+    kinds = {node.message.content: kind_of(node) for node in episode.nodes if node.sampled}
+    turns = [first["content"], last["content"]]
+    assert kinds == {title["content"]: SIDE, topic["content"]: SIDE, **dict.fromkeys(turns, TURN)}
+    assert title["content"] not in trained(episode) and topic["content"] not in trained(episode)
+    assert (episode.task.instruction, episode.policy.base_model, episode.tools) == ("mend it", "policy", (TOOL,))
+    assert not any(node.metadata.get("history_rewritten") for node in episode.sampled())
+    assert [node.message.content for node in episode.sampled()] == turns
+    assert [node.metadata.get("tools") for node in episode.nodes if node.sampled] == [[], [], None, None]
+
+
+async def test_only_the_choice_that_the_client_used_was_acted_on(tmp_path: Path) -> None:
+    async with world(tmp_path) as gateway:
+        body = (await gateway.ask(SYSTEM, user("one"), n=3)).json()
+        second = body["choices"][1]["message"]
+        await gateway.say(SYSTEM, user("one"), second, user("two"))
+        await gateway.say(SYSTEM, user("so far: one and two"))
+        assert (await gateway.end()).status_code == 200
+    episode = await gateway.only()
+    assert [node.message.content for node in episode.sampled()] == ["answer 2", "answer 4", "answer 5"]
+
+
+def answer(name: str, given: Any) -> dict[str, Any]:
+    choice = {"index": 0, name: given, "finish_reason": None if name == "delta" and given else "stop"}
+    return {"id": "c1", "model": "m", "error": None, "choices": [choice], "usage": None}
+
+
+async def test_answers_streams_and_the_histories_that_repeat_them(tmp_path: Path) -> None:
+    meant = {f"whole {name}": each for name, each in MESSAGES.items()}
+    meant |= {f"stream {name}": each for name, each in STREAMS.items()}
+    asked = [given for given, _, _ in meant.values() for _ in range(2)]
+
+    async def behave(request: web.Request, body: Any) -> web.StreamResponse:
+        given = asked.pop(0)
+        if isinstance(given, list):
+            return await streamed(request, [answer("delta", delta) for delta in (*given, None)])
+        return web.json_response(answer("message", {"role": "assistant", **given}))
+
+    async with world(tmp_path, Model(behave=behave)) as gateway:
+        for name, (given, _, _) in meant.items():
+            stream = isinstance(given, list)
+            repeated = {"content": "Hi"} if stream else given
+            await gateway.ask(user("one"), session=name, stream=stream)
+            await gateway.ask(user("one"), {"role": "assistant", **repeated}, user("two"), session=name, stream=stream)
+            await gateway.end(session=name)
+    stored = await gateway.stored()
+    assert {trajectory.task.id for trajectory in stored} == set(meant)
+    for trajectory in stored:
+        given, said, reasoning = meant[trajectory.task.id]
+        first, last = trajectory.nodes[1], trajectory.nodes[-1]
+        assert (first.message, reasoning_of(first), last.message) == (said, reasoning, said), trajectory.task.id
+        assert isinstance(given, list) or [node.sampled for node in trajectory.nodes] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_in_a_200_has_the_status_of_its_code(tmp_path: Path, stream: bool) -> None:
+    left = [*AGAIN, *REFUSED]
+
+    async def behave(request: web.Request, body: Any) -> web.StreamResponse:
+        error = left.pop(0)
+        return await streamed(request, [error]) if stream else web.json_response(error)
+
+    async with world(tmp_path, Model(behave=behave)) as gateway:
+        for body in (*AGAIN, *REFUSED):
+            reply = await gateway.ask(user("one"), stream=stream)
+            assert (reply.status_code >= 429) is (body in AGAIN) and reply.status_code >= 400, body
+            assert reply.json() == body
+    assert await gateway.stored() == []

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
-from gateway_world import Body, Model, World, chunks_of, prompt_ids, sampled_ids, streamed, until, user, world
+from gateway_world import Body, Model, World, chunks_of, prompt_ids, sampled_ids, streamed, user, world
 from protocol_wire import message, message_events, response, response_events, text_item
 
 from openhands_rl_plugin import cli
@@ -139,14 +139,6 @@ async def test_of_a_chat_the_client_gets_what_it_asked_for(tmp_path: Path):
         assert node.metadata["response"]["usage"]["prompt_tokens"] == len(prompt_ids([user("one")]))  # pyright: ignore
 
 
-async def test_several_choices_in_one_stream(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        assert (await read(gateway, PATHS[0], n=3)).text.endswith("data: [DONE]\n\n")
-    answers = [node for node in (await gateway.only()).nodes if node.sampled]
-    assert [node.message.content for node in answers] == ["answer 1", "answer 2", "answer 3"]
-    assert all(node.tokens and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) for node in answers)
-
-
 async def test_a_stream_that_leaves_ids_out_says_so(tmp_path: Path):
     """As servers do that hold back the text of a tool call."""
 
@@ -266,27 +258,6 @@ async def test_a_client_that_leaves_in_the_middle_loses_nothing(tmp_path: Path, 
     assert len(gateway.model.bodies) == 1
     assert text_in(got) == TEXT
     assert [node.sampled for node in (await gateway.only()).nodes] == [False, True]
-
-
-async def test_the_same_body_in_another_protocol_is_no_retry(tmp_path: Path):
-    release = asyncio.Event()
-
-    async def behave(request: web.Request, body: Body) -> web.StreamResponse:
-        await release.wait()
-        return await streamed(request, events_of(path_of(request), body, model))
-
-    model = Model(behave=behave)
-    body = {"model": "policy", "max_tokens": 9, "stream": True, "messages": [user("one")]}
-    async with world(tmp_path, model) as gateway:
-        headers = {"x-stainless-retry-count": "1"}
-        calls = [
-            asyncio.create_task(gateway.http.post(f"/session/s/v1/{path}", json=body, headers=headers))
-            for path in PATHS[:2]
-        ]
-        await until(lambda: len(model.bodies) == 2)
-        release.set()
-        chat, said = [(await call).text for call in calls]
-    assert "[DONE]" in chat and "message_stop" in said and text_in(chat) == text_in(said) == TEXT
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
-from gateway_world import Body, Model, prompt_ids, sampled_ids, world
+from gateway_world import world
+from scripted_model import call, prompt_ids, says, serve
 from uv_program import uv_program
 
 pytestmark = pytest.mark.contract
@@ -70,46 +70,6 @@ async def run(command: Sequence[str], home: Path | None = None) -> tuple[int | N
     return process.returncode, said.decode(), told.decode()
 
 
-class Policy:
-    """Runs a command, looks at the file that it wrote, and finishes."""
-
-    def __init__(self, workspace: Path) -> None:
-        self._calls = [
-            ("terminal", {"command": f"echo '{NOTE}' > note.txt"}),
-            # A list as text, which the SDK repairs.
-            ("file_editor", {"command": "view", "path": str(workspace / "note.txt"), "view_range": "[1, 1]"}),
-            ("finish", {"message": "The note is written."}),
-        ]
-        self.said: list[Body] = []
-
-    async def __call__(self, request: web.Request, body: Body) -> web.Response:
-        name, arguments = self._calls[len(self.said)]
-        call = {"name": name, "arguments": json.dumps(arguments)}
-        message: Body = {
-            "role": "assistant",
-            "content": f"Step {len(self.said)}.",
-            "tool_calls": [{"id": f"call_{len(self.said)}", "type": "function", "function": call}],
-        }
-        self.said.append(message)
-        return web.json_response(completion(body, message))
-
-
-def completion(body: Body, message: Body) -> Body:
-    ids = sampled_ids(message)
-    entry = {"token": "x", "logprob": -0.25, "bytes": None, "top_logprobs": []}
-    choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "token_ids": ids}
-    usage = {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)}
-    return {
-        "id": "chatcmpl-1",
-        "object": "chat.completion",
-        "created": 1,
-        "model": body["model"],
-        "choices": [{**choice, "logprobs": {"content": [entry for _ in ids]}}],
-        "usage": usage,
-        "prompt_token_ids": prompt_ids(body["messages"]),
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("which", ["own", "newest"])
@@ -118,15 +78,22 @@ async def test_a_conversation_of_the_sdk_is_recorded(tmp_path: Path, which: str)
     home, workspace = tmp_path / "home", tmp_path / "workspace"
     home.mkdir()
     workspace.mkdir()
-    policy = Policy(workspace)
-    async with world(tmp_path / "store", Model(behave=policy), restore_calls=True) as gateway:
-        status, said, told = await run([*python, str(SCRIPT), f"{gateway.url}/v1", str(workspace)], home)
-        assert status == 0, told[-2000:]
-        health = (await gateway.http.get("/health")).json()
-    report: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
-    assert report["status"] == "finished" and len(policy.said) == 3
-    assert (workspace / "note.txt").read_text().strip() == NOTE
-    requests = gateway.model.bodies
+    # A list as text, which the SDK repairs.
+    view = {"command": "view", "path": str(workspace / "note.txt"), "view_range": "[1, 1]"}
+    answers = [
+        says("I write.", call("terminal", {"command": f"echo '{NOTE}' > note.txt"}, "call-1")),
+        says("I look.", call("file_editor", view, "call-2")),
+        says("Done.", call("finish", {"message": "The note is written."}, "call-3")),
+    ]
+    with serve() as server:
+        server.script("policy", answers)
+        async with world(tmp_path / "store", upstream=server.url, restore_calls=True) as gateway:
+            status, out, err = await run([*python, str(SCRIPT), f"{gateway.url}/v1", str(workspace)], home)
+            assert status == 0, err[-2000:]
+            health = (await gateway.http.get("/health")).json()
+        requests = server.requests["policy"]
+    report: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    assert report["status"] == "finished" and (workspace / "note.txt").read_text().strip() == NOTE
     assert all(request["return_token_ids"] is True and request["logprobs"] is True for request in requests)
 
     trajectory = await gateway.only()
@@ -138,18 +105,16 @@ async def test_a_conversation_of_the_sdk_is_recorded(tmp_path: Path, which: str)
         assert trajectory.task.id.startswith("opening-") and health["named_by"] == {"opening": 3}
     sampled = list(trajectory.sampled())
     assert len(sampled) == sum(node.sampled for node in trajectory.nodes) == 3
-    assert [node.message.tool_calls[0].name for node in sampled] == ["terminal", "file_editor", "finish"]
-    offered = [str(tool["function"]) for tool in trajectory.tools]
-    assert all(any(f"'name': '{name}'" in tool for tool in offered) for name in ("terminal", "file_editor", "finish"))
+    names = [node.message.tool_calls[0].name for node in sampled]
+    assert names == ["terminal", "file_editor", "finish"] and all(name in str(trajectory.tools) for name in names)
     results = [message.content or "" for message in trajectory.messages() if message.role == "tool"]
     assert len(results) == 2 and NOTE in results[1]
 
-    # What was recorded is what the server said, and every prompt begins with all that came before.
+    # Every prompt begins with all that came before, as it was sampled.
     assert [node.tokens.extends for node in sampled if node.tokens] == [False, True, True]
     ids: list[int] = []
-    for node, request, message in zip(sampled, requests, policy.said, strict=True):
+    for node, request in zip(sampled, requests, strict=True):
         assert node.tokens is not None and len(node.tokens.logprobs) == len(node.tokens.sampled_ids)
         ids += node.tokens.prompt_ids
         assert ids == prompt_ids(request["messages"])
-        assert list(node.tokens.sampled_ids) == sampled_ids(message)
         ids += node.tokens.sampled_ids

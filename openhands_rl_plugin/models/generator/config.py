@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.config.rl import RLSettings
 
 GIB = 1024**3
 DEFAULT_ADAPTERS = "~/.openhands/rl_adapters"
@@ -151,3 +154,22 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigError(f"{folder}: there is no such folder; {_FOLDER}")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: there is no config.json in it, so no model; {_FOLDER}")
+
+
+_MOST_AT_ONCE, _LONGEST_QUEUE, _CACHE_BYTES = 256, 512, 256 * 1024**2
+
+
+def server_options(settings: RLSettings, model: str) -> dict[str, Any]:
+    """Fields of ``ServerConfig`` for the embedded server of a run, which is sized for the run and asked by it alone."""
+    return {
+        "model": model,
+        "api_key_env": "",
+        # "auto": a processor without bfloat16 does not emulate it token by token.
+        "dtype": "float32" if settings.training.dtype == "float32" else "auto",
+        "max_batch": min(settings.max_workers, _MOST_AT_ONCE),
+        "max_queue": max(settings.max_workers, _LONGEST_QUEUE),
+        "max_adapters": max(settings.loop.kept_versions + 1, settings.serving.max_adapters),
+        "cache_bytes": _CACHE_BYTES,
+        "adapters": str(settings.serving.adapters_directory.resolve()),
+        "preload": False,
+    }

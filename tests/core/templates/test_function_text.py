@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.templates.function_text import (
-    STRING,
-    Types,
     calls_in_text,
-    parameters_of,
-    read_value,
     render_call,
     without_calls,
-    write_value,
 )
 from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
@@ -66,14 +60,9 @@ def exact(arguments: str) -> str:
     return json.dumps(json.loads(arguments))
 
 
-@pytest.mark.parametrize("arguments", ['{"x": NaN}', '{"x": [-Infinity]}', '{"x": 1e999}'])
-def test_numbers_that_json_does_not_have_are_refused(arguments: str) -> None:
-    with pytest.raises(RenderError, match="are not JSON"):
-        render_call(ToolCall(name="f", arguments=arguments))
-
-
-@given(st.dictionaries(texts, st.tuples(values, schemas), max_size=4), texts, texts)
-def test_any_call_comes_back_as_it_was(given_: dict[str, tuple[object, JsonObject]], before: str, after: str) -> None:
+@settings(max_examples=50)
+@given(st.dictionaries(texts, st.tuples(values, schemas), max_size=4))
+def test_any_call_comes_back_as_it_was(given_: dict[str, tuple[object, JsonObject]]) -> None:
     arguments = json.dumps({name: value for name, (value, _) in given_.items()})
     call = ToolCall(name="f", arguments=arguments)
     for tools in ((), (tool({name: schema for name, (_, schema) in given_.items()}),)):
@@ -81,16 +70,6 @@ def test_any_call_comes_back_as_it_was(given_: dict[str, tuple[object, JsonObjec
         (read,) = calls_in_text(text, tools)
         assert read.name == "f" and exact(read.arguments) == exact(arguments)
         text.encode()
-
-
-def types(schema: JsonObject) -> Types:
-    return parameters_of(tool({"value": schema}))["value"]
-
-
-@given(values, schemas)
-def test_any_value_comes_back_as_it_was(value: object, schema: JsonObject) -> None:
-    for known in (types(schema), STRING):
-        assert json.dumps(read_value(write_value(value, known), known)) == json.dumps(value)
 
 
 @given(st.lists(st.dictionaries(st.text("ab", min_size=1), texts, max_size=3), min_size=1, max_size=4), st.text())
@@ -111,19 +90,12 @@ def write_as_sdk(wire: JsonObject) -> str:
     return convert_tool_call_to_string(wire)
 
 
-def test_the_text_is_the_one_that_the_sdk_writes() -> None:
-    schema: JsonObject = {"insert_line": {"type": "integer"}, "view_range": {"type": "array"}}
-    arguments = {"path": "/a.py", "insert_line": 3, "view_range": [1, 2], "file_text": "  a\n\nb\n"}
-    call = ToolCall(id="c", name="f", arguments=json.dumps(arguments))
-    wire = {"id": "c", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-    assert render_call(call, tool(schema)) == write_as_sdk(wire)
-
-
 plain_texts = st.text().filter(
     lambda text: not any(mark in text for mark in ("</", "<parameter", "<function", "<json>"))
 )
 
 
+@settings(max_examples=50)
 @given(plain_texts, plain_texts)
 def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> None:
     arguments = json.dumps({"a": one, "n": 5, "b": other, "l": [1, None]})
@@ -135,23 +107,13 @@ def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> No
     assert exact(by_sdk.arguments) == exact(arguments)
 
 
-def test_what_is_not_plain_is_written_as_json() -> None:
-    integer, number = types({"type": "integer"}), types({"type": "number"})
-    assert write_value("a</parameter>", STRING) == '<json>"a\\u003c/parameter>"</json>'
-    assert write_value(5, STRING) == "<json>5</json>" and write_value(5, integer) == "5"
-    assert write_value("5", integer) == '<json>"5"</json>'
-    assert write_value("\ud800", STRING) == '<json>"\\ud800"</json>'
-    assert math.isnan(float(str(read_value(write_value(math.nan, number), number))))
-    text = render_call(ToolCall(name="f", arguments='{"a>b": "<x>"}'))
-    assert text == '<function=f>\n{"a>b": "\\u003cx>"}\n</function>'
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "reason"),
     [
         ("f", "{broken", "not JSON"),
         ("f", "[1]", "no JSON object"),
         ("f", "[" * 100_000, "not JSON"),
+        *(("f", text, "are not JSON") for text in ('{"x": NaN}', '{"x": [-Infinity]}', '{"x": 1e999}')),
         ("f>", "{}", "cannot stand"),
         ("", "{}", "cannot stand"),
         (" f", "{}", "cannot stand"),

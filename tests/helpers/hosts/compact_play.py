@@ -60,9 +60,7 @@ def before_the_task(request: Mapping[str, Any], task: str) -> str:
     return f"<|im_start|>system\n{system}{tools}<|im_end|>\n<|im_start|>user\n{user[: user.index(task)]}"
 
 
-async def repair(
-    server: ScriptedModel, folder: Path, prompt: PromptName, *, native: bool, editor: str, shell: str
-) -> Played:
+async def repair(server: ScriptedModel, folder: Path, prompt: PromptName, *, editor: str, shell: str) -> Played:
     """Look, run the test, err in the edit, correct it, run the test, finish."""
     repository = folder / "repository"
     repository.mkdir(parents=True)
@@ -80,10 +78,10 @@ async def repair(
         (shell, check),
         ("finish", {"message": "It passes."}),
     ]
-    model = f"{folder.name}-{prompt}-{native}"
+    model = f"{folder.name}-{prompt}"
     answers = (says("So.", call(name, given, f"call-{number}")) for number, (name, given) in enumerate(calls))
-    server.script(model, answers if native else (says(_written(name, given)) for name, given in calls))
-    episode = await _played(server, folder, model, prompt, native=native)
+    server.script(model, answers)
+    episode = await _played(server, folder, model, prompt, native=True)
     repaired = (repository / "calc.py").read_text() == f"def add(a, b):\n    {_RIGHT}\n"
     return Played(episode, server.requests[model], repaired)
 
@@ -156,12 +154,6 @@ async def _played(server: ScriptedModel, folder: Path, model: str, prompt: Promp
         return await runner.run(request, TaskWorkspace(root=folder, repository="repository"))
 
 
-def _written(name: str, given: Mapping[str, str]) -> str:
-    """As a model without tool calling writes it; the stop word has cut the end."""
-    lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in given.items())
-    return f"So.\n<function={name}>\n{lines}</function>"
-
-
 def schema_of(tool: dict[str, Any]) -> Any:
     """A tool's schema without its texts."""
 
@@ -200,23 +192,17 @@ def count_tokens(text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else round(len(text) / 4.2)
 
 
-async def check_both_prompts(
-    server: ScriptedModel, folder: Path, *, native: bool, editor: str, shell: str
-) -> tuple[Played, Played]:
-    """The same repair under the standard and the compact prompt: both succeed, and the second is short."""
-    standard = await repair(server, folder / "a", "standard", native=native, editor=editor, shell=shell)
-    compact = await repair(server, folder / "b", "compact", native=native, editor=editor, shell=shell)
+async def check_both_prompts(server: ScriptedModel, folder: Path, *, editor: str, shell: str) -> tuple[Played, Played]:
+    """The same repair under the standard and the compact prompt: both succeed, and the second is short.
+
+    Its tools have the standard ones' schemas, are all described, and are recorded as they were sent.
+    """
+    standard = await repair(server, folder / "a", "standard", editor=editor, shell=shell)
+    compact = await repair(server, folder / "b", "compact", editor=editor, shell=shell)
     for played in (standard, compact):
         assert played.repaired and played.episode.failure is None and len(played.episode.acted()) == 6
     assert [prompt_of(played.episode) for played in (standard, compact)] == ["standard", "compact"]
     assert count_tokens(compact.before_the_task) <= MOST_TOKENS < 3000 < count_tokens(standard.before_the_task)
-    return standard, compact
-
-
-async def check_offered_tools(server: ScriptedModel, folder: Path, *, editor: str, shell: str) -> list[Any]:
-    """The tools of the compact prompt: the standard ones' schemas, all described, recorded as they were sent."""
-    standard = await repair(server, folder / "a", "standard", native=True, editor=editor, shell=shell)
-    compact = await repair(server, folder / "b", "compact", native=True, editor=editor, shell=shell)
     offered = compact.requests[0]["tools"]
     names = {tool["function"]["name"] for tool in offered}
     assert names == {shell, editor, "finish"}
@@ -224,4 +210,4 @@ async def check_offered_tools(server: ScriptedModel, folder: Path, *, editor: st
     assert [*map(schema_of, known)] == [*map(schema_of, offered)]
     assert undescribed(compact.requests[0]) == []
     assert list(compact.episode.tools) == offered
-    return offered
+    return standard, compact

@@ -45,7 +45,6 @@ CAPABILITIES = (
     "export as the host's own events",
     "openhands-rl run",
     "agent server",
-    "compact prompt, from every end",
 )
 
 LACKS = {

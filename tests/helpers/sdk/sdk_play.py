@@ -42,6 +42,15 @@ def converse(agent: Any, workspace: Path, **changes: Any) -> LocalConversation:
     return conversation
 
 
+def run_task(agent: Any, workspace: Path, *, task: str, **changes: Any) -> LocalConversation:
+    """A conversation with one task, after its end; closed."""
+    conversation = converse(agent, workspace, **changes)
+    conversation.send_message(task)
+    conversation.run()
+    conversation.close()
+    return conversation
+
+
 def think(thought: str, id: str = "call-1") -> dict[str, Any]:
     """A call of the SDK's ``think`` tool."""
     return says(None, call("think", {"thought": thought}, id))

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from needs import needs_bubblewrap
 from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.core.errors import InfrastructureError, MissingExtraError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
+from openhands_rl_plugin.core.types import FailureKind, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.pool import WorkerPoolRunner, open_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
@@ -66,10 +65,6 @@ def shopping(number: int) -> Task:
     )
 
 
-def request(number: int) -> EpisodeRequest:
-    return EpisodeRequest(task=shopping(number), run_id="run", group_id=f"run/shop-{number}")
-
-
 async def everything(storage: FileTrajectoryStorage) -> list[Trajectory]:
     return [found async for found, _ in storage.find(TrajectoryFilter(finished=None))]
 
@@ -107,25 +102,6 @@ class TestCluster:
         lost = [found for found in await everything(storage) if found.failure is not None]
         assert lost and {found.failure.kind for found in lost if found.failure} == {FailureKind.INFRASTRUCTURE}
         assert "a Ray actor ended" in str(lost[0].failure)
-
-    @needs_bubblewrap
-    async def test_actors_play_in_workspaces(self, shop: str, storage: FileTrajectoryStorage) -> None:
-        """Of whichever OpenHands is installed."""
-        said = script([{"bash": "pwd"}, {"finish": "done"}])
-        task = Task(id="t", environment="workspace", instruction=said, limits=Limits(max_turns=4))
-        request = EpisodeRequest(task=task, run_id="r", group_id="g")
-        with instant_model() as model:
-            options = HostOptions(environment_mode=False)
-            async with open_runner(settings_for(model, shop), options, workers=1, storage=storage) as pool:
-                episode = await pool.run(request)
-        assert (episode.stop, episode.failure) == (StopReason.TERMINATED, None)
-        assert "/workspace" in str([message.content for message in episode.messages() if message.role == "tool"])
-        assert [found.id async for found, _ in storage.find(TrajectoryFilter())] == [episode.id]
-
-    async def test_an_actor_that_cannot_make_its_runner_stops_the_run(self) -> None:
-        async with open_runner(RLSettings(executor="ray"), workers=1) as pool:
-            with pytest.raises(ConfigError, match="base_url"):
-                await pool.run(request(1))
 
 
 @needs_ray

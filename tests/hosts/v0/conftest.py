@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from scripted_model import ScriptedModel, serve
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -17,3 +18,9 @@ def own_temporary_files() -> Iterator[None]:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedModel]:
+    with serve() as model:
+        yield model

@@ -3,76 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-import threading
 import time
 import uuid
+from pathlib import Path
 
 import pytest
 from openhands.controller.state.state import State
+from openhands.core.config import OpenHandsConfig
+from openhands.core.config.extended_config import ExtendedConfig
+from openhands.core.main import run_controller
 from openhands.core.schema import AgentState
+from openhands.events.action import MessageAction
 from scripted_model import call, says, serve
 
-from openhands_rl_plugin import FileTrajectoryStorage, Message, RLSettings, Trajectory
-from openhands_rl_plugin.apps.rl_agent import task_id_of
-from openhands_rl_plugin.config.rl import SamplingSettings, StorageSettings
-from openhands_rl_plugin.core.concurrency import background, bound
-from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin import FileTrajectoryStorage, RLSettings, Trajectory
+from openhands_rl_plugin.config.rl import SamplingSettings, ServingSettings
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind, SamplingParams, StopReason
-from openhands_rl_plugin.hosts.shared.sessions import (
-    TASK_INDEX_VARIABLE,
-    StandaloneRun,
-    own_request,
-    standalone_episode,
-    workspace_task,
-)
+from openhands_rl_plugin.core.types import FailureKind, StopReason
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions, standalone_episode
 from openhands_rl_plugin.hosts.v0.agent import controller_end
-from openhands_rl_plugin.session.session import Session, session_here
+from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 
 pytestmark = pytest.mark.contract
-
-LEAVES_EARLY = """
-import sys
-from openhands_rl_plugin import Message, RLSettings
-from openhands_rl_plugin.hosts.shared.sessions import StandaloneRun, standalone_episode
-
-settings = RLSettings.model_validate({"storage": {"path": sys.argv[1]}})
-episode = standalone_episode(
-    settings, session="s", instruction="Do it.", base_model="m", environment_mode=False
-)
-keeper = StandaloneRun(episode)
-episode.tree.head = episode.tree.append(Message(role="user", content="Do it."))
-sys.exit("the host gave up")
-"""
-
-
-def episode_in(folder) -> Session:
-    settings = RLSettings(storage=StorageSettings(path=str(folder)))
-    episode = standalone_episode(
-        settings, session="session-1", instruction="Do it.", base_model="m", environment_mode=False
-    )
-    episode.tree.head = episode.tree.append(Message(role="user", content="Do it."))
-    return episode
 
 
 async def stored(folder) -> list[Trajectory]:
     async with FileTrajectoryStorage(folder) as storage:
-        return [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(finished=None))]
-
-
-async def test_stored_once_however_often_the_end_is_announced(tmp_path):
-    keeper = StandaloneRun(episode_in(tmp_path))
-    ends = [threading.Thread(target=keeper.end, args=(StopReason.TRUNCATED,)) for _ in range(8)]
-    for end in ends:
-        end.start()
-    for end in ends:
-        end.join()
-    (trajectory,) = await stored(tmp_path)
-    assert trajectory.stop is StopReason.TRUNCATED
-    assert trajectory.task.id.startswith("do-it-") and trajectory.task.instruction == "Do it."
+        found = [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(finished=None))]
+        return sorted(found, key=lambda each: each.times.started)
 
 
 def test_a_task_follows_from_its_text_and_its_folder(tmp_path):
@@ -83,65 +42,6 @@ def test_a_task_follows_from_its_text_and_its_folder(tmp_path):
     asked = [("Do it.", tmp_path), ("Do that.", tmp_path), ("Do it.", tmp_path / "other")]
     assert all(task(*each) == task(*each) for each in asked)
     assert len({task(*each).id for each in asked}) == len({asked_in_common(task(*each)) for each in asked}) == 3
-
-
-def test_attempts_of_one_run_are_samples_of_a_group_with_seeds_of_their_own(tmp_path):
-    settings, task = RLSettings(sampling=SamplingSettings(seed=7)), workspace_task("Do it.", str(tmp_path))
-    one, two = (own_request(settings, task, "run-1", "run-1", sample=sample) for sample in (0, 1))
-    assert (one.run_id, one.group_id, one.task) == (two.run_id, two.group_id, two.task) and one.seed != two.seed
-    given = {"session": "s", "instruction": "Do it.", "base_model": "m", "environment_mode": False}
-    first = standalone_episode(settings, workspace=tmp_path, **given).request
-    assert (first.seed, first.task, first.group_id) == (one.seed, task, "s")
-
-
-async def test_two_runs_of_one_named_session_are_two_trajectories(tmp_path):
-    for _ in range(2):
-        StandaloneRun(episode_in(tmp_path)).end()
-    one, other = await stored(tmp_path)
-    assert one.id != other.id
-
-
-async def test_stored_when_the_process_ends_first(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LEAVES_EARLY, str(tmp_path)], capture_output=True, text=True)
-    assert done.stderr.strip() == "the host gave up"
-    (trajectory,) = await stored(tmp_path)
-    assert trajectory.stop is StopReason.NO_ACTION
-    assert [node.message.content for node in trajectory.nodes] == ["Do it."]
-
-
-async def test_stored_while_it_is_played(tmp_path):
-    episode = episode_in(tmp_path)
-    keeper = StandaloneRun(episode)
-    background().wait_for(episode.keep_up())
-    (unfinished,) = await stored(tmp_path)
-    assert unfinished.stop is StopReason.UNFINISHED
-    assert [node.message.content for node in unfinished.nodes] == ["Do it."]
-    keeper.end(StopReason.TERMINATED)
-    (finished,) = await stored(tmp_path)
-    assert (finished.id, finished.stop) == (unfinished.id, StopReason.TERMINATED)
-    episode.tree.head = episode.tree.append(Message(role="user", content="Too late."))
-    background().wait_for(episode.keep_up())
-    assert await stored(tmp_path) == [finished]
-
-
-def test_a_storage_that_fails_is_not_forgotten(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    episode = episode_in(tmp_path / "file")
-    StandaloneRun(episode)
-    with pytest.raises(StorageError):
-        background().wait_for(episode.keep_up())
-    assert isinstance(episode.error, StorageError)
-    episode.tree.nodes.clear()  # so that nothing is tried again when the tests end
-
-
-def test_an_episode_of_an_environment_has_the_environments_task(monkeypatch):
-    monkeypatch.setenv(TASK_INDEX_VARIABLE, "12")
-    episode = standalone_episode(
-        RLSettings(env_name="webshop"), session="s", instruction="Buy it.", base_model="m", environment_mode=True
-    )
-    task = episode.request.task
-    assert (task.environment, task.data, task.instruction) == ("webshop", {"idx": 12}, "Buy it.")
-    assert task.id == task_id_of("webshop", 12), "agent.train(task_id=12) finds what openhands.core.main has played"
 
 
 @pytest.mark.parametrize("environment_mode", [True, False])
@@ -214,19 +114,33 @@ def test_why_a_controller_stopped(state, error, stop, kind):
     assert (failure and failure.kind) is kind
 
 
-def test_binding_lasts_as_long_as_its_block(tmp_path):
-    episode = episode_in(tmp_path)
-    assert session_here.get() is None
-    with bound(session_here, episode):
-        assert session_here.get() is episode
-    assert session_here.get() is None
+def config_for(url: str, folder: Path, rl: dict) -> OpenHandsConfig:
+    settings = RLSettings(serving=ServingSettings(base_url=url, model="resumed"))
+    config = controller_config(settings, HostOptions(environment_mode=False))
+    config.file_store, config.file_store_path = "local", str(folder / "sessions")
+    rl = {**rl, "workspace": {"isolation": "none"}}
+    config.extended = ExtendedConfig({"rl": {**rl, "storage": {"path": str(folder / "store")}}})
+    return config
 
 
-def test_wishes_of_the_strategy_come_before_those_of_the_request_and_the_settings(tmp_path):
-    episode = episode_in(tmp_path)
-    episode.sampling = episode.sampling.model_copy(update={"temperature": 0.5})
-    sampling = episode.sampling_for(SamplingParams(top_p=0.5, max_tokens=7), number=1)
-    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.5, 7)
-    assert episode.sampling_for(None, number=1).max_tokens == 512
-    assert episode.sampling_for(None, number=1).seed != episode.sampling_for(None, number=2).seed
-    assert episode.sampling_for(None, number=2).seed == episode.sampling_for(None, number=2).seed
+def say(config: OpenHandsConfig, text: str) -> None:
+    said = MessageAction(content=text)
+    asyncio.run(
+        run_controller(
+            config=config, initial_user_action=said, sid="one-session", fake_user_response_fn=lambda state: "/exit"
+        )
+    )
+
+
+@pytest.mark.shows("resumed conversations")
+def test_a_named_session_goes_on_in_a_new_episode_with_what_was_said_before(tmp_path: Path) -> None:
+    with serve() as server:
+        server.script("resumed", [says("Which one?"), says(None, call("finish", {"message": "Done."}))])
+        say(config_for(server.url, tmp_path, {}), "Do it.")
+        say(config_for(server.url, tmp_path, {"rollout_strategy": "BestOfN", "strategy": {"n": 1}}), "That one.")
+    one, two = asyncio.run(stored(tmp_path / "store"))
+    assert [one.stop, two.stop] == [StopReason.NO_ACTION, StopReason.TERMINATED]
+    assert one.group_id == two.group_id and two.strategy.name == "BestOfN"
+    said = [(message.role, message.content or "") for message in two.messages()]
+    assert ("assistant", "Which one?") in said and any(role == "user" and "That one." in text for role, text in said)
+    assert [node.sampled for node in two.nodes] == [False] * (len(two.nodes) - 1) + [True]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compact_ends import COMMANDS, MAIN, at_an_end, check_command, check_first_request, start, write_config
-from compact_play import check_both_prompts, check_offered_tools, check_one_sequence, check_repaired_call
+from compact_play import check_both_prompts, check_one_sequence, check_repaired_call
 from needs import needs_bubblewrap
 from openhands.core.config import AgentConfig, LLMConfig, OpenHandsConfig
 from openhands.core.config.extended_config import ExtendedConfig
@@ -18,7 +16,7 @@ from openhands.events.event import EventSource
 from openhands.events.observation.agent import MicroagentKnowledge, RecallObservation, RecallType
 from openhands.llm.llm_registry import LLMRegistry
 from pydantic import SecretStr
-from scripted_model import ScriptedModel, serve
+from scripted_model import ScriptedModel
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.config.workspace import PromptName
@@ -30,16 +28,9 @@ from openhands_rl_plugin.hosts.v0.agent import RLAgent
 TOOLS = {"editor": "str_replace_editor", "shell": "execute_bash"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedModel]:
-    with serve() as server:
-        yield server
-
-
 @needs_bubblewrap
-@pytest.mark.parametrize("native", [True, False], ids=["native tool calls", "calls in the text"])
-async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_path: Path, native: bool) -> None:
-    standard, compact = await check_both_prompts(server, tmp_path, native=native, **TOOLS)
+async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_path: Path) -> None:
+    standard, compact = await check_both_prompts(server, tmp_path, **TOOLS)
     # After the task the model sees the same, but for folder and date.
     told = [[str(message.content) for message in played.episode.messages()][2:] for played in (standard, compact)]
     assert "<RUNTIME_INFORMATION>" in told[0].pop(0) and told[0] == told[1]
@@ -56,11 +47,6 @@ async def test_an_episode_with_calls_in_the_text_is_one_sequence(
 @needs_bubblewrap
 async def test_a_call_that_was_repaired_is_shown_as_the_host_says_it(server: ScriptedModel, tmp_path: Path) -> None:
     await check_repaired_call(server, tmp_path, **TOOLS)
-
-
-@needs_bubblewrap
-async def test_the_tools_are_the_standard_ones_and_all_is_described(server: ScriptedModel, tmp_path: Path) -> None:
-    await check_offered_tools(server, tmp_path, **TOOLS)
 
 
 def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, tmp_path: Path) -> None:
@@ -99,18 +85,3 @@ def test_other_agents_have_their_own_prompt() -> None:
     )
     with pytest.raises(ConfigError, match=r"\[rl.workspace\] prompt: .* --agent RLAgent"):
         local_runner(settings, HostOptions(environment_mode=False, agent="CodeActAgent"))
-
-
-@at_an_end
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_sends_the_short_instructions(name: str, tmp_path: Path) -> None:
-    with serve() as server:
-        check_command(server, tmp_path / name, name)
-
-
-@at_an_end
-def test_openhands_own_command_sends_them(tmp_path: Path) -> None:
-    with serve() as server:
-        write_config(server, tmp_path / "main", "main")
-        start(server, tmp_path / "main", MAIN)
-        check_first_request(server.requests["main"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import litellm
 import pytest
@@ -12,7 +11,7 @@ from openhands.core.config import LLMConfig
 from openhands.llm.llm import LLM
 from pydantic import SecretStr
 from raw_server import raw_server, respond
-from scripted_model import EMPTY, ScriptedModel, prompt_ids, refusal, says, serve
+from scripted_model import EMPTY, prompt_ids, refusal, says
 from wire_shapes import MESSAGES as SHAPES
 
 from openhands_rl_plugin.config.rl import RLSettings
@@ -23,12 +22,6 @@ from openhands_rl_plugin.hosts.v0.agent import connect
 from openhands_rl_plugin.session.session import Session
 
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedModel]:
-    with serve() as model:
-        yield model
 
 
 def llm_for(url: str, model: str, provider: str = "openai", **config) -> tuple[LLM, Session]:

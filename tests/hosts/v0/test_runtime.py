@@ -1,9 +1,12 @@
-"""The workspace runtime behind OpenHands' interface: real runtimes, event streams and actions, no model."""
+"""OpenHands' runtimes over workspaces and environments, their forks and files: real runtimes and actions, no model."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,21 +16,24 @@ import pytest
 from needs import needs_bubblewrap
 from openhands.core.config import OpenHandsConfig
 from openhands.core.config.extended_config import ExtendedConfig
-from openhands.events import EventSource, EventStreamSubscriber
 from openhands.events.action import CmdRunAction, FileEditAction, FileReadAction
 from openhands.events.event import FileEditSource, FileReadSource
-from openhands.events.observation import CmdOutputObservation, Observation
+from openhands.events.observation import CmdOutputObservation, ErrorObservation
 from openhands.events.stream import EventStream
 from openhands.llm.llm_registry import LLMRegistry
 from openhands.runtime import get_runtime_cls
 from openhands.storage.memory import InMemoryFileStore
+from small_shop import running_shop
 
-from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.hosts.v0 import runtime as runtimes
-from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
+from openhands_rl_plugin.core.concurrency import background
+from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, InfrastructureError
+from openhands_rl_plugin.core.types import FailureKind, Message, Task
+from openhands_rl_plugin.environments.workspace.copies import ForkLimits, ForkMethod, Tree, fork_tree
+from openhands_rl_plugin.hosts.v0.agent import WORKSPACE_RUNTIME
+from openhands_rl_plugin.hosts.v0.runtime import EnvironmentRuntime, WorkspaceRuntime
 
 Make = Callable[..., WorkspaceRuntime]
-KINDS = ["none", pytest.param("bubblewrap", marks=needs_bubblewrap)]
+FORKS = "openhands-rl-of-*/openhands-rl-fork-*"
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +45,13 @@ def llms() -> LLMRegistry:
 def make(llms: LLMRegistry) -> Iterator[Make]:
     made: list[WorkspaceRuntime] = []
 
-    def make(isolation: str = "bubblewrap", sid: str = "session", **config) -> WorkspaceRuntime:
+    def make(isolation: str = "bubblewrap", **config) -> WorkspaceRuntime:
         extended = ExtendedConfig({"rl": {"workspace": {"isolation": isolation}}})
-        runtime = get_runtime_cls(f"{runtimes.__name__}.WorkspaceRuntime")(
+        runtime = get_runtime_cls(WORKSPACE_RUNTIME)(
             config=OpenHandsConfig(enable_browser=False, extended=extended, **config),
-            event_stream=EventStream(sid, InMemoryFileStore()),
+            event_stream=EventStream("session", InMemoryFileStore()),
             llm_registry=llms,
-            sid=sid,
+            sid="session",
             headless_mode=True,
         )
         assert isinstance(runtime, WorkspaceRuntime)
@@ -59,7 +65,7 @@ def make(llms: LLMRegistry) -> Iterator[Make]:
         runtime.close()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["none", pytest.param("bubblewrap", marks=needs_bubblewrap)])
 def runtime(request: pytest.FixtureRequest, make: Make) -> WorkspaceRuntime:
     return make(request.param)
 
@@ -72,29 +78,13 @@ def command(runtime: WorkspaceRuntime, text: str, timeout: float | None = 20) ->
     return observation
 
 
-def edit(runtime: WorkspaceRuntime, name: str, path: str, **arguments) -> Observation:
-    return runtime.run_action(FileEditAction(path=path, command=name, impl_source=FileEditSource.OH_ACI, **arguments))
+def run(runtime: WorkspaceRuntime, text: str) -> str:
+    return command(runtime, text).content
 
 
-def view(runtime: WorkspaceRuntime, path: str, **arguments) -> Observation:
-    return runtime.run_action(FileReadAction(path, impl_source=FileReadSource.OH_ACI, **arguments))
-
-
-@pytest.mark.shows("sandboxed workspace")
-@pytest.mark.parametrize(("count", "turns"), [(4, 6), pytest.param(16, 20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_sessions_side_by_side_lose_nothing_and_do_not_meet(make: Make, kind: str, count: int, turns: int):
-    sessions = [make(kind, f"session-{number}") for number in range(count)]
-
-    def play(number: int) -> list[str]:
-        return [
-            command(sessions[number], f"echo {number}:{turn}; echo {number} >> mine; sort -u mine").content
-            for turn in range(turns)
-        ]
-
-    with ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(play, range(count)))
-    assert answers == [[f"{number}:{turn}\n{number}" for turn in range(turns)] for number in range(count)]
+def edit(runtime: WorkspaceRuntime, name: str, path: str, **arguments) -> str:
+    action = FileEditAction(path=path, command=name, impl_source=FileEditSource.OH_ACI, **arguments)
+    return runtime.run_action(action).content
 
 
 def test_what_the_agent_reads(runtime: WorkspaceRuntime):
@@ -109,73 +99,25 @@ def test_what_the_agent_reads(runtime: WorkspaceRuntime):
     assert "late\n\n[Output of this command.]\nnow" in command(runtime, "echo now").to_agent_observation()
 
 
-def test_a_sandbox_that_ends_is_answered_and_replaced(make: Make):
-    runtime = make("none")
-    assert "a new one is started" in command(runtime, "kill -9 $PPID; sleep 9").to_agent_observation()
-    assert command(runtime, "echo on").content == "on"
-
-
 def test_commit_works_without_touching_the_users_git_configuration(runtime: WorkspaceRuntime):
-    result = command(runtime, "git init -q . && touch a && git add a && git commit -qm x && git log --format='%an %ae'")
-    assert result.content == "openhands openhands@all-hands.dev"
+    commit = "git init -q . && touch a && git add a && git commit -qm x && git log --format='%an %ae'"
+    assert run(runtime, commit) == "openhands openhands@all-hands.dev"
     assert command(runtime, "git config --global user.name tester && echo ~").exit_code == 0
     user = Path("~/.gitconfig").expanduser()
     assert not user.exists() or "tester" not in user.read_text()
 
 
 def test_editor(runtime: WorkspaceRuntime):
-    created = edit(runtime, "create", "/workspace/a.py", file_text="x = 1\ny = 2\n")
-    assert created.content == "File created successfully at: /workspace/a.py"
-    assert "x = 3" in edit(runtime, "str_replace", "/workspace/a.py", old_str="x = 1", new_str="x = 3").content
-    edit(runtime, "insert", "/workspace/a.py", insert_line=1, new_str="z = 9")
-    assert command(runtime, "cat a.py").content == "x = 3\nz = 9\ny = 2"
-    assert "undone" in edit(runtime, "undo_edit", "/workspace/a.py").content
-    assert view(runtime, "/workspace/a.py").content == (
-        "Here's the result of running `cat -n` on /workspace/a.py:\n     1\tx = 3\n     2\ty = 2\n     3\t\n"
-    )
-    assert view(runtime, "/workspace/a.py", view_range=[2, 2]).content.endswith("     2\ty = 2\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "arguments", "said"),
-    [
-        ("create", "a.py", {"file_text": ""}, "Maybe you meant /workspace/a.py?"),
-        ("create", "/workspace/exists", {"file_text": ""}, "File already exists at: /workspace/exists"),
-        ("create", "/workspace/none/a.py", {"file_text": ""}, "No such file or directory: '/workspace/none/a.py'"),
-        ("str_replace", "/workspace/none", {"old_str": "a", "new_str": "b"}, "/workspace/none does not exist"),
-        ("str_replace", "/workspace/exists", {"old_str": "a", "new_str": "b"}, "did not appear verbatim in /workspace"),
-        ("str_replace", "/workspace/dir", {"old_str": "a", "new_str": "b"}, "The path /workspace/dir is a directory"),
-        ("undo_edit", "/workspace/exists", {}, "No edit history found for /workspace/exists"),
-        ("delete", "/workspace/exists", {}, "Unrecognized command delete"),
-    ],
-)
-def test_wrong_edits_are_answered(make: Make, name: str, path: str, arguments: dict, said: str):
-    runtime = make("none")
-    command(runtime, "echo text > exists; mkdir dir")
-    assert said in edit(runtime, name, path, **arguments).content
-
-
-def test_a_directory_is_listed_without_a_host_shell(make: Make):
-    runtime = make("none")
-    marker = Path(f"/tmp/rl-injected-{os.getpid()}")
-    name = f"x;touch ${{HOME%%root*}}tmp;touch {marker.name}"
-    runtime.workspace.files.write(f"/workspace/{name}/file", b"")
-    runtime.workspace.files.write("/workspace/.hidden", b"")
-    runtime.workspace.files.write("/workspace/a/b/c", b"")
-    command(runtime, "ln -s /etc out")
-    listing = view(runtime, "/workspace").content
-    assert listing.splitlines()[1:] == [
-        "/workspace/",
-        "/workspace/a/",
-        "/workspace/a/b/",
-        "/workspace/out",
-        f"/workspace/{name}/",
-        f"/workspace/{name}/file",
-        "",
-        "1 hidden files/directories in this directory are excluded. You can use 'ls -la /workspace' to see them.",
-    ]
-    view(runtime, f"/workspace/{name}")
-    assert not marker.exists() and not Path(marker.name).exists()
+    path = "/workspace/a.py"
+    assert edit(runtime, "create", path, file_text="x = 1\ny = 2\n") == f"File created successfully at: {path}"
+    assert "x = 3" in edit(runtime, "str_replace", path, old_str="x = 1", new_str="x = 3")
+    edit(runtime, "insert", path, insert_line=1, new_str="z = 9")
+    assert run(runtime, "cat a.py") == "x = 3\nz = 9\ny = 2"
+    assert "undone" in edit(runtime, "undo_edit", path)
+    assert "did not appear verbatim" in edit(runtime, "str_replace", path, old_str="no", new_str="x")
+    shown = runtime.run_action(FileReadAction(path, impl_source=FileReadSource.OH_ACI)).content
+    numbered = "     1\tx = 3\n     2\ty = 2\n     3\t\n"
+    assert shown == f"Here's the result of running `cat -n` on {path}:\n{numbered}"
 
 
 def test_the_given_workspace_is_used_and_kept(make: Make, tmp_path: Path):
@@ -185,16 +127,13 @@ def test_the_given_workspace_is_used_and_kept(make: Make, tmp_path: Path):
     assert private.exists()
     runtime.close()
     assert (tmp_path / "mine" / "file").read_text() == "text\n" and not private.exists()
-    runtime.close()
 
 
 @pytest.mark.usefixtures("no_bubblewrap")
 def test_without_bubblewrap_nothing_runs_unless_that_is_asked_for(make: Make):
     with pytest.raises(ConfigError, match=r"^bubblewrap is not installed: [^\n]*isolation = \"none\"$"):
         make()
-    runtime = make("none")
-    assert command(runtime, "pwd").content == "/workspace"
-    assert runtime.workspace.files.kind("/workspace") == "directory"
+    assert run(make("none"), "pwd") == "/workspace"
 
 
 def test_the_network_of_openhands_own_sandbox_is_refused(make: Make):
@@ -202,19 +141,143 @@ def test_the_network_of_openhands_own_sandbox_is_refused(make: Make):
         make(sandbox={"use_host_network": True})
 
 
-def test_through_the_event_stream(make: Make):
+@needs_bubblewrap
+@pytest.mark.parametrize("method", ["overlay", "copy"])
+def test_forks_do_not_meet_each_other_nor_the_session(make: Make, method: ForkMethod, tmp_path: Path):
+    (tmp_path / "probe").mkdir()
+    (tmp_path / "copy").mkdir()
+    try:
+        fork_tree(Tree(tmp_path / "probe"), tmp_path / "copy", methods=[method])
+    except InfrastructureError:
+        pytest.skip(f"{method} is not possible here")
     runtime = make()
-    stream, seen = runtime.event_stream, []
-    stream.subscribe(EventStreamSubscriber.TEST, seen.append, "test")
-    for turn in range(20):
-        stream.add_event(CmdRunAction(f"echo {turn}"), EventSource.AGENT)
-    stream.add_event(FileReadAction("/nothing"), EventSource.AGENT)
+    runtime.workspace.fork_methods = (method,)
+    run(runtime, "echo start > file; mkdir old; echo x > old/file")
+    one, other = runtime.fork(), runtime.fork()
+    run(one, "echo one >> file; rm -rf old; mkdir old; echo new > old/new; touch /tmp/one; X=1")
+    grandchild = one.fork()
+    run(grandchild, "echo deeper >> file; rm old/new")
+    look = "cat file; ls old; (cd /tmp; ls -d home one 2>/dev/null); echo $X"
+    assert run(grandchild, look).split() == ["start", "one", "deeper", "home", "one", "1"]
+    assert run(one, look).split() == ["start", "one", "new", "home", "one", "1"]
+    assert run(other, look).split() == run(runtime, look).split() == ["start", "file", "home"]
+    changed = [each.workspace.changes()["changed_files"] for each in (one, other)]
+    assert "old/new" in str(changed[0]) and "old/new" not in str(changed[1])
+    for each in (grandchild, one, other):
+        each.close()
 
-    def observations() -> list[Observation]:
-        return [event for event in seen if isinstance(event, Observation)]
 
-    deadline = time.monotonic() + 20
-    while len(observations()) < 21 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    contents = [event.content for event in observations()]
-    assert contents[:20] == [str(turn) for turn in range(20)] and "No such file" in contents[20]
+@needs_bubblewrap
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_forks_side_by_side_do_not_meet(make: Make, count: int):
+    runtime = make()
+    run(runtime, "for i in $(seq 200); do echo $i > f$i; done")
+
+    def play(number: int) -> list[str]:
+        twin = runtime.fork()
+        try:
+            begun = f"echo {number} | tee mine f7 /tmp/mine; sleep 100{number:02} & export ME={number}"
+            run(twin, f"{begun}; until pgrep sleep; do :; done")
+            return run(twin, "cat mine f7 /tmp/mine f8; echo $ME; ls | wc -l; pgrep -af 'sleep 100' | wc -l").split()
+        finally:
+            twin.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(play, range(count)))
+    assert answers == [[str(n), str(n), str(n), "8", str(n), "201", "1"] for n in range(count)]
+    look = "cat f7; ls | wc -l; (cd /tmp; ls -d home mine 2>/dev/null); pgrep -c sleep"
+    assert run(runtime, look).split() == ["7", "200", "home", "0"]
+
+
+@needs_bubblewrap
+def test_what_cannot_be_forked_is_refused_by_name(make: Make):
+    runtime = make()
+    before = set(Path(tempfile.gettempdir()).glob(FORKS))
+    run(runtime, "sleep 100 & tail -f /dev/null & until pgrep -x sleep && pgrep -x tail; do :; done")
+    with pytest.raises(BadEnvironmentError, match=r"processes run in it \(sleep, tail\)"):
+        runtime.fork()
+    run(runtime, "pkill sleep; pkill tail; while pgrep -x tail; do :; done")
+    runtime.workspace.fork_methods = ("copy",)
+    run(runtime, "head -c 3000000 /dev/zero > large; mkdir d; touch d/1 d/2 d/3")
+    for limits, reason in ((ForkLimits(size=2 << 20), "more than 2 MiB"), (ForkLimits(files=3), "more than 3 files")):
+        runtime.workspace.fork_limits = limits
+        with pytest.raises(BadEnvironmentError, match=f"{reason}; make it smaller, or"):
+            runtime.fork()
+    runtime.workspace.fork_limits = ForkLimits(seconds=1e-9)
+    run(runtime, "head -c 400000000 /dev/zero > larger")
+    with pytest.raises(InfrastructureError, match="longer than 1e-09 s"):
+        runtime.fork()
+    assert set(Path(tempfile.gettempdir()).glob(FORKS)) == before
+
+
+@needs_bubblewrap
+def test_closing_ends_everything_in_a_fork_and_nothing_else(make: Make):
+    runtime = make()
+    before = set(Path(tempfile.gettempdir()).glob(FORKS))
+    twin = runtime.fork()
+    marker = f"sleep 6{os.getpid()}"
+    with ThreadPoolExecutor() as pool:
+        hanging = pool.submit(run, twin, marker)
+        deadline = time.monotonic() + 10
+        while not subprocess.run(["pgrep", "-f", marker], capture_output=True).stdout:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        twin.close()
+        hanging.exception()
+    assert not subprocess.run(["pgrep", "-f", marker], capture_output=True).stdout
+    assert run(runtime, "echo alive") == "alive"
+    assert set(Path(tempfile.gettempdir()).glob(FORKS)) == before
+    assert "openhands-rl-fork" not in Path("/proc/mounts").read_text()
+
+
+AS_A_USER = """
+import sys, os, threading
+from pathlib import Path
+from openhands_rl_plugin.environments.workspace.copies import Tree, fork_tree
+from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox
+from openhands_rl_plugin.environments.workspace.shell import Shell
+home = Path(sys.argv[1])
+(home / "work").mkdir(); (home / "work" / "file").write_text("old")
+(home / "fork").mkdir()
+tree = fork_tree(Tree(home / "work"), home / "fork")
+shell = Shell(BubblewrapSandbox(home / "work").over(tree.directory, tree.mounting()))
+print(shell.run("cat file; echo new > file; echo; cat file; stat -c %u file; id -u", timeout=20).output)
+print((shell.path_from_host("/workspace/file")).read_text(), (home / "work" / "file").read_text(), tree.method)
+shell.close()
+"""
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_user_without_rights_forks_too(tmp_path: Path):
+    """Overlay mounts and the files in them, in a user namespace, as a plain user; by this interpreter if that may."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    os.chown(folder, 12345, 12345)
+    for parent in folder.parents[:3]:
+        parent.chmod(0o755)
+    as_user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
+    if subprocess.run([*as_user, sys.executable, "-c", ""], capture_output=True).returncode:
+        pytest.skip("the interpreter is not open to other users")
+    done = subprocess.run([*as_user, sys.executable, "-c", AS_A_USER, str(folder)], capture_output=True, text=True)
+    assert done.stdout.split()[:5] == ["old", "new", "12345", "12345", "new"] and "old" in done.stdout.split()[5], done
+
+
+def test_an_environment_refuses_other_actions_and_keeps_what_it_has_when_its_server_dies() -> None:
+    task = Task(id="t", environment="webshop", data={"idx": 3}, instruction="buy something soft")
+    with running_shop() as url:
+        config = OpenHandsConfig(enable_browser=False, extended=ExtendedConfig({"rl": {"env_server_base": url}}))
+        stream = EventStream("session", InMemoryFileStore())
+        runtime = EnvironmentRuntime(config=config, event_stream=stream, llm_registry=LLMRegistry(config))
+        refused = runtime.run_action(CmdRunAction("ls"))
+        assert isinstance(refused, ErrorObservation) and "CmdRunAction" in refused.content
+        background().wait_for(runtime.live.reset(task))
+        message = Message(role="assistant", content="Thought: go on\nAction: search[shoes]")
+        background().wait_for(runtime.live.step(message))
+    with pytest.raises(CaughtFailure):
+        background().wait_for(runtime.live.step(message))
+    evidence, failure = runtime.conclude()
+    assert failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and failure.boundary == "environment.step"
+    assert evidence is not None and evidence["steps"] == 1
+    runtime.close()
+    stream.close()

@@ -38,6 +38,15 @@ def server() -> Iterator[object]:
         yield model
 
 
+@pytest.fixture(scope="package", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Without start-up files, which the stock terminal's shell would run each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
     """A folder with one file that is wrong."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from openhands_rl_plugin.core.types import Score, Trajectory
 
@@ -25,17 +24,12 @@ class ShareOfThree:
 
 
 class Slow:
-    """Takes ``seconds``; when it ``blocks``, nothing else on its loop goes on."""
+    """Takes a minute."""
 
     version = "slow-1"
 
-    def __init__(self, seconds: float = 60.0, blocks: bool = False) -> None:
-        self._seconds, self._blocks = seconds, blocks
-
     async def __call__(self, trajectory: Trajectory) -> Score:
-        if self._blocks:
-            time.sleep(self._seconds)
-        await asyncio.sleep(self._seconds)
+        await asyncio.sleep(60)
         return score_of(trajectory, 1.0, self.version)
 
 

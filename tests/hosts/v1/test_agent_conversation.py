@@ -5,101 +5,70 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from needs import needs_bubblewrap
 from openhands.sdk import LLM, Agent, AgentBase
 from openhands.sdk.context.condenser import LLMSummarizingCondenser
-from openhands.sdk.conversation import ConversationExecutionStatus, LocalConversation
-from openhands.sdk.event import Condensation, ObservationEvent
-from openhands.sdk.security.confirmation_policy import AlwaysConfirm
-from pydantic import ValidationError
+from openhands.sdk.conversation import LocalConversation
 from scripted_model import ScriptedModel, call, says
-from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
+from sdk_play import EDITOR, converse, finish, make_agent, make_llm, run_task, stored, think
 
 from openhands_rl_plugin.core.types import (
     CONDENSATION,
     TURN,
-    Completion,
-    JsonObject,
-    Message,
-    SamplingParams,
     StopReason,
-    Tokens,
+    Trajectory,
     kind_of,
 )
-from openhands_rl_plugin.hosts.v1 import RLAgent
-from openhands_rl_plugin.session.session import sampling_from
 from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.trajectories.exchange.events import read_conversations
+
+
+def seen(trajectory: Trajectory) -> list[list[tuple[str, str, list[str]]]]:
+    """What the model saw before each answer that was acted on. New SDKs send messages of a user in a row as one."""
+    prompts = []
+    for at in trajectory.acted():
+        prompt: list[tuple[str, str, list[str]]] = []
+        for each in trajectory.messages(at)[:-1]:
+            said = each.content or ""
+            if each.role == "user" and prompt and prompt[-1][0] == "user":
+                said = f"{prompt.pop()[1]}\n{said}"
+            prompt.append((each.role, said, [call.id for call in each.tool_calls]))
+        prompts.append(prompt)
+    return prompts
 
 
 @pytest.mark.shows("condensers, summaries recorded")
-async def test_a_condensed_conversation_trains_all_that_was_sampled(
+async def test_a_condensed_conversation_trains_all_that_was_sampled_and_is_read_from_the_sdks_events(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
-    said = iter(range(1000))
+    numbers = iter(range(1000))
 
     def policy(body: dict) -> dict:
-        number = next(said)
+        number = next(numbers)
         if not body.get("tools"):
             return says(f"summary {number}")
-        return finish() if number > 12 else think(f"hm {number}", f"call-{number}")
+        both = (call("think", {"thought": f"{name}{number}"}, f"{name}{number}") for name in "ab")
+        return finish() if number > 16 else says("Two.", *both)
 
     server.policies["condensed"] = policy
-    llm = make_llm(server, "condensed")
-    condenser = LLMSummarizingCondenser(llm=make_llm(server, "condensed", usage_id="condenser"), max_size=10)
-    conversation = converse(make_agent(llm, tmp_path / "store", tools=(), condenser=condenser), workspace)
-    conversation.send_message("Think.")
-    conversation.run()
-    condensations = [event for event in conversation.state.events if isinstance(event, Condensation)]
-    conversation.close()
+    llm, kept = make_llm(server, "condensed"), tmp_path / "kept"
+    condenser = LLMSummarizingCondenser(llm=make_llm(server, "condensed", usage_id="condenser"), max_size=14)
+    agent = make_agent(llm, tmp_path / "store", tools=(), condenser=condenser)
+    run_task(agent, workspace, persistence_dir=str(kept), task="Think.")
     [episode] = await stored(tmp_path / "store")
     turns = [node for node in episode.nodes if node.sampled and kind_of(node) == TURN]
     summaries = [node for node in episode.nodes if node.sampled and kind_of(node) == CONDENSATION]
-    assert len(summaries) == len(condensations) > 0
     assert all((node.message.content or "").startswith("summary") for node in summaries)
-    assert len(episode.ends()) == len(summaries) + 1
+    assert len(episode.ends()) == len(summaries) + 1 > 2
     trained = sum(sum(sample.mask) for sample in samples_of(episode))
     assert trained == sum(len(node.tokens.sampled_ids) for node in turns if node.tokens) > 0
     assert episode.usage.calls == len(server.requests["condensed"])
-
-
-async def test_actions_wait_for_their_confirmation(server: ScriptedModel, workspace: Path, tmp_path: Path) -> None:
-    look = says(None, call(TERMINAL, {"command": "echo looked"}, "call-1"))
-    server.script("confirm", [look, finish()])
-    conversation = converse(make_agent(make_llm(server, "confirm"), tmp_path / "store"), workspace)
-    conversation.set_confirmation_policy(AlwaysConfirm())
-    conversation.send_message("Look.")
-    conversation.run()
-    assert conversation.state.execution_status == ConversationExecutionStatus.WAITING_FOR_CONFIRMATION
-    assert not [event for event in conversation.state.events if isinstance(event, ObservationEvent)]
-    [before] = await stored(tmp_path / "store")
-    assert len([node for node in before.nodes if node.sampled]) == 1, "stored before it was acted on"
-    while conversation.state.execution_status == ConversationExecutionStatus.WAITING_FOR_CONFIRMATION:
-        conversation.run()
-    conversation.close()
-    [episode] = await stored(tmp_path / "store")
-    assert episode.stop is StopReason.TERMINATED and len(server.requests["confirm"]) == 2
-
-
-async def test_streams_reach_their_callbacks_and_ids_the_store(
-    server: ScriptedModel, workspace: Path, tmp_path: Path
-) -> None:
-    server.script("stream", [says("I say this.")])
-    chunks: list[str] = []
-
-    def on_token(chunk) -> None:
-        chunks.extend(choice.delta.content or "" for choice in chunk.choices)
-
-    agent = make_agent(make_llm(server, "stream", stream=True), tmp_path / "store", tools=())
-    conversation = converse(agent, workspace, token_callbacks=[on_token])
-    conversation.send_message("Say it.")
-    conversation.run()
-    conversation.close()
-    [episode] = await stored(tmp_path / "store")
-    assert "".join(chunks) == "I say this."
-    assert [node.tokens is not None for node in episode.nodes if node.sampled] == [True]
+    [unit] = read_conversations(kept)
+    found = unit.read().trajectory
+    assert found.evidence["condensations"] == len(summaries)
+    assert len(found.acted()) == len(episode.acted()) and seen(found) == seen(episode)
 
 
 @pytest.mark.skipif(not hasattr(LocalConversation, "arun"), reason="the SDK before 1.23 has no arun")
@@ -170,92 +139,11 @@ async def test_the_tools_of_a_conversation_that_is_resumed_with_other_settings_w
     for model, isolation in (("resume-one", before), ("resume-two", after)):
         llm, rl = make_llm(server, model, usage_id="agent"), {"workspace": {"isolation": isolation}}
         agent = make_agent(llm, tmp_path / "store", tools=[EDITOR], rl=rl)
-        conversation = converse(agent, workspace, persistence_dir=kept, conversation_id=id)
-        conversation.send_message("Do it.")
-        conversation.run()
-        conversation.close()
+        run_task(agent, workspace, persistence_dir=kept, conversation_id=id, task="Do it.")
     one, two = await stored(tmp_path / "store")
     assert [one.stop, two.stop] == [StopReason.NO_ACTION, StopReason.TERMINATED] and two.failure is None
     heard = [message.content or "" for message in two.messages() if message.role == "tool"]
     assert "return a - b" in heard[0]
-
-
-def test_an_agent_survives_serialisation_as_what_it_is(server: ScriptedModel, tmp_path: Path) -> None:
-    agent = make_agent(make_llm(server, "dump"), tmp_path, rl={"rollout_strategy": "BestOfN", "strategy": {"n": 2}})
-    again = AgentBase.model_validate(agent.model_dump(mode="json"))
-    assert isinstance(again, RLAgent) and again.kind == "RLAgent" and again.rl == agent.rl
-    assert type(again.llm) is LLM
-    assert [type(llm) for llm in agent.get_all_llms()] == [LLM]
-
-
-def test_a_wrong_setting_is_said_in_one_line(server: ScriptedModel) -> None:
-    with pytest.raises(ValidationError, match=r"\[rl\] max_turn: .*max_turns"):
-        RLAgent(llm=make_llm(server, "wrong"), tools=[], rl={"max_turn": 3})
-
-
-class WatchedAgent(RLAgent):
-    """Not local to a test: the SDK refuses to read any agent then."""
-
-    seen: ClassVar[list[tuple[dict, dict]]] = []
-
-    def model_copy(self, **changes):
-        copied = super().model_copy(**changes)
-        self.seen.append((copied.__pydantic_private__ or {}, dict(copied.__pydantic_private__ or {})))
-        return copied
-
-
-def test_a_step_assigns_nothing_to_the_agent_that_a_copy_would_lose(
-    server: ScriptedModel, workspace: Path, tmp_path: Path
-) -> None:
-    server.script("private", [think("a", "call-1"), finish()])
-    source = make_agent(make_llm(server, "private"), tmp_path / "store")
-    agent = WatchedAgent(llm=source.llm, tools=source.tools, rl=source.rl)
-    seen = WatchedAgent.seen
-    conversation = converse(agent, workspace)
-    conversation.send_message("Think.")
-    conversation.run()
-    conversation.close()
-    assert len(seen) >= 2
-    for now, before in seen[-2:]:
-        assert {name: id(value) for name, value in now.items()} == {name: id(value) for name, value in before.items()}
-
-
-class CallingEngine:
-    """An engine in this process: thinks once, then finishes; its tokens are characters."""
-
-    def __init__(self) -> None:
-        self.tools: list[JsonObject] = []
-
-    async def complete(self, messages, *, tools=(), n=1, sampling: SamplingParams | None = None) -> list[Completion]:
-        self.tools = list(tools)
-        thought = any(message.role == "tool" for message in messages)
-        name, arguments = ("finish", '{"message": "done"}') if thought else ("think", '{"thought":"hm" }')
-        prompt = tuple("".join(f"{each.role}{each.content}{_calls(each)}" for each in messages).encode())
-        answer = Message.model_validate(
-            {"role": "assistant", "tool_calls": [{"id": f"call-{thought}", "name": name, "arguments": arguments}]}
-        )
-        sampled = tuple(f"assistant{answer.content}{_calls(answer)}".encode())
-        tokens = Tokens(prompt_ids=prompt, sampled_ids=sampled, logprobs=(-1.0,) * len(sampled))
-        return [Completion(message=answer, tokens=tokens, sampling=sampling) for _ in range(n)]
-
-
-def _calls(message: Message) -> str:
-    return "".join(f"{call.name}{call.arguments}" for call in message.tool_calls)
-
-
-async def test_an_engine_of_the_project_can_sample_instead_of_the_sdks_llm(
-    server: ScriptedModel, workspace: Path, tmp_path: Path
-) -> None:
-    engine = CallingEngine()
-    conversation = converse(make_agent(make_llm(server, "unasked"), tmp_path / "store"), workspace)
-    conversation.send_message("Think.")
-    with sampling_from(engine):
-        conversation.run()
-    conversation.close()
-    [episode] = await stored(tmp_path / "store")
-    assert episode.stop is StopReason.TERMINATED and not server.requests["unasked"]
-    assert [node.tokens.extends for node in episode.nodes if node.tokens] == [False, True]
-    assert list(episode.tools) == engine.tools
 
 
 async def test_the_server_of_the_settings_is_asked_without_the_sdks_llm(
@@ -264,11 +152,8 @@ async def test_the_server_of_the_settings_is_asked_without_the_sdks_llm(
     server.script("served", [think("a", "call-1"), finish()])
     rl = {"serving": {"base_url": server.url, "model": "served"}}
     llm = LLM(model="openai/elsewhere", base_url="http://127.0.0.1:9/v1", api_key="key", num_retries=0)
-    conversation = converse(make_agent(llm, tmp_path / "store", rl=rl), workspace)
-    conversation.send_message("Think.")
-    conversation.run()
+    conversation = run_task(make_agent(llm, tmp_path / "store", rl=rl), workspace, task="Think.")
     counted = conversation.conversation_stats.get_combined_metrics().accumulated_token_usage
-    conversation.close()
     [episode] = await stored(tmp_path / "store")
     assert episode.stop is StopReason.TERMINATED
     assert [node.tokens.extends for node in episode.nodes if node.tokens] == [False, True]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from scripted_model import ScriptedModel, call, refusal, says
+from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, TERMINAL, finish, think
 from small_shop import running_shop
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
-from openhands_rl_plugin.core.types import EpisodeRequest, FailureKind, Limits, StopReason, Task, Trajectory
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
@@ -84,23 +83,6 @@ async def test_limits_of_the_task(server: ScriptedModel) -> None:
     assert (episode.stop, episode.failure) == (StopReason.TIMEOUT, None) and 0 < len(episode.acted()) < 10
 
 
-async def test_a_request_under_way_ends_with_its_episode_without_a_word(
-    server: ScriptedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", said.append)
-    server.policies["slow"] = lambda body: finish()
-    server.delay = 8.0
-    try:
-        episode = await play(server, "slow", request(timeout=5.0))
-    finally:
-        server.delay = 0.0
-    for thread in threading.enumerate():
-        if thread.name == "rl-conversation":
-            thread.join()
-    assert (episode.stop, episode.failure, said) == (StopReason.TIMEOUT, None, [])
-
-
 async def test_an_agent_that_only_talks_is_answered(server: ScriptedModel) -> None:
     server.script("talks", [says("What shall I do?"), says("Really?"), finish()])
     replies = ("Go on.", "Go on. Now.")
@@ -110,13 +92,6 @@ async def test_an_agent_that_only_talks_is_answered(server: ScriptedModel) -> No
         "Go on. Now.",
     ]
     assert episode.stop is StopReason.TERMINATED and len(episode.acted()) == 3
-
-
-async def test_a_model_server_that_refuses_is_a_typed_failure(server: ScriptedModel) -> None:
-    server.policies["refuses"] = lambda body: refusal(418, "I am a teapot")
-    episode = await play(server, "refuses", request())
-    assert episode.stop is StopReason.ERROR and episode.failure is not None
-    assert episode.failure.kind is FailureKind.MODEL and "teapot" in episode.failure.message
 
 
 async def test_a_storage_that_fails_stops_the_run(server: ScriptedModel, tmp_path: Path) -> None:
@@ -140,19 +115,6 @@ async def test_the_stock_agent_is_recorded_as_it_is(server: ScriptedModel) -> No
     replayed = server.requests["stock"][1]["messages"][-2]["tool_calls"][0]["function"]["arguments"]
     # The SDK writes arguments anew since 1.21.
     assert (replayed == '{"thought":"hm" }') == version("openhands-sdk").startswith("1.15.")
-
-
-async def test_a_condenser_asks_the_policy(server: ScriptedModel) -> None:
-    said = iter(range(1000))
-
-    def policy(body: dict) -> dict:
-        number = next(said)
-        return think(f"hm {number}", f"call-{number}") if body.get("tools") else says(f"summary {number}")
-
-    server.policies["condensed"] = policy
-    options = IN_A_WORKSPACE.model_copy(update={"condenser": {"type": "llm", "max_size": 10, "keep_first": 2}})
-    episode = await play(server, "condensed", request(turns=12), options)
-    assert episode.stop is StopReason.MAX_TURNS and len(episode.acted()) == 12 and len(episode.ends()) > 1
 
 
 @pytest.mark.parametrize(

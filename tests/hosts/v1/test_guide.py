@@ -1,12 +1,9 @@
-"""What docs/openhands-v1.md tells to run and to write, as far as it can be run without containers."""
+"""An environment with OpenHands V1, and what docs/openhands-v1.md tells to run and to write."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,27 +13,21 @@ from typing import Any
 import pytest
 from agent_server_process import NO_AGENTS_OF_OTHERS, takes_agents_of_others
 from openhands.sdk import LLM, Tool
-from openhands.sdk.llm import Message, TextContent
-from scripted_model import ScriptedModel, says
+from scripted_model import ScriptedModel
 from sdk_play import TERMINAL, finish, stored
 
+from openhands_rl_plugin.cli.doctor import Level, check_installation
+from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.v1 import RLAgent
 
 GUIDE = (Path(__file__).parents[3] / "docs/openhands-v1.md").read_text(encoding="utf-8")
-BIN = Path(sys.executable).parent
 URL = "http://127.0.0.1:8100/v1"
 
 
 def block(language: str, word: str) -> str:
     (found,) = (text for text in re.findall(rf"^```{language}\n(.*?)^```", GUIDE, re.M | re.S) if word in text)
     return found
-
-
-def command(word: str) -> list[str]:
-    """The words of a command."""
-    (line,) = (line for line in GUIDE.splitlines() if word in line and not line.startswith("|") and " --" in line)
-    return shlex.split(line)
 
 
 async def test_the_script_is_played_and_recorded(
@@ -60,36 +51,6 @@ def test_the_servers_body_is_one_that_it_takes() -> None:
     assert request.initial_message is not None and request.initial_message.run
 
 
-def test_the_benchmarks_model_file_is_recorded_by_the_gateway(
-    server: ScriptedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variable, program, *words = command("openhands-rl gateway")
-    name, _, key = variable.partition("=")
-    given = json.loads(block("json", '"usage_id": "agent"}\n').splitlines()[0])
-    assert given["api_key"] == key and given["base_url"] == f"http://{words[words.index('--host') + 1]}:8200/v1"
-    # The same command, at addresses of this machine.
-    new = {"--upstream": server.url, "--host": "127.0.0.1", "--port": "0", "--store": str(tmp_path / "store")}
-    words = [new.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    server.script("model", [says("Hello.")])
-    environ = {**os.environ, name: key}
-    with subprocess.Popen(
-        [str(BIN / program), *words], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            urls = (url for line in process.stdout for url in re.findall(r"http://127.0.0.1:\d+", line))
-            own = next(url for url in urls if not server.url.startswith(url))
-            # As the benchmarks read the file.
-            llm = LLM.model_validate_json(json.dumps({**given, "base_url": f"{own}/v1", "num_retries": 0}))
-            llm.completion([Message(role="user", content=[TextContent(text="Hello?")])])
-        finally:
-            process.terminate()
-            process.wait(30)
-    [episode] = asyncio.run(stored(tmp_path / "store"))
-    [sampled] = [node for node in episode.nodes if node.sampled]
-    assert sampled.message.content == "Hello." and sampled.tokens is not None
-
-
 def test_the_benchmarks_agent_is_replaced_by_rlagent(monkeypatch: pytest.MonkeyPatch) -> None:
     infer: Any = ModuleType("benchmarks.swebench.run_infer")
     made = []
@@ -110,3 +71,27 @@ def test_the_benchmarks_agent_is_replaced_by_rlagent(monkeypatch: pytest.MonkeyP
     exec(compile(block("python", "run_infer"), "openhands-v1.md", "exec"), {"__name__": "guide"})
     [agent] = made
     assert type(agent) is RLAgent and agent.rl["rollout_strategy"] == "BestOfN"
+
+
+LOADED = """
+import json, sys
+import openhands.sdk.logger
+print(json.dumps([name for name in sys.modules if name.startswith("openhands_rl_plugin")]))
+"""
+
+
+def test_the_line_that_waits_for_v0_is_silent_and_loads_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, check=True)
+    loaded = json.loads(done.stdout.splitlines()[-1])
+    assert {name.removeprefix("openhands_rl_plugin") for name in loaded} <= {
+        *("", ".hosts", ".hosts.v0", ".hosts.v0.autoload")
+    }
+    assert "openhands_rl_plugin" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_names_the_host_and_finds_the_agent() -> None:
+    assert installed_hosts() == ("v1",)
+    findings = {finding.what: finding for finding in check_installation()}
+    assert findings["host"].level is Level.OK and "OpenHands V1: openhands-sdk" in findings["host"].found
+    assert findings["registration"].level is Level.OK, findings["registration"].found
+    assert findings["registration"].found == "RLAgent registered as openhands_rl_plugin.hosts.v1.agent"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,22 +22,8 @@ from openhands_rl_plugin.models.engines.transformers import TransformersEngine
 from openhands_rl_plugin.session.session import sampling_from
 
 
-@contextmanager
-def sampled_by(given: str, model: Path) -> Iterator[None]:
-    if given == "settings":
-        yield
-        return
-    if given == "directory":
-        engine = TransformersEngine(model)
-    else:
-        engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model))
-    with sampling_from(engine):
-        yield
-    asyncio.run(engine.aclose())
-
-
 @needs_bubblewrap
-@pytest.mark.parametrize("given", ["settings", "directory", "model"])
+@pytest.mark.parametrize("given", ["settings", "engine"])
 def test_a_repository_is_mended_by_a_model_in_this_process(given: str, tmp_path: Path) -> None:
     repository(tmp_path / "project")
     mend = f"{REPAIR} && python3 -m unittest -q"
@@ -52,8 +36,14 @@ def test_a_repository_is_mended_by_a_model_in_this_process(given: str, tmp_path:
     agent = make_agent(llm, tmp_path / "store", rl=rl)
     conversation = converse(agent, tmp_path / "project")
     conversation.send_message("Make the failing test pass.")
-    with sampled_by(given, model):
+    if given == "settings":
         conversation.run()
+    else:
+        parts = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        engine = TransformersEngine(*parts)
+        with sampling_from(engine):
+            conversation.run()
+        asyncio.run(engine.aclose())
     counted = conversation.conversation_stats.get_combined_metrics().accumulated_token_usage
     conversation.close()
     [episode] = asyncio.run(stored(tmp_path / "store"))

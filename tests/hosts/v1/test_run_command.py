@@ -11,17 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from openhands.sdk import LLM
 from scripted_model import ScriptedModel, call, says
 from sdk_play import finish, repair, stored, think
 
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.hosts.shared.sessions import make_llm
 
 pytestmark = pytest.mark.timeout(240)
 
-SECRET = "sk-never-shown"
 PROGRAM = str(Path(sys.executable).parent / "openhands-rl")
 
 
@@ -178,40 +174,3 @@ async def test_attempts_at_a_task_of_ones_own_are_a_group_to_train_on(
     code, out, err = finished(start(tmp_path, "train", "store", *options))
     assert code == 0 and "  episodes: 4 used; left out: none" in out, (out, err)
     assert (tmp_path / "adapters" / "policy-v000001" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--model", "nosuch"], r"does not serve nosuch\. It has: .*; name one of them with --model"),
-        (["--strategy", "MCTS"], r"MCTS with value = 'rollout' .* a workspace pays none: set value = "),
-    ],
-    ids=["model", "strategy"],
-)
-def test_what_cannot_begin_is_one_line(words: list[str], said: str, server: ScriptedModel, tmp_path: Path) -> None:
-    server.script("run-short", [])
-    server.context = 8192
-    try:
-        given = ["--model", "run-short", "--base-url", server.url, "--store", "store"]
-        code, out, err = finished(start(tmp_path, "run", "-t", "Do it.", *given, *words))
-    finally:
-        server.context = None
-    assert code == 1 and out == []
-    assert re.search(rf"error: .*{said}", err[-1]), err
-    assert not [line for line in err if "Traceback" in line or "litellm" in line]
-    assert not server.requests["run-short"]
-
-
-def test_a_setting_that_the_sdk_refuses_is_named_without_its_value() -> None:
-    with pytest.raises(ConfigError) as refused:
-        make_llm(LLM, {"model": "openai/x", "num_retries": "many", "api_key": [SECRET]})
-    said = str(refused.value)
-    assert said.startswith("[llm] ") and "[llm] num_retries: must be a valid integer" in said and SECRET not in said
-
-
-def test_settings_of_v0_that_v1_does_not_have_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    given = {"model": "openai/x", "temperature": 0.5, "custom_llm_provider": "me", "native_tool_calling": False}
-    with caplog.at_level("WARNING", logger="openhands"):  # a runner in another test may have raised it
-        llm = make_llm(LLM, given, usage_id="agent")
-    assert (llm.temperature, llm.native_tool_calling, llm.usage_id) == (0.5, False, "agent")
-    assert "[llm] custom_llm_provider: not a setting of this OpenHands" in caplog.text

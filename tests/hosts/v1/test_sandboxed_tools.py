@@ -80,11 +80,9 @@ LOST = "Previous command outputs are truncated"
 
 
 def test_the_model_is_told_the_same_as_by_the_stock_tools(
-    server: ScriptedModel, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
     """The same actions in two equal folders; only the folder's name differs."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
 
     def prepared(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,9 +187,6 @@ def test_a_command_over_its_time_can_be_waited_for_and_interrupted(server: Scrip
     assert told[6].startswith("yes\n")
 
 
-# The second is between two programs when the interrupt comes, which ends neither.
-
-
 def test_secrets_reach_commands_and_are_masked(server: ScriptedModel, workspace: Path) -> None:
     conversation = opened(server, "secrets", workspace)
     conversation.update_secrets({"API_KEY": "hunter-two-22"})
@@ -200,15 +195,13 @@ def test_secrets_reach_commands_and_are_masked(server: ScriptedModel, workspace:
     assert told[0].startswith("HUNTER-TWO-22\n") and "hunter-two-22" not in told[0]
 
 
-@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
 async def test_each_task_of_a_conversation_has_its_own_changes_as_evidence(
-    isolation: str, server: ScriptedModel, workspace: Path
+    server: ScriptedModel, workspace: Path
 ) -> None:
-    conversation = opened(server, f"twice-{isolation}", workspace, isolation)
-    folder = "/workspace" if isolation == "bubblewrap" else str(workspace)
+    conversation = opened(server, "twice", workspace)
     for name in ("one", "two"):
-        play(conversation, server, [edit("create", f"{folder}/{name}.txt", file_text=f"{name}\n")])
+        play(conversation, server, [edit("create", f"/workspace/{name}.txt", file_text=f"{name}\n")])
     conversation.close()
-    first, second = await stored(workspace.parent / f"store-{isolation}")
+    first, second = await stored(workspace.parent / "store-bubblewrap")
     assert first.evidence["changed_files"] == {"one.txt": "added"}
     assert second.evidence["changed_files"] == {"two.txt": "added"}

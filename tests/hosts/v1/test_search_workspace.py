@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,19 +11,10 @@ from typing import Any
 import pytest
 from needs import needs_bubblewrap
 from openhands.sdk.conversation import LocalConversation
-from openhands.sdk.event import LLMConvertibleEvent
 from scripted_model import ScriptedModel, call, says
-from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored, think
+from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored
 
-from openhands_rl_plugin.core.concurrency import background
-from openhands_rl_plugin.core.errors import BadEnvironmentError
-from openhands_rl_plugin.core.messages import to_message, to_wire
-from openhands_rl_plugin.core.types import Message, Observation, Score, StopReason, ToolCall, Trajectory
-from openhands_rl_plugin.hosts.shared.sessions import runtime_of
-from openhands_rl_plugin.hosts.v1.agent import ConversationBranch, log_of
-from openhands_rl_plugin.hosts.v1.session_llm import Prompts
-from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
-from openhands_rl_plugin.session.session import BranchWorld, Turn
+from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
 
 pytestmark = [pytest.mark.contract, needs_bubblewrap]
 
@@ -122,23 +111,23 @@ async def test_a_command_in_the_forks_says_what_is_right(server: ScriptedModel, 
     assert {0.0, 1.0} <= {node.value for node in episode.nodes if node.sampled and node.value is not None}
 
 
-async def test_best_of_n_acts_on_the_best_of_its_candidates(server: ScriptedModel, workspace: Path) -> None:
-    seeds = itertools.count()
-
+async def test_branches_side_by_side_see_their_own_only(server: ScriptedModel, workspace: Path) -> None:
     def policy(body: dict[str, Any]) -> dict[str, Any]:
-        if depth(body):
-            return finish("done", f"end{body['seed']}")
-        word = "right" if next(seeds) % 4 == 2 else "wrong"
-        return says(None, call(TERMINAL, {"command": f"echo {word} > answer.txt"}, f"write{body['seed']}"))
+        seed = body["seed"]
+        command = f"echo {seed} >> mine; echo {seed} >> /tmp/mine; cat mine /tmp/mine; ls"
+        return says(None, call(TERMINAL, {"command": command}, f"id{seed}"))
 
+    strategy = {"n": 16, **BY_PATCH}
     episode, _ = await play(
-        server, "best", workspace, policy, rollout_strategy="BestOfN", strategy={"n": 4, **BY_PATCH}
+        server, "beside", workspace, policy, rollout_strategy="BestOfN", strategy=strategy, max_turns=1
     )
-    assert episode.failure is None and episode.stop is StopReason.TERMINATED
-    assert (workspace / "answer.txt").read_text() == "right\n"
-    first = [node for node in episode.nodes if node.sampled and node.parent == 1]
-    # Equal ones are one node.
-    assert sorted("right" in str(node.message.tool_calls) for node in first) == [False, True]
+    tried = [at for at, node in enumerate(episode.nodes) if node.sampled and node.parent == 1]
+    assert len(tried) == 16
+    for at in tried:
+        seen = {node.message.content or "" for node in episode.nodes if node.parent == at}
+        own = episode.nodes[at].message.tool_calls[0].id.removeprefix("id")
+        assert {text.split("\n")[:4] == [own, own, "calc.py", "mine"] for text in seen} == {True}
+    assert (workspace / "mine").read_text().count("\n") == 1
 
 
 async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedModel, workspace: Path) -> None:
@@ -161,91 +150,3 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
     assert {json.dumps(body["tools"]) for body in asked} == {json.dumps(list(episode.tools))}
     later = [body for body in asked if depth(body) == 2]
     assert '"view_range\\":\\"[1, 1]\\"' in json.dumps(later[0]["messages"]).replace("\\\\", "\\")
-
-
-def world_of(conversation: LocalConversation) -> BranchWorld:
-    """The world at the conversation's end, with a session that answers what it is asked to execute."""
-    workspace = runtime_of(str(conversation.state.id))
-    assert isinstance(workspace, ConversationWorkspace)
-
-    class Documents(dict[Message, Any]):
-        def __missing__(self, message: Message) -> Any:
-            choice = {"index": 0, "finish_reason": "stop", "message": to_wire(message)}
-            return {"id": "given", "model": "given", "choices": [choice]}
-
-    class Given:
-        calls, documents = None, Documents()
-
-        def __init__(self, turn: Turn) -> None:
-            self.turn = turn
-
-        def expect(self, turn: Any) -> None:
-            """Nobody asks."""
-
-    agent: Any = conversation.agent
-    told = [event for event in conversation.state.events if isinstance(event, LLMConvertibleEvent)]
-    prompts = Prompts(compact=False)
-    wire = prompts.write(agent.llm, LLMConvertibleEvent.events_to_messages(told))
-    live = ConversationBranch(agent, log_of(conversation.state), workspace, prompts)
-    turn = Turn({"messages": wire}, wire, tuple(to_message(each) for each in wire))
-    return BranchWorld(live, Given(turn))  # type: ignore[arg-type]
-
-
-def action(command: str, id: str) -> Message:
-    return Message(
-        role="assistant", tool_calls=(ToolCall(id=id, name=TERMINAL, arguments=json.dumps({"command": command})),)
-    )
-
-
-def said(observation: Observation) -> str:
-    return "\n".join(message.content or "" for message in observation.messages)
-
-
-async def test_64_branches_do_not_see_each_other(server: ScriptedModel, workspace: Path) -> None:
-    """Each writes to files, to /tmp, to variables and to its history; in between it is forked again."""
-    conversation = opened(server, "cross", workspace)
-    server.script("cross", [think("begin", "begin"), finish()])
-    conversation.send_message("Begin.")
-    conversation.run()
-    world = world_of(conversation)
-    limit = asyncio.Semaphore(4)
-
-    async def branch(number: int) -> str:
-        async with limit:
-            first = await world.fork()
-            await first.step(
-                action(f"echo {number} > mine.txt; echo {number} > /tmp/mine; export MINE={number}", f"w{number}")
-            )
-            second = await first.fork()
-            await first.step(action("echo other > mine.txt; echo other > /tmp/mine; export MINE=other", f"o{number}"))
-            await first.close()
-            told = said(await second.step(action("cat mine.txt /tmp/mine; echo $MINE; ls", f"r{number}")))
-            await second.close()
-            return told
-
-    async def all_branches() -> list[str]:
-        try:
-            return await asyncio.gather(*(branch(number) for number in range(32)))
-        finally:
-            await world.close()
-
-    told = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(all_branches(), background().loop))
-    wrong = [
-        number
-        for number, text in enumerate(told)
-        if text.split("\n")[:5] != [str(number)] * 3 + ["calc.py", "mine.txt"]
-    ]
-    left = sorted(path.name for path in workspace.iterdir())
-    conversation.close()
-    assert wrong == [] and left == ["calc.py"]
-
-
-async def test_what_cannot_be_copied_is_said(server: ScriptedModel, workspace: Path) -> None:
-    conversation = opened(server, "processes", workspace)
-    server.script("processes", [says(None, call(TERMINAL, {"command": "sleep 60 &"}, "c1")), finish()])
-    conversation.send_message("Begin.")
-    conversation.run()
-    world = world_of(conversation)
-    with pytest.raises(BadEnvironmentError, match=r"while processes run in it \(sleep\)"):
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(world.fork(), background().loop))
-    conversation.close()

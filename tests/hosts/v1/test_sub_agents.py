@@ -17,7 +17,7 @@ from openhands.sdk.conversation.state import ConversationState
 from openhands.sdk.event import Event, MessageEvent
 from openhands.sdk.subagent.registry import _reset_registry_for_tests  # type: ignore[attr-defined]
 from scripted_model import ScriptedModel, call, says
-from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored
+from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, run_task, stored
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -75,10 +75,7 @@ def test_a_task_is_an_episode_that_names_its_parent(
     delegating("delegates", server, call(TERMINAL, {"command": "pwd"}, "call-s") if sandboxed else listing)
     rl = {"workspace": {"isolation": isolation}, "sampling": {"seed": 3}}
     agent = make_agent(make_llm(server, "delegates"), tmp_path / "store", tools=[TERMINAL, TASK_TOOLS], rl=rl)
-    conversation = converse(agent, workspace)
-    conversation.send_message("Give it away.")
-    conversation.run()
-    conversation.close()
+    conversation = run_task(agent, workspace, task="Give it away.")
     parent, child = parent_and_child(asyncio.run(stored(tmp_path / "store")))
     assert child.task.data == {"sub_agent": {"parent": parent.id, "kind": "researcher"}}
     for episode in (parent, child):

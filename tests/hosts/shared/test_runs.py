@@ -1,22 +1,29 @@
-"""What is checked of the model server before a run, and which adapter the run samples from."""
+"""Before and after a run of a host: what is checked of the model server and the network, and what the last line is."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from hosts_table import CAPABILITIES, LACKS, TABLE, host_at_hand, read_table, table_text
+from needs import needs_bubblewrap
 from raw_server import raw_server, respond
 from scripted_model import ScriptedModel, serve
 
 from openhands_rl_plugin import AdapterStore
 from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.core.types import Adapter, Failure, FailureKind, Trajectory
 from openhands_rl_plugin.hosts.shared.litellm_calls import check_model, check_workspace_strategy
+from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
+from openhands_rl_plugin.hosts.shared.sessions import run_summary
+from openhands_rl_plugin.testing import example_trajectory
 
 
 @pytest.fixture
@@ -107,3 +114,54 @@ def test_the_published_adapter_is_sampled_from_when_the_server_has_it(
     server.policies["another"] = lambda body: {"role": "assistant", "content": "."}
     for model, sampled in (("openai/base", adapter.name), ("openai/another", None)):
         assert used(server, tmp_path, model=model) == sampled
+
+
+def changed(trajectory: Trajectory, **changes: object) -> Trajectory:
+    nodes = tuple(node.model_copy(update=changes) for node in trajectory.nodes)
+    return trajectory.model_copy(update={"nodes": nodes})
+
+
+def test_an_episode_that_nobody_judged_says_how_to() -> None:
+    episode = changed(example_trajectory(), reward=None)
+    line = run_summary(episode, (), RLSettings())
+    assert line == (
+        "recorded in ~/.openhands/rl_trajectories as 00000000: 2 completions; token ids: yes; reward: not scored "
+        "(openhands-rl score ~/.openhands/rl_trajectories --id 00000000 --value 1); "
+        "openhands-rl show ~/.openhands/rl_trajectories 00000000"
+    )
+
+
+def test_missing_token_ids_are_said() -> None:
+    line = run_summary(changed(example_trajectory(), tokens=None), (), RLSettings())
+    assert "; token ids: no (openhands-rl list ~/.openhands/rl_trajectories --by says why); " in line
+
+
+def test_what_a_server_said_does_not_control_the_terminal() -> None:
+    failure = Failure(kind=FailureKind.MODEL, message="x\x1b]0;title\x07\nrecorded", boundary="b")
+    line = run_summary(example_trajectory().model_copy(update={"failure": failure}), (), RLSettings())
+    assert line.isprintable() and "; failed, so never trained on (model: x\\x1b]0;title" in line
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("network", [False, True])
+def test_commands_reach_the_network_of_the_host_only_where_it_is_on(network: bool, tmp_path: Path):
+    settings = settings_from_sections({"rl": {"workspace": {"network": network}}}).workspace
+    workspace = SandboxedWorkspace(tmp_path, settings)
+    fork = workspace.fork()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for each in (workspace, fork):
+            reached = each.run(f"exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]}", timeout=20).exit_code == 0
+            assert reached is network
+    fork.close()
+    workspace.close()
+
+
+def test_the_page_has_every_row_and_a_column_of_this_host() -> None:
+    columns = read_table(TABLE.read_text(encoding="utf-8"))
+    assert table_text(columns) == TABLE.read_text(encoding="utf-8")
+    assert all(tuple(column) == CAPABILITIES for column in columns.values())
+    assert {"V0 1.6.0", "V1 1.58.0"} <= set(columns)
+    lacking = {(name[:2], what) for name, column in columns.items() for what, cell in column.items() if cell == "no"}
+    assert lacking == set(LACKS), "every no has its reason"
+    here = host_at_hand()
+    assert here is None or here not in ("V0 1.6.0", "V1 1.58.0") or "yes" in columns[here].values()
