@@ -62,27 +62,6 @@ def rebuilt_prompt(trajectory: Trajectory, leaf: int) -> Ids:
     return prompt
 
 
-def test_two_turns_are_one_sequence():
-    tree = EpisodeTree()
-    tree.observe(said("state 0"))
-    tree.commit(tree.propose(completion((5, 6), (7, 8))))
-    tree.observe(said("state 1", 0.5))
-    tree.commit(tree.propose(completion((5, 6, 7, 8, 9), (10,))))
-    first, second = (node.tokens for node in tree.nodes if node.sampled)
-    assert first == Tokens(prompt_ids=(5, 6), sampled_ids=(7, 8), logprobs=(-0.5, -0.5))
-    assert second == Tokens(extends=True, prompt_ids=(9,), sampled_ids=(10,), logprobs=(-0.5,))
-    assert tree.context_ids(tree.head) == (5, 6, 7, 8, 9, 10)
-
-
-@pytest.mark.parametrize("prompt", [(5, 6, 9), (5, 6, 7), (9, 5, 6, 7, 8), ()])
-def test_a_history_that_was_rewritten_starts_anew(prompt: tuple[int, ...]):
-    tree = EpisodeTree()
-    tree.commit(tree.propose(completion((5, 6), (7, 8))))
-    tree.commit(tree.propose(completion(prompt, (1,))))
-    assert tree.nodes[1].tokens == Tokens(prompt_ids=prompt, sampled_ids=(1,), logprobs=(-0.5,))
-    assert tree.context_ids(1) == (*prompt, 1)
-
-
 def test_rewards_belong_to_the_action_that_caused_them():
     tree = EpisodeTree()
     tree.observe(said("state 0", reward=9.0))

@@ -41,11 +41,7 @@ def missing_host(host: str) -> str:
     return "" if there else f"needs {name} {release}"
 
 
-# The other inputs (``gradients_episodes``, ``swe_local_rows``, ``texts``) are kept as they are.
-INPUTS: dict[str, Callable[[], Any]] = {
-    "sqlite_files": stores.make_sqlite_files,
-    "mongodb_documents": stores.make_mongodb_documents,
-}
+# Inputs that are kept as they are: gradients_episodes, mongodb_documents, sqlite_files, swe_local_rows, texts.
 ARTEFACTS = {
     "gradients": Artefact(lambda: run_script("gradients.py"), tolerance=1e-6, slow=True),
     # Logprobs of these stores have 64 bits, and are read with 32.

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import sys
 
-from artefacts import ARTEFACTS, INPUTS, missing_host
+from artefacts import ARTEFACTS, missing_host
 from golden import path_of, write
 
 if __name__ == "__main__":
-    for name, make in INPUTS.items():
-        if name in sys.argv[1:] or not path_of(name).exists():
-            write(name, make())
     for name in sys.argv[1:] or ARTEFACTS:
         if name in ARTEFACTS and not missing_host(ARTEFACTS[name].host):
             write(name, ARTEFACTS[name].make())

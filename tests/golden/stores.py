@@ -1,4 +1,7 @@
-"""Two stores, SQLite's files and MongoDB's documents, and all that is read from them."""
+"""All that is read from two stores, kept as SQLite's files and MongoDB's documents.
+
+They have whole episodes, failed ones, one stored step by step, one that never ended; scores, one withdrawn; labels.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,8 @@ from golden import read
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings, StorageSettings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
-from openhands_rl_plugin.core.types import Trajectory
+from openhands_rl_plugin.core.records import TrajectoryFilter
 
-DATABASE = "golden"
 FILTERS: dict[str, dict[str, Any]] = {
     "finished": {},
     "all": {"finished": None},
@@ -40,34 +41,6 @@ FILTERS: dict[str, dict[str, Any]] = {
     "next page": {"sort": "finished", "after": "episode-4", "limit": 3},
     "some": {"ids": ("episode-1", "sample", "nobody")},
 }
-
-
-async def fill(storage: TrajectoryStorage) -> None:
-    """Whole episodes, failed ones, one stored step by step, one that never ended; scores, one withdrawn; labels."""
-    from openhands_rl_plugin.testing.samples import GONE, sample_episode, sample_score, steps_of
-
-    for each in read("gradients_episodes"):
-        await storage.add(Trajectory.model_validate(each))
-    await storage.add(
-        sample_episode("sample", run="other", text="\N{CJK UNIFIED IDEOGRAPH-4E2D} api_key=sk-" + 40 * "a")
-    )
-    await storage.add(sample_episode("failed", failure=GONE, split="heldout"))
-    for name, until in (("grown", 5), ("open", 3)):
-        start, *growths = steps_of(sample_episode(name))[:until]
-        await storage.begin(start)
-        for one in growths:
-            await (storage.grow(one) if hasattr(one, "first") else storage.end(one))
-    scores = (("grown", 0.5), ("grown", None), ("sample", 1.0), ("episode-1", 0.0), ("open", 0.25))
-    await storage.add_scores([sample_score(name, reward) for name, reward in scores])
-    await storage.add_scores([sample_score("episode-1", 0.75, "tests-1"), sample_score("sample", 0.9, "verifier-1@x")])
-    kinds = ((LabelKind.VERDICT, 1.0), (LabelKind.PREFERENCE, 0.5), (LabelKind.COMMENT, None), (LabelKind.TAG, None))
-    made = [
-        Label(
-            id=f"{at}", trajectory_id="sample", kind=kind, value=value, text=f"text {at}", node=at or None, at=float(at)
-        )
-        for at, (kind, value) in enumerate(kinds)
-    ]
-    await storage.add_labels(made)
 
 
 async def contents(storage: TrajectoryStorage) -> Any:
@@ -98,12 +71,6 @@ def sqlite_at(folder: str) -> TrajectoryStorage:
     return open_storage(RLSettings(storage=StorageSettings(path=folder)))
 
 
-def make_sqlite_files() -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(used(sqlite_at(folder), fill))
-        return {file.name: base64.b64encode(file.read_bytes()).decode() for file in Path(folder).iterdir()}
-
-
 def read_sqlite() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         for name, text in read("sqlite_files").items():
@@ -127,21 +94,11 @@ def mongodb() -> Iterator[tuple[TrajectoryStorage, Any]]:
             pytest.skip(str(error))
         try:
             url = f"{server.url}&serverSelectionTimeoutMS=60000"
-            chosen = RLSettings(storage_backend="mongodb", storage=StorageSettings(uri_env="STORE", database=DATABASE))
+            chosen = RLSettings(storage_backend="mongodb", storage=StorageSettings(uri_env="STORE", database="golden"))
             with MongoClient(server.url) as client:
-                yield open_storage(chosen, {"STORE": url}), client[DATABASE]
+                yield open_storage(chosen, {"STORE": url}), client["golden"]
         finally:
             server.stop()
-
-
-def make_mongodb_documents() -> dict[str, Any]:
-    from bson import json_util
-
-    with mongodb() as (storage, database):
-        asyncio.run(used(storage, fill))
-        names = sorted(database.list_collection_names())
-        options = json_util.CANONICAL_JSON_OPTIONS
-        return {name: json_util.dumps(list(database[name].find()), json_options=options) for name in names}
 
 
 def read_mongodb() -> Any:
