@@ -16,7 +16,7 @@ from openhands.sdk import LLM, Tool
 from scripted_model import ScriptedModel
 from sdk_play import TERMINAL, finish, stored
 
-from openhands_rl_plugin.cli.doctor import Level, check_installation
+from openhands_rl_plugin.cli.doctor import check_installation
 from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.v1 import RLAgent
@@ -92,6 +92,6 @@ def test_the_line_that_waits_for_v0_is_silent_and_loads_nothing() -> None:
 def test_doctor_names_the_host_and_finds_the_agent() -> None:
     assert installed_hosts() == ("v1",)
     findings = {finding.what: finding for finding in check_installation()}
-    assert findings["host"].level is Level.OK and "OpenHands V1: openhands-sdk" in findings["host"].found
-    assert findings["registration"].level is Level.OK, findings["registration"].found
+    assert findings["host"].level == "ok" and "OpenHands V1: openhands-sdk" in findings["host"].found
+    assert findings["registration"].level == "ok", findings["registration"].found
     assert findings["registration"].found == "RLAgent registered as openhands_rl_plugin.hosts.v1.agent"
