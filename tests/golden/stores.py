@@ -38,7 +38,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "times": {"since": 1003.0, "until": 2000.0},
     "best first": {"sort": "reward", "descending": True},
     "most tokens": {"sort": "tokens", "descending": True, "limit": 5, "offset": 1},
-    "next page": {"sort": "finished", "after": "episode-4", "limit": 3},
+    "next page": {"sort": "finished", "offset": 5, "limit": 3},
     "some": {"ids": ("episode-1", "sample", "nobody")},
 }
 
