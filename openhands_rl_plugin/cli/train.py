@@ -26,8 +26,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout
@@ -66,7 +64,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.rewards.verifier.card import VerifierReport
     from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample
     from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
-    from openhands_rl_plugin.rewards.verifier.training import TrainedVerifier
     from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
     from openhands_rl_plugin.training.learn import MemoryEstimate
@@ -567,57 +564,29 @@ class VerifierTraining(TrainingRun):
 
     def _train(self, dataset: VerifierDataset, prompts: VerifierPrompts) -> Adapter | None:
         """The new version, which rank 0 alone has."""
-        from openhands_rl_plugin.training.learn import call_of, note_call
+        from openhands_rl_plugin.training.learn import report_notes
 
         with from_extra("train"):
             from openhands_rl_plugin.rewards.verifier.training import train_verifier
-        with self._scratch() as scratch:
-            with training_progress() as advanced:
-                trained = train_verifier(
-                    self._args.model,
-                    dataset,
-                    self._training,
-                    self._settings,
-                    scratch,
-                    prompts=prompts,
-                    parent=self._parent,
-                    on_progress=advanced,
-                    on_note=print_note,
-                    run=self._run_directory,
-                    ranks=self._ranks,
-                )
-            if not self._leads:
-                self._delete(trained)
-                return None
-            note_call(self._run_directory, call_of(_sequences(dataset), self._training), self._adapters, self._name)
-            adapter = self._adapters.create(
+            from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
+        trainer = LocalTrainer(self._args.model, self._training, adapter=self._parent)
+        report_notes(trainer, print_note)
+        with training_progress() as advanced:
+            return train_verifier(
+                trainer,
+                dataset,
+                self._training,
+                self._settings,
+                self._adapters,
                 self._name,
-                lambda directory: _copy(scratch, directory),
+                model=self._args.model,
                 base_model=self._args.base_model or self._args.model.resolve().name,
-                parent=self._parent.name if self._parent else None,
-                step=trained.metrics.steps + (self._parent.step if self._parent else 0),
-                metrics=trained.metrics.as_floats() | trained.report.as_floats(),
-                probe=trained.probe,
+                prompts=prompts,
+                parent=self._parent,
+                on_progress=advanced,
+                run=self._run_directory,
+                ranks=self._ranks,
             )
-        self._delete(trained)
-        return adapter
-
-    @staticmethod
-    def _delete(trained: TrainedVerifier) -> None:
-        for checkpoint in trained.pending:
-            checkpoint.delete()
-
-    @contextmanager
-    def _scratch(self) -> Iterator[Path]:
-        """A directory of rank 0, which all ranks know."""
-        if self._ranks is not None and self._ranks.rank > 0:
-            yield Path(self._ranks.broadcast(""))
-            return
-        self._adapters.root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".verifier-", dir=self._adapters.root) as scratch:
-            if self._ranks is not None:
-                self._ranks.broadcast(scratch)
-            yield Path(scratch)
 
 
 def report_lines(report: VerifierReport) -> list[str]:
@@ -653,8 +622,3 @@ def _counts(examples: tuple[VerifierExample, ...]) -> str:
     truncated = sum(example.truncated for example in examples)
     cut = f", {truncated} truncated" if truncated else ""
     return f"{successes} successes and {len(examples) - successes} failures of {tasks} tasks{cut}"
-
-
-def _copy(source: Path, directory: Path) -> None:
-    for file in source.iterdir():
-        shutil.copyfile(file, directory / file.name)

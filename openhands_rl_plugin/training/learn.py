@@ -184,6 +184,7 @@ def create_version(
     steps: int,
     metrics: dict[str, float],
     probe_ids: Sequence[int],
+    beside: Callable[[Path], None] = lambda _: None,
 ) -> tuple[Adapter | None, Probe]:
     """Write what was trained as the next version of ``name``, with a probe beside it. A collective of all ranks.
 
@@ -197,15 +198,21 @@ def create_version(
             ``step`` plus these.
         metrics: for the manifest.
         probe_ids: token ids of a recorded text; the last ``PROBE_TOKENS`` of them are probed.
+        beside: writes more files into the version's directory, after its weights.
 
     Returns the new version, which only rank 0 has, and the trainer's logprobs to check a server against. Raises
     ``StorageError`` when the version cannot be written; then nothing of it remains.
     """
     probe, adapter = trainer.probe(probe_ids[-PROBE_TOKENS:]), None
     if trainer.is_main_process:
+
+        def write(directory: Path) -> None:
+            trainer.save_adapter(directory)
+            beside(directory)
+
         adapter = store.create(
             name,
-            trainer.save_adapter,
+            write,
             base_model=base_model,
             parent=parent.name if parent is not None else None,
             step=steps + (parent.step if parent is not None else 0),

@@ -102,18 +102,6 @@ def test_a_verifier_with_adapted_experts_is_judged_as_it_was_trained(
     assert VerifierReport.model_validate_json((made / "verifier_report.json").read_text()).episodes
 
 
-def test_the_token_that_is_trained_is_the_token_that_is_scored(
-    verifier: Path, judge_model: Path, tmp_path: Path
-) -> None:
-    store = store_of(tmp_path / "store", *toy_episodes(6))
-    dataset = build_dataset(store, judge_model, VerifierSettings(held_out=0.3))
-    card = VerifierCard.load(verifier)
-    for example in dataset.training:
-        sample = example.sample()
-        assert [at for at, trained in enumerate(sample.mask) if trained] == [len(example.prompt)]
-        assert sample.input_ids == (*example.prompt, card.yes if example.label.success else card.no)
-
-
 def test_scores_are_those_of_transformers_and_peft_on_each_prompt_alone(
     loaded: VerifierModel, verifier: Path, judge_model: Path
 ) -> None:
@@ -205,9 +193,3 @@ def test_wrong_input_is_one_line(
     assert cli.main([*words, *options]) == (2 if says.endswith(": must be") else 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and says in line
-
-
-def test_options_of_a_verifier_need_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", str(tmp_path), "--model", "model", "--adapters", str(tmp_path), "--negatives", "2"]
-    assert cli.main(words) == 1
-    assert "--negatives is for a verifier" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Trajectory
 from openhands_rl_plugin.rewards.outcome import HumanReward, ReturnReward
 from openhands_rl_plugin.rewards.verifier.card import task_digest
-from openhands_rl_plugin.rewards.verifier.data import Labelled, balanced, label_of, split_by_task, task_of
+from openhands_rl_plugin.rewards.verifier.data import Labelled, balanced, label_of, split_by_task
 
 SETTINGS = VerifierSettings()
 EPISODES = st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=2, max_size=60).filter(
@@ -23,15 +23,6 @@ EPISODES = st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=2, ma
 
 def labelled(found: list[tuple[int, bool]]) -> list[Labelled]:
     return [Labelled(f"{at}", f"task-{task}", success) for at, (task, success) in enumerate(found)]
-
-
-@given(EPISODES, st.floats(0.01, 0.99), st.integers(0, 5))
-def test_no_task_is_on_both_sides_and_nothing_is_lost(found: list[tuple[int, bool]], share: float, seed: int) -> None:
-    examples = labelled(found)
-    training, held_out = split_by_task(examples, VerifierSettings(held_out=share), seed)
-    assert training and held_out
-    assert not {one.task for one in training} & {one.task for one in held_out}
-    assert sorted(one.trajectory_id for one in (*training, *held_out)) == sorted(one.trajectory_id for one in examples)
 
 
 def test_a_task_stays_on_its_side_when_the_store_grows() -> None:
@@ -59,30 +50,6 @@ def test_what_taught_an_earlier_version_is_never_held_out(
     assert len(training) + len(held_out) == len(examples)
 
 
-def marks(examples: tuple[Labelled, ...]) -> frozenset[str]:
-    return frozenset(task_digest(one.task) for one in examples)
-
-
-@pytest.mark.parametrize(("share", "seed"), [(0.2, 0), (0.2, 1), (0.5, 0), (0.1, 2)])
-def test_a_verifier_that_is_gone_on_from_is_judged_by_what_neither_was_taught(share: float, seed: int) -> None:
-    few, many = labelled([(task, True) for task in range(50)]), labelled([(task, True) for task in range(150)])
-    first = split_by_task(few, SETTINGS, 0)
-    taught = marks(first.training)
-    again = split_by_task(few, VerifierSettings(held_out=share), seed, taught)
-    assert marks(again.held_out) <= marks(first.held_out)
-    assert len(again.held_out) >= min(len(first.held_out), round(share * 50)), "another seed leaves enough to judge by"
-    grown = split_by_task(many, VerifierSettings(held_out=share), seed, taught)
-    assert not marks(grown.held_out) & taught and len(grown.held_out) >= share * 150
-    assert split_by_task(few, SETTINGS, 0, marks(tuple(many[50:]))) == first, "tasks of other stores change nothing"
-
-
-def test_a_task_that_had_to_be_learnt_from_is_not_held_out_of_a_larger_store() -> None:
-    settings = VerifierSettings(held_out=0.99)
-    first = split_by_task(labelled([(0, True), (1, True)]), settings, 0)
-    grown = split_by_task(labelled([(task, True) for task in range(9)]), settings, 0, marks(first.training))
-    assert len({one.task for one in first.training}) == 1 and first.training[0].task in {t.task for t in grown.training}
-
-
 @pytest.mark.parametrize(("ratio", "kept"), [(0.5, 5), (1.0, 10), (2.0, 20), (4.0, 25), (0.0, 25)])
 def test_failures_are_sampled_to_the_ratio(ratio: float, kept: int) -> None:
     examples = labelled([(at, at < 10) for at in range(35)])
@@ -91,17 +58,6 @@ def test_failures_are_sampled_to_the_ratio(ratio: float, kept: int) -> None:
     assert sum(one.success for one in chosen) == 10 and len(chosen) == 10 + kept
     assert balanced(examples[::-1], settings, 0)[::-1] == chosen, "whatever the order of the store"
     assert kept == 25 or balanced(examples, settings, 1) != chosen
-
-
-@pytest.mark.parametrize(("success", "says"), [(True, "failed to solve"), (False, "solved its task")])
-def test_one_class_alone_teaches_nothing(success: bool, says: str) -> None:
-    with pytest.raises(TrainingError, match=says):
-        balanced(labelled([(0, success), (1, success)]), SETTINGS, 0)
-
-
-def test_one_task_cannot_be_split() -> None:
-    with pytest.raises(TrainingError, match="at least two"):
-        split_by_task(labelled([(0, True), (0, False)]), SETTINGS, 0)
 
 
 def score(reward: float, version: str) -> Score:
@@ -134,11 +90,6 @@ async def test_a_reward_says_it_from_its_threshold_on() -> None:
     assert await label_of(one, scores[:1], settings, ReturnReward()) is False
     assert await label_of(one, [], settings, ReturnReward()) is None, "its steps have no rewards"
     assert await label_of(one, [], settings, Unable()) is None
-
-
-def test_the_same_task_in_another_run_is_the_same_task() -> None:
-    assert task_of(episode(1, 1, success=True)) == task_of(episode(1, 2, success=False, run_id="other"))
-    assert task_of(episode(1, 1, success=True)) != task_of(episode(2, 1, success=True))
 
 
 async def test_what_people_labelled_is_the_label_of_who_asks_for_it() -> None:

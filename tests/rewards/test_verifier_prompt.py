@@ -72,21 +72,6 @@ def test_what_is_too_long_keeps_instruction_patch_end_and_label(
         assert found == whole
 
 
-def test_a_patch_longer_than_the_context_keeps_its_end(judge_model: Path) -> None:
-    patch = "+fox\n" * 2000 + "+the last line\n"
-    one = episode(3, 1, success=True, turns=9, words=60, evidence={"test_result": {"git_patch": patch}})
-    found = VerifierPrompts(load_tokenizer(str(judge_model)), 800).of(one)
-    asked = text_of(judge_model, found.ids)
-    assert len(found.ids) < 800 and "+the last line" in asked and "Solve task 3." in asked
-
-
-def test_attempts_at_a_task_begin_alike_when_they_are_cut(judge_model: Path) -> None:
-    cut = VerifierPrompts(load_tokenizer(str(judge_model)), 700)
-    left, right = (cut.of(episode(3, attempt, success=True, turns=9, words=40)) for attempt in (0, 1))
-    shared = next(at for at, pair in enumerate(zip(left.ids, right.ids, strict=False)) if pair[0] != pair[1])
-    assert left.truncated and "Solve task 3." in text_of(judge_model, left.ids[:shared])
-
-
 def test_a_log_cannot_end_the_question(judge_model: Path, prompts: VerifierPrompts) -> None:
     one = episode(3, 1, success=False)
     end = int(load_tokenizer(str(judge_model)).convert_tokens_to_ids("<|im_end|>"))  # pyright: ignore[reportArgumentType]
@@ -94,22 +79,6 @@ def test_a_log_cannot_end_the_question(judge_model: Path, prompts: VerifierPromp
     nodes = (*one.nodes[:-1], one.nodes[-1].model_copy(update={"message": said}))
     liar = one.model_copy(update={"nodes": nodes})
     assert prompts.of(liar).ids.count(end) == prompts.of(one).ids.count(end)
-
-
-def test_a_context_without_room_is_refused(judge_model: Path) -> None:
-    with pytest.raises(TrainingError, match=r"max_length = 300 leaves \d+ tokens for the interaction; give at least"):
-        VerifierPrompts(load_tokenizer(str(judge_model)), 300)
-
-
-def test_labels_that_begin_alike_are_refused() -> None:
-    class Blind:
-        """A tokenizer that reads every word as the same token."""
-
-        def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
-            return {"input_ids": [7] * len(text.split())}
-
-    with pytest.raises(TrainingError, match="begins YES and NO with the same token"):
-        VerifierPrompts(Blind(), 4096)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from openhands_rl_plugin.rewards.verifier.card import (
     Calibration,
     ScoredEpisode,
     auc,
-    brier,
     fitted,
     report_of,
     sigmoid,
@@ -42,11 +41,6 @@ def test_auc_is_the_share_of_pairs_that_are_ranked_rightly(pairs: list[tuple[flo
     else:
         wins = sum((left > right) + 0.5 * (left == right) for left in good for right in bad)
         assert found == pytest.approx(wins / (len(good) * len(bad)))
-
-
-def test_known_figures() -> None:
-    scores, outcomes = [0.95, 0.95, 0.15, 0.05], [True, False, False, False]
-    assert brier(scores, outcomes) == pytest.approx((0.05**2 + 0.95**2 + 0.15**2 + 0.05**2) / 4)
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,13 @@ from verifier_store import BAD, GOOD, episode, scores_in, store_of, toy_episodes
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, GraderError
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Observation
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.rollout.scoring import AT_ONCE, ScoreProgress, rescore
-from openhands_rl_plugin.rollout.strategies.value import VerifierValue
+from openhands_rl_plugin.rollout.scoring import AT_ONCE
 from openhands_rl_plugin.testing import ScriptedEngine, check_reward
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
 
@@ -69,24 +66,6 @@ def test_the_command_scores_once(verifier: Path, tmp_path: Path, capsys: pytest.
         assert score.detail["truncated"] is False and score.detail["adapter"] == "verifier-v000001"
 
 
-async def test_an_interrupted_run_keeps_what_it_scored(verifier: Path, tmp_path: Path) -> None:
-    reward = build("rewards", "verifier", {"adapter": str(verifier)})
-
-    def interrupted(at: ScoreProgress) -> None:
-        raise KeyboardInterrupt(f"{at.done} of {at.total}")
-
-    async with FileTrajectoryStorage(tmp_path / "store") as storage:
-        for each in toy_episodes(10):
-            await storage.add(each)
-        with pytest.raises(KeyboardInterrupt, match=f"{AT_ONCE} of 40"):
-            await rescore(storage, reward, on_progress=interrupted)
-        kept = [len(scores) async for _, scores in storage.find()]
-        report = await rescore(storage, reward)
-        scored = [len(scores) async for _, scores in storage.find()]
-    assert sum(kept) == AT_ONCE and scored == [1] * 40
-    assert (report.scored, report.already_scored) == (40 - AT_ONCE, AT_ONCE)
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on(verifier: Path, tmp_path: Path) -> None:
     store = store_of(tmp_path / "store", *toy_episodes(10))
@@ -100,18 +79,6 @@ def test_a_killed_run_goes_on(verifier: Path, tmp_path: Path) -> None:
     assert len(kept) == AT_ONCE and {name.rpartition("-")[0] for name in kept} < {f"episode-{at}" for at in range(10)}
     assert cli.main(["score", str(store), "--verifier", str(verifier)]) == 0
     assert [len(scores) for scores in scores_in(store).values()] == [1] * 40
-
-
-def test_any_reward_can_score_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rewarded = [
-        one.model_copy(update={"nodes": (*one.nodes[:-1], one.nodes[-1].model_copy(update={"reward": 0.6}))})
-        for one in [episode(1, attempt, success=True, turns=1) for attempt in range(4)]
-    ]
-    store = store_of(tmp_path / "store", *rewarded)
-    words = ["score", str(store), "--reward", "success"]
-    assert cli.main(words) == 0 and cli.main([*words, "--options", '{"threshold": 0.5}']) == 0
-    assert [[score.reward for score in scores] for scores in scores_in(store).values()] == [[0.0, 1.0]] * 4
-    assert "success-1@0.5: 4 scored, 0 already" in capsys.readouterr().out
 
 
 WRONG = [
@@ -188,19 +155,3 @@ async def test_best_of_n_takes_what_the_verifier_likes(verifier: Path, served: s
     assert tree.nodes[chosen].message == Message(role="assistant", content=f"fox dog {GOOD}")
     values = [tree.nodes[at].value or 0.0 for at in tree.children(tree.head)]
     assert 1 > values[1] > max(values[0], values[2]) > 0
-
-
-def test_a_configuration_names_it(verifier: Path, tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    text = '[rl]\nrollout_strategy = "BestOfN"\n[rl.strategy]\nvalue = "verifier"\n'
-    text += f'value_options = {{ adapter = "{verifier}" }}\n'
-    config.write_text(text)
-    assert load_settings(config).strategy["value"] == "verifier"
-    config.write_text(text.replace("adapter =", "adaptor ="))
-    with pytest.raises(ConfigError, match="adaptor"):
-        load_settings(config)
-
-
-def test_a_value_is_built_from_the_registry_alone(verifier: Path) -> None:
-    value = build("values", "verifier", {"adapter": str(verifier), "scale": 2.0})
-    assert isinstance(value, VerifierValue) and not value.needs_world

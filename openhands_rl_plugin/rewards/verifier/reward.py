@@ -16,7 +16,6 @@ from functools import cached_property, lru_cache
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
 
 from pydantic import Field
 
@@ -81,7 +80,6 @@ class VerifierReward:
         self._options = options
         self._directory = Path(options.adapter).expanduser()
         self._card = VerifierCard.load(self._directory)
-        self._waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, _Batch] = WeakKeyDictionary()
 
     @property
     def version(self) -> str:
@@ -89,9 +87,8 @@ class VerifierReward:
         return self._card.version
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        """Score one episode; concurrent calls are batched. Raises ``GraderError``."""
-        batch = self._waiting.setdefault(asyncio.get_running_loop(), _Batch(self))
-        outcome = await batch.judge(trajectory)
+        """Score one episode; the model in this process scores all that wait together. Raises ``GraderError``."""
+        (outcome,) = await self.judge_all([trajectory])
         if isinstance(outcome, Failure):
             raise GraderError(outcome.message)
         return outcome
@@ -212,29 +209,6 @@ def _loaded(directory: str, sha256: str, base: str, tokens_per_pass: str) -> _Sh
 def forget_models() -> None:
     """Release the models that no reward uses, including the newest ones, which are otherwise kept."""
     _loaded.cache_clear()
-
-
-class _Batch:
-    """The episodes of one event loop that wait to be scored in one batch."""
-
-    def __init__(self, reward: VerifierReward) -> None:
-        self._reward = reward
-        self._waiting: list[Trajectory] = []
-        self._task: asyncio.Task[list[Score | Failure]] | None = None
-
-    async def judge(self, trajectory: Trajectory) -> Score | Failure:
-        """The outcome of one episode."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._judge())
-        at, task = len(self._waiting), self._task
-        self._waiting.append(trajectory)
-        # Shielded: one cancelled caller must not cancel the scoring of the others.
-        return (await asyncio.shield(task))[at]
-
-    async def _judge(self) -> list[Score | Failure]:
-        await asyncio.sleep(0)
-        waiting, self._waiting, self._task = self._waiting, [], None
-        return await self._reward.judge_all(waiting)
 
 
 AT_ONCE = 16

@@ -1,14 +1,12 @@
 """Trains an outcome verifier: labelled episodes in, an adapter with its card and its report out.
 
-The loss covers the label's first token only, directly after ``<judgement>``; the same token is scored. The report is
-computed with the written files, loaded as in use.
+The loss covers the label's first token only, directly after ``<judgement>``; the same token is scored.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,17 +16,14 @@ from pydantic import ValidationError
 from openhands_rl_plugin.config.rl import TrainingSettings, VerifierSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import TrainingError, describe
-from openhands_rl_plugin.core.files import file_sha256
-from openhands_rl_plugin.core.machine import forget_unused
-from openhands_rl_plugin.core.types import Adapter, Probe, Sample
+from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_config
-from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore, weights_sha256
 from openhands_rl_plugin.rewards.verifier.card import (
     REPORT_FILE,
     ScoredEpisode,
     VerifierCard,
     VerifierOutput,
-    VerifierReport,
     report_of,
     task_digest,
     tasks_trained_on,
@@ -38,10 +33,10 @@ from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.training.distributed.ranks import Ranks
-from openhands_rl_plugin.training.learn import PROBE_TOKENS, report_notes
+from openhands_rl_plugin.training.learn import call_of, create_version, note_call
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
-from openhands_rl_plugin.training.trainer.metrics import RunCheckpoint, TrainMetrics
-from openhands_rl_plugin.training.trainer.trainer import LocalTrainer, OnProgress
+from openhands_rl_plugin.training.policies.packed_model import PackedModel
+from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
 
 
 class VerifierModel(TrainablePolicy):
@@ -61,7 +56,11 @@ class VerifierModel(TrainablePolicy):
         tokens_per_pass: int = 16_384,
     ) -> None:
         self.card = VerifierCard.load(directory)
-        if weights_sha256(directory) != self.card.sha256:
+        try:
+            digest = weights_sha256(directory)
+        except OSError as error:
+            raise TrainingError(f"cannot read the weights in {directory}: {describe(error)}") from error
+        if digest != self.card.sha256:
             raise TrainingError(f"{directory / WEIGHTS_FILE} was changed since it was made (sha256 differs)")
         base = str(model or self.card.model)
         self.prompts = VerifierPrompts(load_tokenizer(base), self.card.max_length)
@@ -81,33 +80,26 @@ class VerifierModel(TrainablePolicy):
                 f"a prompt has {longest} tokens, but the model is made for {self.longest}; train the verifier with a "
                 "smaller max_length"
             )
-        verdicts: dict[Ids, VerifierOutput] = {}
+        found: dict[Ids, VerifierOutput] = {}
         with self._turn:
             for group in pack([_sample(prompt) for prompt in {*map(Ids, prompts)}], self._tokens_per_pass):
                 sequences = [sample.input_ids for sample in group]
-                verdicts.update(zip(sequences, self._verdicts(sequences), strict=True))
-        return [verdicts[Ids(prompt)] for prompt in prompts]
-
-    def _verdicts(self, sequences: Sequence[Ids]) -> list[VerifierOutput]:
-        # One row per prompt: few, because a prompt has at least a few hundred tokens.
-        logits = self.last_logits(sequences)
-        labels = logits[:, [self.card.yes, self.card.no]]
-        margins = labels[:, 0] - labels[:, 1]
-        masses = (labels.logsumexp(1) - logits.logsumexp(1)).exp()
-        return [VerifierOutput(*pair) for pair in zip(margins.tolist(), masses.tolist(), strict=True)]
+                found.update(zip(sequences, verdicts(self, sequences, self.card.yes, self.card.no), strict=True))
+        return [found[Ids(prompt)] for prompt in prompts]
 
 
-def weights_sha256(directory: Path) -> str:
-    """Hexadecimal digest of an adapter's weights. Raises ``TrainingError``."""
-    path = directory / WEIGHTS_FILE
-    try:
-        return file_sha256(path)
-    except OSError as error:
-        raise TrainingError(f"cannot read {path}: {describe(error)}") from error
+def verdicts(policy: PackedModel, prompts: Sequence[Ids], yes: int, no: int) -> list[VerifierOutput]:
+    """One output per prompt of a micro-batch, in order."""
+    # One row per prompt: few, because a prompt has at least a few hundred tokens.
+    logits = policy.last_logits(prompts)
+    labels = logits[:, [yes, no]]
+    margins = labels[:, 0] - labels[:, 1]
+    masses = (labels.logsumexp(1) - logits.logsumexp(1)).exp()
+    return [VerifierOutput(*pair) for pair in zip(margins.tolist(), masses.tolist(), strict=True)]
 
 
-def _sample(prompt: Ids) -> Sample:
-    return Sample(trajectory_id="", leaf=0, input_ids=prompt, mask=Mask(), logprobs=Floats())
+def _sample(prompt: Ids, name: str = "") -> Sample:
+    return Sample(trajectory_id=name, leaf=0, input_ids=prompt, mask=Mask(), logprobs=Floats())
 
 
 def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
@@ -127,98 +119,81 @@ def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
         raise TrainingError(f"the adapter in {directory} cannot be used here: {describe(error)}") from error
 
 
-OnJudged = Callable[[int, int], None]
-"""Called with the number of scored held-out episodes and their total."""
-
-_AT_ONCE = 32
-
-
-@dataclass(frozen=True)
-class TrainedVerifier:
-    """``probe``: checks a server of the adapter; ``pending``: checkpoints to delete when everything is saved."""
-
-    card: VerifierCard
-    report: VerifierReport
-    metrics: TrainMetrics
-    probe: Probe
-    pending: list[RunCheckpoint]
-
-
 def train_verifier(
-    model: Path,
+    trainer: Trainer,
     dataset: VerifierDataset,
     training: TrainingSettings,
     settings: VerifierSettings,
-    directory: Path,
+    store: AdapterStore,
+    name: str,
     *,
+    model: Path,
+    base_model: str,
     prompts: VerifierPrompts,
     parent: Adapter | None = None,
     on_progress: OnProgress | None = None,
-    on_note: Callable[[str], None] | None = None,
-    on_judged: OnJudged | None = None,
     run: Path | None = None,
     ranks: Ranks | None = None,
-) -> TrainedVerifier:
-    """Fill an existing directory with an adapter, its card and its report.
+) -> Adapter | None:
+    """Write the next version of ``name`` with its card and its report; only rank 0 has it.
 
-    ``parent``: the verifier to continue from; no task of its ``tasks_trained_on`` may be held out. ``run``: as for
-    ``LocalTrainer.sft``. ``ranks``: the processes that train together, each of which scores a shard of the held-out
-    episodes; rank 0 writes ``directory``, on a file system that all ranks share. Raises ``TrainingError``,
-    ``StorageError``.
+    ``trainer`` starts from ``parent``, the verifier to continue from; no task of its ``tasks_trained_on`` may be held
+    out. ``model`` is the folder of the base model, ``base_model`` its name at servers. ``run``: as for
+    ``Trainer.sft``. ``ranks``: the processes that train together, each of which scores a shard of the held-out
+    episodes. Raises ``TrainingError``, ``StorageError``.
     """
-    ranks = ranks or Ranks()
     taught = tasks_trained_on(parent) | {task_digest(example.label.task) for example in dataset.training}
-    trainer = LocalTrainer(model, training, adapter=parent)
-    if on_note is not None:
-        report_notes(trainer, on_note)
-    pending = trainer.pending
-    metrics = trainer.sft([example.sample() for example in dataset.training], on_progress, run=run)
-    probe = trainer.probe(dataset.training[0].prompt[-PROBE_TOKENS:])
-    if ranks.rank == 0:
-        trainer.save_adapter(directory)
-        _card(model, directory, prompts, taught, training).save(directory)
-    del trainer
-    forget_unused()
-    ranks.broadcast(None)  # a barrier: the files are written
-    judged = _judge(VerifierModel(directory, dtype=training.dtype), dataset.held_out, on_judged, ranks)
-    report = report_of(judged, settings)
-    card = VerifierCard.load(directory).model_copy(update={"calibration": report.calibration})
-    ranks.assert_equal("verdicts", report.model_dump_json())  # and a barrier: all have read the card
-    if ranks.rank == 0:
+    samples = [example.sample() for example in dataset.training]
+    metrics = trainer.sft(samples, on_progress, run=run)
+    report = report_of(_judge(trainer.policy, dataset.held_out, prompts, ranks or Ranks()), settings)
+    if run is not None and trainer.is_main_process:
+        note_call(run, call_of(samples, training), store, name)
+
+    def describe_verifier(directory: Path) -> None:
+        card = VerifierCard(
+            model=str(model.resolve()),
+            sha256=weights_sha256(directory),
+            max_length=prompts.max_length,
+            yes=prompts.yes,
+            no=prompts.no,
+            calibration=report.calibration,
+            trained_on=tuple(sorted(taught)),
+            adapt_experts=training.adapt_experts,
+        )
         card.save(directory)
         (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return TrainedVerifier(card, report, metrics, probe, pending)
 
-
-def _card(
-    model: Path, directory: Path, prompts: VerifierPrompts, taught: frozenset[str], training: TrainingSettings
-) -> VerifierCard:
-    return VerifierCard(
-        model=str(model.resolve()),
-        sha256=weights_sha256(directory),
-        max_length=prompts.max_length,
-        yes=prompts.yes,
-        no=prompts.no,
-        trained_on=tuple(sorted(taught)),
-        adapt_experts=training.adapt_experts,
+    adapter, _ = create_version(
+        trainer,
+        store,
+        name,
+        base_model=base_model,
+        parent=parent,
+        steps=metrics.steps,
+        metrics=metrics.as_floats() | report.as_floats(),
+        probe_ids=dataset.training[0].prompt,
+        beside=describe_verifier,
     )
+    trainer.finish()
+    return adapter
 
 
+_TOKENS_PER_PASS = 16_384
+
+
+@torch.no_grad()
 def _judge(
-    model: VerifierModel, examples: Sequence[VerifierExample], on_judged: OnJudged | None, ranks: Ranks
+    policy: PackedModel, examples: Sequence[VerifierExample], prompts: VerifierPrompts, ranks: Ranks
 ) -> list[ScoredEpisode]:
-    """Score in task order, so attempts at one task share a micro-batch; each rank scores a contiguous part."""
-    ordered = sorted(examples, key=lambda example: example.label.task)
-    begin, end = (len(ordered) * at // ranks.size for at in (ranks.rank, ranks.rank + 1))
-    verdicts = torch.zeros(len(ordered), 2, dtype=torch.float64)
-    for start in range(begin, end, _AT_ONCE):
-        some = ordered[start : min(start + _AT_ONCE, end)]
-        found = model.judge([example.prompt for example in some])
-        verdicts[start : start + len(some)] = torch.tensor([(one.margin, one.mass) for one in found])
-        if on_judged is not None:
-            on_judged(start + len(some) - begin, end - begin)
-    ranks.all_reduce([verdicts])
+    samples = [_sample(Ids(example.prompt), str(at)) for at, example in enumerate(examples)]
+    mine, idle = ranks.shard(pack(samples, _TOKENS_PER_PASS if policy.packing.packed else 1))
+    found = torch.zeros(len(examples), 2, dtype=torch.float64)
+    for number, group in enumerate((*mine, *idle)):
+        scored = verdicts(policy, [sample.input_ids for sample in group], prompts.yes, prompts.no)
+        for sample, verdict in zip(group, scored, strict=True) if number < len(mine) else ():
+            found[int(sample.trajectory_id)] = torch.tensor(verdict, dtype=torch.float64)
+    ranks.all_reduce([found])
     return [
         ScoredEpisode(example.label.task, margin, example.label.success, mass)
-        for example, (margin, mass) in zip(ordered, verdicts.tolist(), strict=True)
+        for example, (margin, mass) in zip(examples, found.tolist(), strict=True)
     ]

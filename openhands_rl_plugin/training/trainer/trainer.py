@@ -278,6 +278,11 @@ class Trainer:
         self._ranks = current_ranks(policy.device)
         self._rate = settings.learning_rate
 
+    @property
+    def policy(self) -> PackedModel:
+        """The model that is trained."""
+        return self._policy
+
     @cached_property
     def _optimizer(self) -> torch.optim.AdamW:
         rate, decay = self.settings.learning_rate, self.settings.weight_decay
