@@ -20,8 +20,7 @@ from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.environments.workspace.processes import Ended
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, Applied, apply_patch, refusal
-from openhands_rl_plugin.evals.swe.recipes.base import Recipe
-from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
+from openhands_rl_plugin.evals.swe.recipes.scripts import END, START, Recipe
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import Statuses, parser_of
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, TestsStatus, VerdictKind
 

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.grading import Grading, TestRun
-from openhands_rl_plugin.evals.swe.recipes import custom
+from openhands_rl_plugin.evals.swe.recipes import recipe_of
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, VerdictKind
 
 pytestmark = needs_sandbox
@@ -102,8 +102,8 @@ async def test_a_run_that_takes_too_long_is_told_apart_and_ended(place: Place, t
 async def test_a_patch_that_ends_the_script_before_its_tests_is_not_resolved(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = partial(custom.evaluation_script, install="python calc.py")
-    monkeypatch.setattr(custom, "evaluation_script", installed)
+    installed = partial(recipe_of.evaluation_script, install="python calc.py")
+    monkeypatch.setattr(recipe_of, "evaluation_script", installed)
     verdict = await place.grade(rewritten("import os\nos.kill(os.getppid(), 9)\n"), tmp_path)
     assert (verdict.kind, verdict.reason) == (VerdictKind.UNRESOLVED, "the run ended before its tests did")
 

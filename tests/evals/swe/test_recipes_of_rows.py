@@ -14,9 +14,8 @@ from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, Mi
 from openhands_rl_plugin.evals.swe.backends import shim
 from openhands_rl_plugin.evals.swe.grading import resolution_of
 from openhands_rl_plugin.evals.swe.recipes import swe_bench
-from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
+from openhands_rl_plugin.evals.swe.recipes.scripts import END, START, Recipe
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import STATUSES, parse_pytest, parse_pytest_pydantic, parser_of
 from openhands_rl_plugin.evals.swe.types import Instance
 

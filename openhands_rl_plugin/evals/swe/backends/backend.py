@@ -8,7 +8,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.evals.swe.grading import Box, Grading, Guard, evaluate, grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.recipes.base import Recipe
+from openhands_rl_plugin.evals.swe.recipes.scripts import Recipe
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
 
 

@@ -50,8 +50,8 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     shim_digest,
 )
 from openhands_rl_plugin.evals.swe.grading import Guard
-from openhands_rl_plugin.evals.swe.recipes.base import Recipe
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
+from openhands_rl_plugin.evals.swe.recipes.scripts import Recipe
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
 SETUP_TIME = 3600.0

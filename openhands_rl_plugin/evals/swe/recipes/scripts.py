@@ -1,13 +1,15 @@
-"""The three scripts of an instance, for rows whose scripts do not come from the ``swebench`` package.
+"""What a recipe is, and its three scripts for rows whose scripts do not come from the ``swebench`` package.
 
-They say what the official ones say, command by command.
+The scripts run what the official ones run, command by command.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Literal
 
+from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.patches import restored_files
 from openhands_rl_plugin.evals.swe.types import Instance
 
@@ -17,6 +19,29 @@ START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
 
 _ACTIVATE = ("source /opt/miniconda3/bin/activate", f"conda activate {ENVIRONMENT}")
 _PATCH_END, _FILE_END = "EOF_114329324912", "EOF_59812759871"
+
+ReadFile = Callable[[str, str, str], str | None]
+"""``(repo, commit, path)`` -> the file's text, or ``None`` when there is no such file.
+
+Raises ``InfrastructureError`` when the repository is out of reach.
+"""
+
+
+class Recipe(Frozen):
+    """Scripts as the official tools run them, in ``/bin/bash``, with the repository at ``/testbed``. Without the first
+    two there is nothing but an image to run in.
+
+    ``exclude_newer``: the date of which packages are installed, ``YYYY-MM-DD``; empty for today's. ``python``: a
+    version as "3.9"."""
+
+    environment_script: str
+    install_script: str
+    evaluation_script: str
+    python: str
+    parser: str
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    exclude_newer: str = ""
+    image: str | None = None
 
 
 def environment_script(

@@ -13,20 +13,15 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import ValidationError
-
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError, problems
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
 from openhands_rl_plugin.evals.swe.dataset import row_of
-from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
-from openhands_rl_plugin.evals.swe.recipes.scripts import END, START
+from openhands_rl_plugin.evals.swe.recipes.scripts import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.types import Instance
 
 EXCLUDE_NEWER = "2024-08-01"
 """When the official images were made. Old repositories break with packages of later dates."""
 
 EXTRA = "swe"
-IMAGE_ONLY = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="")
-"""What the columns of a row that is complete are put into."""
 
 _RAW = "https://raw.githubusercontent.com/"
 _LOCK = threading.Lock()
@@ -42,11 +37,6 @@ def swebench(module: str) -> Any:
         if not (error.name or "").startswith("swebench"):
             raise MissingExtraError(error.name or "swebench", EXTRA) from error
         raise ConfigError(f"this swebench has no {module}; install swebench==4.1.0") from error
-
-
-def is_complete(instance: Instance) -> bool:
-    """Whether the row's own columns are enough for a container."""
-    return all(instance.extra.get(column) for column in ("image", "eval_script", "log_parser"))
 
 
 def knows(instance: Instance) -> bool:
@@ -79,24 +69,6 @@ def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
         exclude_newer=EXCLUDE_NEWER,
         image=spec.instance_image_key,
     )
-
-
-def with_columns(instance: Instance, recipe: Recipe) -> Recipe:
-    """``recipe`` with what columns of version 5 say instead: ``image``, ``log_parser``, ``eval_type``,
-    ``eval_script``; and ``exclude_newer``.
-    """
-    columns = ("image", "eval_type", "exclude_newer")
-    named = {"parser": "log_parser", "evaluation_script": "eval_script", **{name: name for name in columns}}
-    changes = {field: instance.extra[column] for field, column in named.items() if instance.extra.get(column)}
-    if not all(
-        f": '{mark}'" in str(changes.get("evaluation_script", recipe.evaluation_script)) for mark in (START, END)
-    ):
-        raise ConfigError(f"{instance.instance_id}: its eval_script does not mark the output of its tests: {START}")
-    try:
-        return Recipe.model_validate({**recipe.model_dump(), **changes}) if changes else recipe
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(at)}: {what}" for at, what in problems(error, Recipe))
-        raise ConfigError(f"{instance.instance_id}: {wrong}") from error
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.patches import changed_files
-from openhands_rl_plugin.evals.swe.recipes.base import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.recipes.scripts import (
     ENVIRONMENT,
+    ReadFile,
+    Recipe,
     environment_script,
     evaluation_script,
     install_script,
