@@ -13,10 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError, field_validator
 from pydantic_core import from_json
 
-from openhands_rl_plugin.core.errors import ConfigError, from_extra
+from openhands_rl_plugin.core.errors import ConfigError, from_extra, problems
 from openhands_rl_plugin.core.files import is_contained
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -36,6 +36,13 @@ class PatchPrediction(Frozen):
     instance_id: str
     model_patch: str | None = None
     model_name_or_path: str = "None"
+
+    @field_validator("model_name_or_path")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if name.replace("/", "__") in (".", "..") or "\0" in name:
+            raise ValueError(f"{name!r} cannot name a folder")
+        return name
 
 
 class Predictions(NamedTuple):
@@ -58,8 +65,8 @@ def read_instances(file: Path) -> tuple[Instance, ...]:
             raise ConfigError(f"{instance.instance_id} is there twice")
         instances[instance.instance_id] = instance
 
-    if problems := _read(file, read):
-        raise ConfigError("\n".join(problems[:_MOST_SHOWN]))
+    if wrong := _read(file, read):
+        raise ConfigError("\n".join(wrong[:_MOST_SHOWN]))
     if not instances:
         raise ConfigError(f"{file}: no instance in it")
     return tuple(instances.values())
@@ -89,8 +96,8 @@ def instance_of(row: Mapping[str, JsonValue]) -> Instance:
 def read_rows(file: Path) -> list[JsonObject]:
     """The rows of a .json, .jsonl or .parquet file, in its order. Raises ``ConfigError`` for one that is no object."""
     rows: list[JsonObject] = []
-    if problems := _read(file, rows.append):
-        raise ConfigError("\n".join(problems[:_MOST_SHOWN]))
+    if wrong := _read(file, rows.append):
+        raise ConfigError("\n".join(wrong[:_MOST_SHOWN]))
     return rows
 
 
@@ -124,25 +131,22 @@ def read_predictions(source: str, instances: Iterable[Instance]) -> Predictions:
             raise ConfigError(f"a second prediction of {model} for {name}; the first one is graded")
         found[model.replace("/", "__"), name] = prediction
 
-    problems = _read(Path(source), read)
-    return Predictions(tuple(found.values()), tuple(problems))
+    wrong = _read(Path(source), read)
+    return Predictions(tuple(found.values()), tuple(wrong))
 
 
 def _prediction(row: JsonObject, spelt: Mapping[str, str]) -> PatchPrediction:
-    identity = row.get("instance_id")
-    if not isinstance(identity, str):
-        raise ConfigError("no instance_id")
-    if identity.lower() not in spelt:
-        raise ConfigError(f"unknown instance {identity!r}")
+    identity = spelt.get(str(row.get("instance_id")).lower())
+    if identity is None:
+        raise ConfigError(f"unknown instance {row.get('instance_id')!r}")
     if "model_patch" not in row:
         raise ConfigError(f"{identity}: no model_patch")
-    patch, model = row["model_patch"], row.get("model_name_or_path")
-    if not isinstance(patch, str | None):
-        raise ConfigError(f"{identity}: model_patch must be text, not {type(patch).__name__}")
-    name = model if isinstance(model, str) and model else "None"
-    if name.replace("/", "__") in (".", "..") or "\0" in name:
-        raise ConfigError(f"{identity}: the model's name {name!r} cannot name a folder")
-    return PatchPrediction(instance_id=spelt[identity.lower()], model_patch=patch, model_name_or_path=name)
+    named = {"model_name_or_path": row["model_name_or_path"]} if row.get("model_name_or_path") else {}
+    try:
+        return PatchPrediction.model_validate({"instance_id": identity, "model_patch": row["model_patch"], **named})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(at)} {what}" for at, what in problems(error, PatchPrediction))
+        raise ConfigError(f"{identity}: {wrong}") from error
 
 
 def _names(value: JsonValue, name: str) -> tuple[str, ...]:
@@ -167,27 +171,25 @@ def _names(value: JsonValue, name: str) -> tuple[str, ...]:
 
 def _read(file: Path, read: Callable[[JsonObject], None]) -> list[str]:
     """Call ``read`` with each row; the problems, a line each. Raises ``ConfigError`` for an unreadable file."""
-    problems = []
+    found: list[str] = []
     try:
         for at, row in _rows(file):
             try:
-                found = from_json(row) if isinstance(row, str) else row
-                if not isinstance(found, dict):
-                    raise ConfigError(f"must be a JSON object, not {type(found).__name__}")
-                read(found)
+                value = from_json(row) if isinstance(row, str) else row
+                if not isinstance(value, dict):
+                    raise ConfigError(f"must be a JSON object, not {type(value).__name__}")
+                read(value)
             except ConfigError as error:
-                problems.append(f"{at}: {error}")
+                found.append(f"{at}: {error}")
             except ValueError as error:
-                problems.append(f"{at}: not valid JSON: {error}")
+                found.append(f"{at}: not valid JSON: {error}")
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: there is no such file; give a .jsonl, .json or .parquet file") from error
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is not UTF-8 text") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: not valid JSON: {error}") from error
-    return problems
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    return found
 
 
 def _rows(file: Path) -> Iterator[tuple[str, JsonValue]]:

@@ -241,7 +241,7 @@ def _put_back(instance: Instance, patch: str, changed: Iterable[str]) -> frozens
         or _is_compiled(file)
         or (
             file not in needed | graded
-            and (runs_tests(instance, patch, file) or any(_below(file, folder) for folder in folders))
+            and (runs_tests(instance, patch, file) or any(PurePosixPath(file).is_relative_to(each) for each in folders))
         )
     )
 
@@ -250,14 +250,9 @@ def _is_compiled(file: str) -> bool:
     return file.endswith((".pyc", ".pyo")) or "__pycache__" in file.split("/")
 
 
-def _below(file: str, folder: str) -> bool:
-    return file == folder or file.startswith(folder + "/")
-
-
 def _tests_folder(file: str) -> str:
     """The outermost folder named ``test`` or ``tests`` above a file, else the innermost ``testing``; empty: none."""
     parts = PurePosixPath(file).parts[:-1]
-    at = next((at for at, part in enumerate(parts) if part in ("test", "tests")), None)
-    if at is None:
-        at = max((at for at, part in enumerate(parts) if part == "testing"), default=None)
-    return "" if at is None else "/".join(parts[: at + 1])
+    at = [at for at, part in enumerate(parts) if part in ("test", "tests")][:1]
+    at = at or [at for at, part in enumerate(parts) if part == "testing"][-1:]
+    return "/".join(parts[: at[0] + 1]) if at else ""

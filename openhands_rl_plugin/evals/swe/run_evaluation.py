@@ -87,18 +87,16 @@ async def grade_with_retries(
 
     The last failure is a verdict of kind ``INFRASTRUCTURE``. Raises ``ConfigError``.
     """
-    for attempt in itertools.count():
+    for attempt in itertools.count(1):
         try:
             with boundary(FailureKind.GRADER, "instance.grade"):
                 verdict = await backend.grade(instance, patch, logs=logs.folder, timeout=timeout)
         except CaughtFailure as caught:
-            verdict = PatchVerdict(
-                instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason=caught.failure.message
-            )
-            logs.write_verdict(verdict)
-        if verdict.kind is not VerdictKind.INFRASTRUCTURE or attempt >= retries:
+            lost, why = VerdictKind.INFRASTRUCTURE, caught.failure.message
+            logs.write_verdict(verdict := PatchVerdict(instance_id=instance.instance_id, kind=lost, reason=why))
+        if verdict.kind is not VerdictKind.INFRASTRUCTURE or attempt > retries:
             return verdict
-        await _BACKOFF.wait(attempt + 1)
+        await _BACKOFF.wait(attempt)
     raise AssertionError("unreachable")
 
 

@@ -150,9 +150,9 @@ def test_bad_predictions_are_left_out_and_the_others_are_there(tmp_path: Path) -
     ]
     said = [
         "unknown instance 'unknown-1'",
-        "no instance_id",
+        "unknown instance None",
         "no model_patch",
-        "must be text",
+        "model_patch must be a valid string",
         "a second",
         "'..'",
         "not valid JSON",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
-from openhands_rl_plugin.core.files import remove_tree
+from openhands_rl_plugin.core.files import locked_folder, remove_tree
 from openhands_rl_plugin.environments.workspace.processes import checked
 
 _LOOK_AGAIN = 0.1
@@ -59,19 +58,14 @@ class Cache:
     @asynccontextmanager
     async def locked(self, place: Path) -> AsyncIterator[None]:
         """One holder at a time, over all processes; the lock ends with its process."""
-        self.path("locks", "any")
-        lock = self.root / "locks" / place.relative_to(self.root).as_posix().replace("/", "+")
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        lock = self.path("locks", place.relative_to(self.root).as_posix().replace("/", "+"), "any").parent
+        with ExitStack() as held:
             while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with suppress(BlockingIOError):
+                    held.enter_context(locked_folder(lock, wait=False))
                     break
-                except BlockingIOError:
-                    await asyncio.sleep(_LOOK_AGAIN)
+                await asyncio.sleep(_LOOK_AGAIN)
             yield
-        finally:
-            os.close(descriptor)
 
 
 async def remove(folder: Path) -> None:
