@@ -107,27 +107,16 @@ ATTACKS: dict[str, Files] = {
         MODULE: f"class Shown(dict):\n    def __repr__(self): return {EXPECTED[0]!r}\n"
         "def counts(text): return Shown()\n"
     },
-    "text of a value": {MODULE: f"def counts(text): return {EXPECTED[0]!r}\n"},
     "items of its own": {
         MODULE: "class Mine(dict):\n    def items(self): return ()\ndef counts(text): return Mine(a=1)\n"
     },
     "exit at import": {MODULE: "import sys\nsys.exit(0)\n"},
-    "exit in a call": {MODULE: "import sys\ndef counts(text): sys.exit(0)\n"},
-    "flood": {MODULE: BUG + "\nwhile True: print('PASSED' * 9999)\n"},
     "endless without timers": {
         MODULE: "import signal\nfor each in (signal.SIGPROF, signal.SIGALRM): signal.signal(each, signal.SIG_IGN)\n"
         "def counts(text):\n    return 'x' * 10**10\n"
     },
-    "deep": {
-        MODULE: "def counts(text):\n    found = []\n    for _ in range(10**5): found = [found]\n    return found\n"
-    },
     "forged: too few": {MODULE: PIPES.format("b'[\"x\"]'")},
     "forged: half characters": {MODULE: PIPES.format(r"b'[\"\\ud800\", \"\\udfff\", \"1\", \"2\"]'")},
-    "forged: deep": {MODULE: PIPES.format("b'[' * 60000")},
-    "patched canonical": {
-        MODULE: "import sys\nmain = sys.modules['__main__']\nmain.canonical = lambda value: \"{'a': 2, 'b': 1}\"\n"
-        + BUG
-    },
     "deep result of its own": {
         MODULE: "import os, signal\nopen('/tmp/out/result.json', 'w').write('[' * 10**6)\n"
         "os.kill(os.getppid(), signal.SIGKILL)\n"
@@ -136,7 +125,6 @@ ATTACKS: dict[str, Files] = {
         MODULE: "import os, time\nif os.fork() == 0:\n    for _ in range(20):\n        time.sleep(0.1)\n"
         f"        open('/tmp/testbed/{MODULE}', 'w').write('')\n    os._exit(0)\n" + BUG
     },
-    "a folder in its place": {MODULE: None, "pack/__init__.py.py": FIX},
     "too large": {MODULE: FIX + "#" * (2**20 + 1) + "\n"},
     "files of the grader": {
         MODULE: "import glob, re\n"
@@ -148,18 +136,10 @@ ATTACKS: dict[str, Files] = {
 
 HONEST: dict[str, Files] = {
     "the fix": {MODULE: FIX},
-    "rewritten": {
-        MODULE: "from collections import Counter\n\ndef counts(text):\n    return dict(Counter(text.split()))\n"
-    },
     "a helper in a new file": {
         MODULE: "from .helper import more\n" + FIX.replace("found.get(word, 0) + 1", "more(found, word)"),
         "pack/helper.py": "def more(found, word):\n    return found.get(word, 0) + 1\n",
     },
-    "a helper by its whole name": {
-        MODULE: "import helper_of_pack\n" + FIX.replace("found.get(word, 0) + 1", "helper_of_pack.more(found, word)"),
-        "helper_of_pack.py": "def more(found, word):\n    return found.get(word, 0) + 1\n",
-    },
-    "CRLF": {MODULE: FIX.replace("\n", "\r\n")},
     "tabs": {MODULE: FIX.replace("    ", "\t")},
     "BOM": {MODULE: b"\xef\xbb\xbf" + FIX.encode()},
     "scratch files": {MODULE: FIX, **{f"a{at}.py": f"print({at})\n" for at in range(120)}},
@@ -169,7 +149,6 @@ HONEST: dict[str, Files] = {
         "json.py": "x =\n",
         "ast.py": "",
     },
-    "more tests": {MODULE: FIX, TESTS: "def test_more(): pass\n"},
     "a large file beside it": {MODULE: FIX, "table.py": "#" * (2**20 + 1) + "\n"},
 }
 OFTEN = (

@@ -122,21 +122,6 @@ def test_an_edit_says_what_came_of_it_and_shows_its_lines_again(script: str, sai
     assert ((tmp_path / "m.py").read_text() == text) == ("Undone" in said)
 
 
-def test_tasks_with_one_statement_are_told_apart_by_the_file():
-    every = repair_instances(3, "train")
-    same: dict[str, list[Instance]] = {}
-    for each in every:
-        same.setdefault(each.problem_statement, []).append(each)
-    pair = next(group for group in same.values() if len(group) > 1)
-    oracle = RepairOracle(every, V0)
-    for each in pair:
-        spec = spec_of(each)
-        start = [{"role": "user", "content": text} for text in (each.problem_statement, spec.files[spec.path])]
-        calls = oracle_calls(each, V0, 0)
-        for at, call in enumerate(calls):
-            assert oracle.answer([*start, *[{"role": "assistant", "content": said} for said in calls[:at]]]) == call
-
-
 def test_it_is_served_as_a_model_is(instances: tuple[Instance, ...]):
     with serve_oracle(RepairOracle(instances[:2], V0)) as url:
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": instances[0].problem_statement}]})

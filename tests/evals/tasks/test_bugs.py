@@ -11,56 +11,25 @@ from openhands_rl_plugin.evals.tasks.bugs import KINDS, PythonSource, bugs_of
 from openhands_rl_plugin.evals.tasks.suite import buggy
 from openhands_rl_plugin.evals.tasks.trees import GitRepository, SourceTree
 
-SHOP = '''"""A shop that has something of everything."""
-
-from collections import OrderedDict
-
-
-class Basket(OrderedDict, object):
-    """Things — and how many."""
-
-    limit = 10
-
-    def __len__(self):
-        return sum(self.values())
-
+SHOP = '''class Basket(dict):
     def put(self, name, count=1, strict=False):
-        """Put things in."""
+        """Put things in — and how many."""
         if not name:
             raise ValueError("no name")
         if count > self.limit and strict:
             return False
         else:
-            self.limit = self.limit - count
             self[name] = count
         self.note(name, count)
-        return True
-
-    def note(self, name, count):
-        self.last, self.previous = name.strip(), count
-        return count, name
-
-    def price(self, prices, rate=2):
-        total = 0
-        # What costs nothing is left out.
-        for name, count in self.items():
-            try:
-                each = prices[name]
-            except (KeyError, TypeError):
-                continue
-            if each < 0 or each is None:
-                break
-            total += each * count
-        total = total + total // 100 * rate
-        return round(total, ndigits=1) if total > 1 else min(total, rate)
+        return name.strip() if total(count) else None
 
 
-def words(text, first=1):
-    found = sorted(text.lower().split(" "))
-    for at in range(first, len(found)):
-        if found[at] == found[at - 1]:
-            found[at] = ""
-    return found[first:]
+def total(counts, rate=2):
+    # What costs nothing is left out.
+    for at in range(rate, len(counts)):
+        if counts[at] in counts:
+            counts[at] += min(counts[at], rate * counts[at - 1])
+    return counts
 '''
 
 

@@ -29,11 +29,10 @@ class KnownBackend:
         self._judge = judge
         self._asked: dict[tuple[str, str], int] = {}
 
-    async def check(self) -> None:
-        return None
+    async def check(self) -> None: ...
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
-        return Checkout(directory=directory)
+        raise NotImplementedError
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         at = self._asked.get((instance.instance_id, patch), 0)
@@ -42,8 +41,7 @@ class KnownBackend:
         failed = () if kind is VerdictKind.RESOLVED else instance.fail_to_pass
         return PatchVerdict(instance_id=instance.instance_id, kind=kind, fail_to_pass=TestsStatus(failure=failed))
 
-    async def close(self) -> None:
-        return None
+    async def close(self) -> None: ...
 
 
 def good(instance: Instance, patch: str, at: int) -> VerdictKind:

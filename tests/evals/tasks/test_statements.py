@@ -59,11 +59,6 @@ def test_failing_tests_are_taken_out() -> None:
     assert functions == {"shop", "test_fixture"}
 
 
-def test_a_class_without_tests_goes_as_well() -> None:
-    text = "def test_a(): pass\n\n\nclass TestB:\n    '''All of b.'''\n\n    def test_b(self):\n        pass\n"
-    assert without("TestB::test_b", text=text) == "def test_a(): pass\n"
-
-
 @pytest.mark.parametrize(
     ("test", "text"),
     [
