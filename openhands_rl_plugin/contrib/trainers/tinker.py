@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,16 +27,12 @@ HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 
 
 class TinkerSettings(Settings):
-    """``[rl.tinker]``: the address of a server of the Tinker API, its base model, and how it adds up a batch."""
+    """``[rl.tinker]``: the address of a server of the Tinker API, and its base model."""
 
     base_url: HttpUrl = Field(default="", description="server of the Tinker API; empty: the hosted service")
     model: str = Field(default="", description="the base model by its name there; empty: [rl.serving] model")
     api_key_env: VariableName = Field(
         default="TINKER_API_KEY", description="NAME of the environment variable with the service's key"
-    )
-    reduction: Literal["sum", "sequence-mean"] = Field(
-        default="sum",
-        description="how it adds up token losses; sequence-mean: SkyRL's JAX back end; checked at first",
     )
     timeout: float = Field(default=900.0, gt=0, description="seconds for one answer of the service")
 
@@ -113,11 +109,9 @@ class TinkerService:
         return RemoteAdapter(self._tinker, made, self._settings)
 
 
-class DatumRow(TypedDict):
-    """The fields of a ``Datum``: of T tokens the first T - 1, and a value for each of the last T - 1."""
-
-    model_input: list[int]
-    loss_fn_inputs: dict[str, list[int] | list[float]]
+DatumRow = dict[str, Any]
+"""The fields of a ``Datum``, of T tokens: ``model_input``, the first T - 1, and ``loss_fn_inputs``, by name a value for
+each of the last T - 1."""
 
 
 class RemoteAdapter:
@@ -195,10 +189,5 @@ def _asking(settings: TinkerSettings, what: str) -> Iterator[None]:
         yield
     except RLError:
         raise
-    except TimeoutError as error:
-        raise TrainingError(
-            f"the Tinker service did not {what} in {settings.timeout:g} s: raise [rl.tinker] timeout; "
-            "the same command continues from the last checkpoint"
-        ) from error
     except (httpx.HTTPError, ValueError, RuntimeError, OSError, importlib.import_module("tinker").TinkerError) as error:
         raise TrainingError(f"the Tinker service at {settings.address} did not {what}: {describe(error)}") from error

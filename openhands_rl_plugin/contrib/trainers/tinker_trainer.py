@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 import torch
 from pydantic import ValidationError
@@ -77,7 +77,8 @@ class TinkerTrainer(Trainer):
         """The newest checkpoint, and whether its moments are this trainer's."""
         self._saved_at: int | None = None
         """The step of that checkpoint, where it is one of this trainer."""
-        self._reduces = False
+        self._averages: bool | None = None
+        """Whether the server divides the losses of a sequence by its tokens; ``None`` before the first gradient."""
         super().__init__(
             cast(PackedModel, _RemotePolicy(self)), settings, version=adapter.version if adapter is not None else 0
         )
@@ -123,14 +124,13 @@ class TinkerTrainer(Trainer):
     ) -> tuple[int, int, TrainMetrics, bool]:
         if any(item.temperatures is not None for item in items):
             raise TrainingError("the Tinker service trains at temperature 1; set [rl.sampling] temperature = 1.0")
-        if not self._reduces:
+        if self._averages is None:
             item = max(items, key=lambda each: (loss.counts(each), len(each.positions)))
             scratch = self._service.create(self._base_model, self.settings)
             try:
-                check_reduction(scratch, item, self._tinker.reduction)
+                self._averages = averages(scratch, item)
             finally:
                 scratch.close()
-            self._reduces = True
         return super()._begin(items, loss, kept)
 
     def _update(
@@ -159,12 +159,12 @@ class TinkerTrainer(Trainer):
         (gradient,) = torch.autograd.grad(share, logprobs)
         sizes = [len(item.positions) for item in live]
         old, factors = torch.split(logprobs.detach(), sizes), torch.split(-gradient, sizes)
-        self.model.forward_backward(gradient_rows(live, old, factors, self._tinker.reduction))
+        self.model.forward_backward(gradient_rows(live, old, factors, averaged=bool(self._averages)))
         return share.item(), diagnostics
 
     def _fingerprint(self, samples: list[Sample], loss: Loss) -> str:
         settings = self.settings.model_dump_json(exclude=WITHOUT_EFFECT)
-        where = f"{self._tinker.address}\n{self._base_model}\n{self._tinker.reduction}\n{self._path}"
+        where = f"{self._tinker.address}\n{self._base_model}\n{self._path}"
         return fingerprint(f"{loss.kind}\n{where}\n{settings}", samples, (), self.step)
 
     def _start(self, adapter: Adapter | None, settings: TrainingSettings) -> str | None:
@@ -240,9 +240,9 @@ class _RemotePolicy:
 
 
 def gradient_rows(
-    items: Sequence[TrainingSample], old: Sequence[Tensor], factors: Sequence[Tensor], reduction: str
+    items: Sequence[TrainingSample], old: Sequence[Tensor], factors: Sequence[Tensor], *, averaged: bool
 ) -> list[DatumRow]:
-    """Rows with the gradient of ``-sum(factor * logprob)`` over all tokens, by the server's reduction.
+    """Rows with the gradient of ``-sum(factor * logprob)`` over all tokens, by the server's reduction (``averages``).
 
     Services add up the losses of all tokens (SkyRL: ``ppo_utils.py``). SkyRL's JAX back end divides those of a sequence
     by the sum of its weights, and the gradient by the number of sequences since the last step (``backends/jax.py``):
@@ -251,7 +251,7 @@ def gradient_rows(
     """
     rows: list[DatumRow] = []
     for item, logprobs, each in zip(items, old, factors, strict=True):
-        ids, averaged = item.sample.input_ids, reduction == "sequence-mean"
+        ids = item.sample.input_ids
         scale = len(item.positions) * len(items) if averaged else 1
         inputs: dict[str, list[int] | list[float]] = {"target_tokens": [*ids[1:]]}
         columns = {"logprobs": logprobs, "advantages": each * scale, "weights": torch.ones_like(each)}
@@ -273,46 +273,42 @@ def forward_rows(sequences: Sequence[Sequence[int]]) -> list[DatumRow]:
 _LOG = redacting_logger(__name__)
 
 
-def check_reduction(adapter: RemoteAdapter, item: TrainingSample, reduction: str) -> None:
-    """Raise ``TrainingError`` where the server does not reduce as the rows are made for.
+def averages(adapter: RemoteAdapter, item: TrainingSample) -> bool:
+    """Whether the server averages over sequences and their tokens, as SkyRL's JAX back end does, or sums.
 
-    A sequence, and the same beside an equal one without advantages, have the same gradient. Their norms are compared,
-    on an adapter of the check's own, at a learning rate of 0. Where the server says no norms, that is logged.
+    A sequence, and the same beside an equal one without advantages, have the same gradient where losses are summed, and
+    half of it where they are averaged. Their norms are compared, on an adapter of the check's own, at a learning rate
+    of 0. Raises ``TrainingError`` for another reduction; a server that reports no norms is taken to sum.
     """
     ones = torch.ones(len(item.positions))
     norms: list[float | None] = []
     for factors in ([ones], [ones, ones * 0]):
         items = [item] * len(factors)
-        adapter.forward_backward(gradient_rows(items, [each.old for each in items], factors, reduction))
+        adapter.forward_backward(gradient_rows(items, [each.old for each in items], factors, averaged=False))
         norms.append(adapter.step(0.0))
     alone, beside = norms
     if alone is None or beside is None or not alone:
-        _LOG.warning("the server does not say the norm of a gradient, which would show whether its reduction is as set")
-    elif abs(beside / alone - 1) > 0.05:  # equal but for rounding; the other reduction doubles or halves it
-        other = "sequence-mean" if reduction == "sum" else "sum"
-        raise TrainingError(
-            f'[rl.tinker] reduction = "{reduction}": the server reduces a batch otherwise (the norm of a gradient is '
-            f'{beside / alone:.2f} times what it should be); nothing was trained: set "{other}"'
-        )
+        _LOG.warning("the server reports no norm of a gradient; it is taken to sum the losses of all tokens")
+        return False
+    for share, found in ((1.0, False), (0.5, True)):
+        if abs(beside / alone / share - 1) < 0.05:  # equal but for rounding
+            return found
+    raise TrainingError(f"the server neither sums nor averages: a batch has {beside / alone:.2f} times a gradient")
 
 
 def write_adapter(archive: bytes, directory: Path, *, base_model: str) -> None:
     """Write the two files of the adapter into ``directory``. Raises ``TrainingError`` for an archive without them."""
-    found: dict[str, bytes] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            for member in tar:
-                name = member.name.rpartition("/")[2]
-                file = tar.extractfile(member) if member.isfile() else None
-                if name in (CONFIG_FILE, WEIGHTS_FILE) and file is not None:
-                    found[name] = file.read()
-        config, weights = json.loads(found[CONFIG_FILE]), load(found[WEIGHTS_FILE])
+            files = {member.name.rpartition("/")[2]: tar.extractfile(member) for member in tar if member.isfile()}
+            config, weights = (cast(IO[bytes], files[name]).read() for name in (CONFIG_FILE, WEIGHTS_FILE))
+        shape, tensors = json.loads(config), load(weights)
     except (tarfile.TarError, EOFError, OSError, KeyError, ValueError, SafetensorError) as error:
         raise TrainingError(f"what the Tinker service exported is no adapter: {describe(error)}") from error
-    modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in weights})
+    modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors})
     # SkyRL leaves the layers open, and names the base model by a folder of its own machine.
-    config |= {"target_modules": config.get("target_modules") or modules, "base_model_name_or_path": base_model}
-    config |= {"task_type": config.get("task_type") or "CAUSAL_LM"}
+    shape |= {"target_modules": shape.get("target_modules") or modules, "base_model_name_or_path": base_model}
+    shape |= {"task_type": shape.get("task_type") or "CAUSAL_LM"}
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
-    (directory / WEIGHTS_FILE).write_bytes(found[WEIGHTS_FILE])
+    (directory / CONFIG_FILE).write_text(json.dumps(shape, indent=1), encoding="utf-8")
+    (directory / WEIGHTS_FILE).write_bytes(weights)

@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path) -> Iterator[TinkerSettings]:
     pytest.importorskip("tinker", reason="the client is not installed: .ci/peers tinker")
     with skyrl_server(model, model.parent / "server") as url:
-        yield TinkerSettings(base_url=url, model=str(model), reduction="sequence-mean")
+        yield TinkerSettings(base_url=url, model=str(model))
 
 
 @pytest.fixture(scope="module")
