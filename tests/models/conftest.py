@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from tiny_model import write_adapter, write_model
 
@@ -40,3 +41,10 @@ def server(tiny_model: Path, generator: Generator) -> Iterator[str]:
     config = ServerConfig(model=str(tiny_model), served_model_name="tiny", port=0, max_body_bytes=200_000, adapters="/")
     with running_server(config, generator) as url:
         yield url
+
+
+@pytest.fixture
+def http(server: str) -> Iterator[httpx.Client]:
+    """A client of `server`."""
+    with httpx.Client(base_url=server, timeout=30, headers={"content-type": "application/json"}) as client:
+        yield client

@@ -231,7 +231,7 @@ class Watch:
         return adapter
 
     async def _canary(self, current: Round, candidate: Adapter) -> None:
-        await self.publisher.require_servers()  # servers that are away are no reason to refuse a candidate
+        await self.publisher.loaded()  # servers that are away are no reason to refuse a candidate
         try:
             difference = await self.publisher.stage(candidate)
         except PublishError as error:

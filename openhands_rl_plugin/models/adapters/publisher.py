@@ -188,24 +188,17 @@ class AdapterPublisher:
         probe = probe or self._store.probe(adapter)
         servers = await self._open_servers()
         if is_checkpoint(adapter):
-            for server in servers:
-                server.refuse_checkpoint()
+            _taking_checkpoints(servers)
         await _on_all(servers, lambda server: self._load(server, adapter, undo))
         differences = await self._probe_servers(servers, adapter, probe) if probe else []
         return servers, max(differences, default=None)
-
-    async def require_servers(self) -> None:
-        """Ask all servers whether they are there. Raises ``PublishError``."""
-        await self._open_servers()
 
     async def require_weights(self, base: tuple[str, str] | None = None) -> None:
         """Raise ``PublishError`` for a server that takes no full checkpoints, or holds adapters.
 
         ``base``: name and path of a base model that is put in place, as it was before anything was published.
         """
-        for server in await self._open_servers():
-            server.refuse_checkpoint()
-            assert isinstance(server, EmbeddedServer)
+        for server in _taking_checkpoints(await self._open_servers()):
             await server.require_no_adapters()
             if base is not None and base[0] not in await server.loaded():
                 await server.replace_weights(*base)
@@ -293,6 +286,18 @@ class AdapterPublisher:
         except StorageError as error:
             log.warning("%s; the version is used all the same", error)
         return differences
+
+
+def _taking_checkpoints(servers: Sequence[AdapterServer]) -> list[EmbeddedServer]:
+    """The servers. Raises ``PublishError`` where one takes adapters only."""
+    taking = [server for server in servers if isinstance(server, EmbeddedServer)]
+    for server in servers:
+        if server not in taking:
+            raise PublishError(
+                f'{server.url} takes adapters only: [rl.training] method = "full" publishes full checkpoints, which '
+                'only `openhands-rl serve` loads from a directory; serve the model with it, or set method = "lora"'
+            )
+    return taking
 
 
 def publisher_for(serving: ServingSettings, store: AdapterStore, *, keep: int | None = None) -> AdapterPublisher:

@@ -16,15 +16,7 @@ from pydantic_core import from_json
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
-from openhands_rl_plugin.models.engines.client import (
-    JSON,
-    Connections,
-    HttpUpstream,
-    ServerError,
-    close_connections,
-    whole,
-)
-from openhands_rl_plugin.models.engines.openai_wire import dump_object
+from openhands_rl_plugin.models.engines.client import Connections, HttpUpstream, ServerError, close_connections
 from openhands_rl_plugin.models.engines.server_models import ListedModel, ListedModels
 
 _LONGEST_CAUSE = 300
@@ -68,10 +60,8 @@ class Connection:
 
     async def send(self, path: str, body: Mapping[str, object] | None, what: str) -> bytes:
         """The body of an answer. Raises ``RefusedByServer`` for a status of no success."""
-        method, content = ("GET", b"") if body is None else ("POST", dump_object(body))
         try:
-            async with self._server.open(method, path, (JSON,), content) as response:
-                return await whole(response)
+            return await self._server.ask(path, body)
         except ServerError as error:
             if error.headers is None:
                 raise PublishError(
@@ -133,13 +123,6 @@ class AdapterServer:
         if len(bases) != 1:
             raise PublishError(f"{self.url} serves {len(bases)} base models, not one")
         return bases[0]
-
-    def refuse_checkpoint(self) -> None:
-        """Raise ``PublishError`` where full checkpoints are not served."""
-        raise PublishError(
-            f'{self.url} takes adapters only: [rl.training] method = "full" publishes full checkpoints, which only '
-            '`openhands-rl serve` loads from a directory; serve the model with it, or set method = "lora"'
-        )
 
     async def load(self, adapter: Adapter) -> None:
         """Serve ``adapter`` under its name: ``POST /v1/load_lora_adapter``."""
@@ -211,9 +194,6 @@ class EmbeddedServer(AdapterServer):
         """Serve the model in ``path`` as ``name``, instead of the weights that are served."""
         body = {"model_path": path, "weight_version": name}
         await self._http.send("update_weights_from_disk", body, f"the server at {self.url} refused {name}")
-
-    def refuse_checkpoint(self) -> None:
-        """Nothing: they are served."""
 
     async def require_no_adapters(self) -> None:
         """Raise ``PublishError`` where adapters are loaded, which fit the present weights only."""

@@ -287,6 +287,12 @@ class HttpUpstream:
         """``open`` for a chat completion."""
         return self.open("POST", "chat/completions", self._headers, dump_object(body))
 
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """The body of an answer; ``GET`` without a body. Raises ``ServerError``."""
+        method, content = ("GET", b"") if body is None else ("POST", dump_object(body))
+        async with self.open(method, path, (JSON,), content) as response:
+            return await whole(response)
+
     async def completion(self, response: Response) -> bytes:
         """The body of an open response. Raises ``ServerError``, also for an error in it."""
         answer = await whole(response)

@@ -12,9 +12,8 @@ from yarl import URL
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.messages import one_line
-from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.models.engines.client import JSON, HttpUpstream, ServerError, whole
-from openhands_rl_plugin.models.engines.openai_wire import dump_object
+from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.models.engines.client import HttpUpstream, ServerError
 
 _MANY = 20
 
@@ -127,20 +126,14 @@ def _fetch(
     timeout: float,
     *,
     path: str = "models",
-    body: bytes = b"",
+    body: JsonObject | None = None,
     named_by: str,
 ) -> bytes:
     """The body of an answer. Raises ``ServerError``, and ``ConfigError`` for a wrong URL."""
-
-    async def ask() -> bytes:
-        server = HttpUpstream(base_url, api_key, timeout)
-        async with server.open("POST" if body else "GET", path, (JSON,), body) as response:
-            return await whole(response)
-
     try:
         if (parts := urlsplit(base_url)).scheme not in ("http", "https") or parts.port == 0:
             raise ValueError("it has to begin with http:// or https://")
-        return background().wait_for(ask())
+        return background().wait_for(HttpUpstream(base_url, api_key, timeout).ask(path, body))
     except ValueError as error:
         raise ConfigError(f"{named_by} {base_url!r:.100} is not a URL: {error}") from error
 
@@ -161,7 +154,7 @@ def check_model_server(base_url: str, model: str, api_key: str | None = None, *,
         return
     body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
     try:
-        _fetch(base_url, api_key, _PROBE_SECONDS, path="chat/completions", body=dump_object(body), named_by=named_by)
+        _fetch(base_url, api_key, _PROBE_SECONDS, path="chat/completions", body=body, named_by=named_by)
     except ServerError as error:
         if error.headers is None or error.is_temporary:
             return  # what is wrong shows in the episodes

@@ -27,7 +27,9 @@ class GeneratorConfig(BaseModel):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="auto: bfloat16 where the processor multiplies it natively, else float32."
     )
-    device: str = Field(default="auto", description="auto: cuda when there is one, else cpu.")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: cuda when there is one, else cpu."
+    )
     max_model_len: int | None = Field(
         default=None, ge=16, description="Longest prompt + answer, tokens; None: the model's."
     )

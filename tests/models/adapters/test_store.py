@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,17 +48,6 @@ def test_concurrent_writers_get_versions_of_their_own(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: store.create("shop", write, base_model="base").version, range(24)))
     assert sorted(made) == list(range(1, 25))
-
-
-def test_what_killed_writers_left_is_swept_after_a_day(tmp_path: Path) -> None:
-    names = [".new-old", ".verifier-old", ".new-now"]
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / WEIGHTS_FILE).write_bytes(b"half")
-    for name in names[:2]:
-        os.utime(tmp_path / name, (0, 0))
-    AdapterStore(tmp_path).create("shop", write, base_model="base")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".new-now", "shop-v000001"]
 
 
 @pytest.mark.parametrize("name", ["../shop", "a/b", "", "a..b", ".hidden", "x" * 200])

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from tiny_model import write_model
 
 from evaluation.performance.serving.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
@@ -19,7 +17,7 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
@@ -50,17 +48,17 @@ def store(vllm: str, tmp_path: Path) -> Iterator[AdapterStore]:
         httpx.post(f"{vllm}/v1/unload_lora_adapter", json={"lora_name": name}, trust_env=False).raise_for_status()
 
 
-def trainer(model: Path, seed: int = 0, rank: int = 16) -> LocalTrainer:
+def trainer(model: Path, seed: int = 0) -> LocalTrainer:
     """A trainer whose adapter has left its starting point, where it would change nothing."""
-    settings = TrainingSettings(learning_rate=0.05, num_epochs=2, dtype="float32", seed=seed, lora_rank=rank)
+    settings = TrainingSettings(learning_rate=0.05, num_epochs=2, dtype="float32", seed=seed)
     made = LocalTrainer(model, settings)
     ids = tuple((7 * at + seed) % 200 + 2 for at in range(24))
     made.sft([Sample(trajectory_id="t", leaf=0, input_ids=ids, mask=(False,) * 4 + (True,) * 20, logprobs=(0.0,) * 24)])
     return made
 
 
-def stored(store: AdapterStore, write: Callable[[Path], None]) -> Adapter:
-    return store.create("live", write, base_model=NAME)
+def stored(store: AdapterStore, made: LocalTrainer) -> Adapter:
+    return store.create("live", made.save_adapter, base_model=NAME)
 
 
 def served(url: str) -> set[str]:
@@ -79,7 +77,7 @@ async def test_versions_are_proven_used_and_unloaded(vllm: str, model: Path, sto
     async with AdapterPublisher(f"{vllm}/v1", store) as publisher:
         for seed in range(3):
             made = trainer(model, seed)
-            adapter = stored(store, made.save_adapter)
+            adapter = stored(store, made)
             report = await publisher.publish(adapter, made.probe(CANARY))
             assert report.difference is not None and report.difference < 1e-3
             assert sampled(vllm, await publisher.served_model(adapter))
@@ -93,32 +91,14 @@ async def test_versions_are_proven_used_and_unloaded(vllm: str, model: Path, sto
 async def test_what_is_not_the_trainers_is_refused_and_the_old_one_serves_on(
     vllm: str, model: Path, store: AdapterStore
 ) -> None:
-    def cut(path: Path) -> None:
-        old.save_adapter(path)
-        (path / WEIGHTS_FILE).write_bytes((path / WEIGHTS_FILE).read_bytes()[:3000])
-
-    def not_finite(path: Path) -> None:
-        old.save_adapter(path)
-        weights = {
-            name: torch.full_like(tensor, float("nan")) for name, tensor in load_file(path / WEIGHTS_FILE).items()
-        }
-        save_file(weights, path / WEIGHTS_FILE)
-
     async with AdapterPublisher(vllm, store) as publisher:
         old = trainer(model, 0)
-        in_use = stored(store, old.save_adapter)
+        in_use = stored(store, old)
         await publisher.publish(in_use, old.probe(CANARY))
         before = sampled(vllm, in_use.name)
-        for write, problem in (
-            (
-                trainer(model, 1).save_adapter,
-                r"differ from the trainer's by [0-9.]+ nats on average, the bound is 0.01",
-            ),
-            (cut, "the server at .* refused live"),
-            (not_finite, "differ from the trainer's by nan|cannot be probed"),
+        with pytest.raises(
+            PublishError, match=r"differ from the trainer's by [0-9.]+ nats on average, the bound is 0.01"
         ):
-            with pytest.raises(PublishError, match=problem):
-                await publisher.publish(stored(store, write), old.probe(CANARY))
-            assert served(vllm) == {NAME, in_use.name}
-            assert store.current("live") == in_use
-            assert sampled(vllm, in_use.name) == before
+            await publisher.publish(stored(store, trainer(model, 1)), old.probe(CANARY))
+        assert served(vllm) == {NAME, in_use.name} and store.current("live") == in_use
+        assert sampled(vllm, in_use.name) == before

@@ -107,11 +107,6 @@ async def test_what_broke_is_told_and_not_asked_for_again(answer: bytes, error: 
         await ask(answer)
 
 
-async def test_a_stream_that_falls_silent_is_given_up() -> None:
-    with pytest.raises(InfrastructureError, match=r"did not answer within 0\.2 s"):
-        await ask(events(*WHOLE)[:-60], timeout=0.2)
-
-
 @given(st.lists(st.integers(1, 12), max_size=60))
 def test_it_does_not_matter_where_the_network_cuts(sizes: list[int]) -> None:
     data, reader = b": hello\r\n\r\n" + stream(*WHOLE, line="\r\n\r\n"), EventStreamReader()

@@ -1,17 +1,23 @@
 """The HTTP surface, through OpenAI's own client where it reaches and plain HTTP where it does not."""
 
+import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 
+from openhands_rl_plugin.core.types import ToolCall
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
+from openhands_rl_plugin.models.generator.sequence import Generation, ScoredToken
 from openhands_rl_plugin.models.server.app import running_server
+from openhands_rl_plugin.models.server.wire import ParsedText, parse_tool_calls
 
 pytestmark = pytest.mark.contract
 
@@ -21,12 +27,6 @@ MESSAGES = [{"role": "user", "content": "one two three"}]
 @pytest.fixture(scope="module")
 def client(server: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def http(server: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server, timeout=30) as client:
         yield client
 
 
@@ -177,3 +177,115 @@ def test_a_full_queue_is_refused(tiny_model: Path) -> None:
         response = httpx.post(f"{url}/v1/chat/completions", json=body)
         assert response.status_code == 503 and "overloaded" in str(error(response)["message"])
         assert httpx.post(f"{url}/v1/chat/completions", json=body | {"n": 2}).status_code == 200
+
+
+NUMBERS = [
+    *("9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "1e999", "-1e999"),
+    *("NaN", "Infinity", "-1", "-2", "0", "0.5", "3.0", "2147483647", "2147483648", "1e-300", "true", "null", '"7"'),
+    *("[]", "{}", '""'),
+]
+FIELDS = [
+    *("temperature", "top_p", "top_k", "n", "max_tokens", "max_completion_tokens", "seed", "top_logprobs"),
+    *("prompt_logprobs", "stop_token_ids", "presence_penalty", "min_p", "repetition_penalty", "logit_bias"),
+]
+
+
+def ask(http: httpx.Client, **fields: object) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 2, **fields}
+    return http.post("/v1/chat/completions", content=json.dumps(body))
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_number_is_served_or_refused_by_its_bounds(http: httpx.Client, field: str) -> None:
+    for value in NUMBERS:
+        text = '{"messages": [{"role": "user", "content": "one"}], "logprobs": true, "max_tokens": 2, "n": 1, %s}'
+        answer = http.post("/v1/chat/completions", content=text % f'"{field}": {value}')
+        assert answer.status_code in (200, 400), (value, answer.text)
+    assert ask(http).status_code == 200 and http.get("/health").status_code == 200
+
+
+def test_a_list_with_a_million_errors_is_one(http: httpx.Client) -> None:
+    for wrong in ('{"messages": [%s]}', '{"prompt": [%s, "a"]}', '{"prompt": "a", "stop_token_ids": [%s]}'):
+        path = "/v1/chat/completions" if "messages" in wrong else "/v1/completions"
+        answer = http.post(path, content=wrong % ",".join(["-7"] * 60_000))
+        assert answer.status_code == 400 and len(answer.text) < 2000
+
+
+@pytest.mark.parametrize("arguments", ["[" * 3000, '{"a":' * 3000 + "1" + "}" * 3000])
+def test_arguments_nested_too_deeply_are_refused(http: httpx.Client, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "tool_calls": [call]}]
+    answer = ask(http, messages=messages)
+    assert answer.status_code == 400 and "recursion" in answer.text
+
+
+@pytest.mark.parametrize("path", ["x" * 4000, "\u00e9/" * 1000, "a\u0000b", "/proc/1/root/x", ""])
+def test_a_path_that_cannot_be_is_refused(http: httpx.Client, path: str) -> None:
+    load = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
+    replace = http.post("/update_weights_from_disk", json={"model_path": path, "weight_version": "x"})
+    assert {load.status_code, replace.status_code} <= {400, 404}
+
+
+TOOLS = [{"type": "function", "function": {"name": "execute_bash", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "f", "arguments": {"x":  1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        CALL + "<tool_call>oops</tool_call>",
+        f"<think>{CALL}</think>",
+        'So: ```json\n{"name": "execute_bash", "arguments": {}}\n```',
+        '```json\n{"name": "other", "arguments": {}}\n```',
+    ],
+)
+def test_what_is_no_call_stays_text(text: str) -> None:
+    assert parse_tool_calls(text, TOOLS) == ParsedText(text, (), text)
+
+
+def test_an_answer_that_is_one_fenced_object_naming_an_offered_tool_is_a_call() -> None:
+    """As Qwen2.5-Coder-1.5B-Instruct calls tools."""
+    text = '```json\n{\n  "name": "execute_bash",\n  "arguments": {\n    "command": "ls"\n  }\n}\n```\n'
+    parsed = parse_tool_calls(text, TOOLS)
+    call = ToolCall(name="execute_bash", arguments='{\n    "command": "ls"\n  }')
+    assert (parsed.content, parsed.calls) == (None, (call,))
+    assert parse_tool_calls(text, ()) == ParsedText(text, (), text)
+
+
+class Writing:
+    """A generator that writes one text, whatever it is asked."""
+
+    def __init__(self, generator: Generator, *pieces: str) -> None:
+        self.tokenizer, self.max_model_len, self.weights = generator.tokenizer, generator.max_model_len, None
+        self._pieces = pieces
+
+    def submit(self, ids: Any, params: Any, *, adapter: Any = None, on_delta: Any = None) -> Future[Generation]:
+        made = Generation(tuple(ids), params, self.tokenizer, 99)
+        for piece in self._pieces:
+            made.sampled.append(ScoredToken(7, -0.5))
+            made.text += piece
+            if on_delta is not None:
+                on_delta(made.sampled[-1], piece)
+        made.finish_reason = "stop"
+        made.future.set_result(made)
+        return made.future
+
+
+def test_tool_calls_are_parsed_whole_and_streamed(generator: Generator) -> None:
+    pieces = ("Let me ", "look.\n", "<tool", CALL.removeprefix("<tool"), " then\n")
+    config = ServerConfig(model="tiny", port=0)
+    with (
+        running_server(config, cast(Generator, Writing(generator, *pieces))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
+        (choice,) = client.chat.completions.create(**options).choices
+        deltas = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("f", '{"x":  1}')
+    assert choice.message.content == "Let me look.\n then" and choice.finish_reason == "tool_calls"
+    (streamed,) = [call for each in deltas for call in each.delta.tool_calls or ()]
+    assert streamed.function.model_dump() == call.function.model_dump() and deltas[-1].finish_reason == "tool_calls"
+    assert "".join(each.delta.content or "" for each in deltas) == "Let me look.\n then\n"
