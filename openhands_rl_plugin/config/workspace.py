@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import pwd
 from pathlib import Path
@@ -36,17 +35,8 @@ def checked_path(text: str, *, whole_home: bool = False) -> Path:
     if real in _homes() and not whole_home:
         raise ValueError(f"{text!r} is a whole home, with keys in it; name folders in it, or add whole_home = true")
     if not real.exists():
-        raise ValueError(f"{text!r} does not exist{_nearest(path)}")
+        raise ValueError(f"{text!r} does not exist")
     return real
-
-
-def _nearest(path: Path) -> str:
-    try:
-        names = os.listdir(path.parent)
-    except OSError:
-        return ""
-    found = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {str(path.parent / found[0])!r}?" if found else ""
 
 
 def _homes() -> set[Path]:
@@ -113,6 +103,6 @@ class WorkspaceSettings(Settings):
     @field_validator("network", mode="before")
     @classmethod
     def _check_network(cls, value: object) -> object:
-        if isinstance(value, list | tuple) and value:
+        if isinstance(value, list | tuple):
             raise ValueError("hosts cannot be chosen; write network = true for the whole network, or false for none")
-        return False if value in ([], ()) else value  # files of former releases say [] for none
+        return value

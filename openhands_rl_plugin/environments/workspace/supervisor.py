@@ -51,7 +51,7 @@ cd -- "$3" 2>/dev/null || { cd -- "$4" && echo "bash: $3 is gone; the working di
 __rl_state=$5
 [[ -n $5 ]] && trap '{ declare -p; declare -f; alias -p; umask -p; echo "#complete"; } >| "$__rl_state" 2>/dev/null
 { printf "%s\0" "$PWD"; command -v python || :; } >| "$__rl_state.cwd" 2>/dev/null' EXIT
-eval "set --
+eval "exec 3<&-; set --
 $(<"$2")"
 """
 
@@ -81,21 +81,22 @@ def close_to_others() -> None:
     ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
 
 
-Table = dict[int, tuple[int, int, int, int, int]]
+Table = dict[int, tuple[int, int, int, int, int, str]]
 
 
 def processes() -> Table:
-    """``pid -> (parent, session, threads, resident bytes, group)`` of every process that can be seen."""
+    """``pid -> (parent, session, threads, resident bytes, group, name)`` of every process that can be seen."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
+                    before, _, after = file.read().rpartition(b")")
             except OSError:
                 continue
+            fields, called = after.split(), before.partition(b"(")[2].decode("utf-8", "replace")
             parent, group, session = map(int, fields[1:4])
-            found[int(name)] = parent, session, int(fields[17]), int(fields[21]) * PAGE, group
+            found[int(name)] = parent, session, int(fields[17]), int(fields[21]) * PAGE, group, called
     return found
 
 
@@ -274,10 +275,6 @@ class Bounds:
         for group in {table[pid][4] for pid in mine} - {os.getpgid(0)}:
             with contextlib.suppress(OSError):  # ended, or less urgent already
                 os.setpriority(os.PRIO_PGRP, group, LESS_URGENT)
-        for pid in {table[pid][1]: pid for pid in mine}.values():
-            # Where the kernel shares processors among sessions first. It takes ten such changes in a second.
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as file:
-                file.write(str(LESS_URGENT))
 
     def too_many(self) -> str:
         too_many = f"the session has more than {self.most_processes} processes and threads"
@@ -449,7 +446,8 @@ class Supervisor:
     def stand(self) -> dict:
         """The working directory, and the names of the processes that commands left running."""
         self.reap_dead()
-        return {"cwd": self.cwd, "processes": [name_of(pid) for pid in sorted(family(os.getpid()))]}
+        table = processes()
+        return {"cwd": self.cwd, "processes": [table[pid][5] for pid in sorted(family(os.getpid(), table))]}
 
     def hold(self, on: bool) -> None:
         """Stop all processes of the session, or let them go on. In a sandbox the kernel reaches all of them at once."""
@@ -462,9 +460,8 @@ class Supervisor:
 
     def start(self, request: dict) -> None:
         self.bounds.begin()
-        script = self.state + ".command"
-        with open(script, "w", encoding="utf-8", errors="surrogateescape", opener=open_new) as file:
-            file.write(request["command"])
+        script = os.memfd_create("command")
+        os.pwrite(script, request["command"].encode("utf-8", "surrogateescape"), 0)
         self.pipe, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.pipe, False)
         self.output, self.status = Output(self.setup["output_bytes"]), None
@@ -472,35 +469,33 @@ class Supervisor:
         cwd = request["cwd"] or self.cwd
         self.shell = self.spawn(
             self.setup["bash"],
-            ["bash", "-c", SCRIPT, "bash", self.state, script, cwd, self.setup["cwd"], save_to],
+            ["bash", "-c", SCRIPT, "bash", self.state, "/dev/fd/3", cwd, self.setup["cwd"], save_to],
             {} if os.path.exists(self.state) else self.setup["env"],
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_DUP2, write_end, 1),
                 (os.POSIX_SPAWN_DUP2, write_end, 2),
+                (os.POSIX_SPAWN_DUP2, script, 3),
             ],
             setsid=True,
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
         )
         os.close(write_end)
+        os.close(script)
         self.selector.register(self.pipe, selectors.EVENT_READ, self.collect)
         self.deadline = float("inf") if request["timeout"] is None else time.monotonic() + request["timeout"]
 
     def spawn(self, *arguments, **options) -> int:
         """A process. Where background processes leave no room for one, all of them are ended."""
-        deadline, tries = time.monotonic() + KILL_PATIENCE, 0
-        while True:
-            try:
+        deadline = time.monotonic() + KILL_PATIENCE
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
                 return os.posix_spawn(*arguments, **options)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-            if not tries:
-                self.background.add(b"[All processes were ended: there was no room for another one.]\n")
-            tries += 1
+            self.background.add(b"[All processes were ended: there was no room for another one.]\n")
             self.bounds.end_all()
             time.sleep(POLL_AFTER_KILL)
             self.reap_dead()
+        sys.exit("no process could be started")
 
     def collect(self, pipe: int) -> bool:
         """Read the available bytes; false when there are no more for now."""
@@ -620,13 +615,6 @@ def files_below(path: str, most: int) -> list[str]:
     return [os.path.relpath(each, path) for each in some if stat.S_ISREG(os.lstat(each).st_mode)]
 
 
-def open_new(path: str, _: int) -> int:
-    """For writing. A command may have put a pipe there, at which the counting would wait for a reader."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-
 def has_children() -> bool:
     """Whether any process is left, running or not."""
     try:
@@ -634,15 +622,6 @@ def has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def name_of(pid: int) -> str:
-    """The program's name, as ``ps`` has it; empty when the process has just ended."""
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def adopt_orphans() -> None:
