@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from needs import needs_bubblewrap
+from test_shell import gone
 
 from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits, SubprocessSandbox
@@ -60,11 +61,6 @@ class TestBombs:
             assert "fork: " in result.output
         assert run("kill -9 -1; wait; echo on").output.endswith("on\n")
 
-    def test_threads(self, run: Run, kept_by: str):
-        code = "import threading, time\nfor n in range(200): threading.Thread(target=time.sleep, args=(3,)).start()"
-        result = run(f"python3 -c '{code}'; echo survived", timeout=15)
-        assert "can't start new thread" in result.output or "more than 64 processes and threads" in result.output
-
     def test_memory_of_several_processes(self, run: Run, kept_by: str):
         started = time.monotonic()
         result = run(MEMORY, timeout=19)
@@ -82,7 +78,9 @@ class TestBombs:
         used = sum(path.stat().st_size for path in (tmp_path / "work").iterdir())
         assert used < 200 * MEBIBYTE
         assert "added more than" in run(fill.replace("big", "more")).output
-        assert run("rm -f big* more*; echo removed").output.endswith("removed\n")
+        # So that bombs in a row leave the processors to others.
+        began = time.monotonic()
+        assert run("rm -f big* more*; echo removed").output.endswith("removed\n") and time.monotonic() - began > 0.5
 
     def test_empty_files(self, run: Run, tmp_path: Path):
         """Each takes an inode, of which a file system has so many."""
@@ -100,16 +98,6 @@ class TestBombs:
         assert "the files in /tmp and /dev/shm take more than 24 MiB of memory" in result.output
         assert shell.run("find /dev/shm -type f -delete; ls /dev/shm; echo on", timeout=20).output == "on\n"
         shell.close()
-
-    def test_the_command_after_a_bomb_waits(self, run: Run):
-        """So that bombs in a row leave the processors to others."""
-        fill = "head -c 100000000 /dev/zero > big; sleep 9"
-        result = run(fill)
-        began = time.monotonic()
-        assert "added more than" in result.output
-        assert run("rm -f big; echo on").output == "on\n"
-        waited, began = time.monotonic() - began, time.monotonic()
-        assert run("echo on").output == "on\n" and time.monotonic() - began < waited > 0.5
 
     def test_folders_that_the_user_lends_count(self, run: Run, tmp_path: Path):
         for _ in range(2):
@@ -152,17 +140,10 @@ class TestBombs:
         for number in range(3):
             assert run(f"echo real {number}").output == f"real {number}\n"
         assert "Permission denied" in run("cat /proc/1/mem").output
-
-    def test_pipes_in_place_of_the_shell_s_own_files_end_no_counting(self, run: Run):
-        """The one that counts would wait at them, for as long as a command may take."""
-        run("cd /tmp/.shell && rm -f state.command && mkfifo state.command; cd /workspace")
-        assert run("echo on", timeout=3).output == "on\n"
+        # In place of the shell's own files, a pipe would hold up who counts for as long as a command may take.
         reader = "(while :; do cat /tmp/.shell/state.new.cwd; done > /dev/null 2>&1 &)"
         run(f"rm -f /tmp/.shell/state.new.cwd; mkfifo /tmp/.shell/state.new.cwd; {reader}", timeout=3)
         assert run("echo on", timeout=3).output == "on\n"
-
-    def test_memory_is_given_to_who_has_its_turn(self, run: Run):
-        assert run("cat /proc/self/oom_score_adj").output == "500\n"
 
 
 def test_what_left_its_session_ends_with_the_shell_without_bubblewrap(tmp_path: Path):
@@ -171,7 +152,7 @@ def test_what_left_its_session_ends_with_the_shell_without_bubblewrap(tmp_path: 
     shell = Shell(SubprocessSandbox(tmp_path, tmp_path / ".private"))
     shell.run(f"(setsid sh -c 'setsid sleep {marker}1 & exec sleep {marker}2' &) ; sleep 0.2", timeout=20)
     shell.close()
-    assert gone(f"{marker}1") and gone(f"{marker}2")
+    assert gone(f"{marker}1", f"{marker}2")
     if not cgroups._place():
         pytest.skip("no control groups can be made here")
     shell = Shell(SubprocessSandbox(tmp_path, tmp_path / ".private"))
@@ -179,21 +160,3 @@ def test_what_left_its_session_ends_with_the_shell_without_bubblewrap(tmp_path: 
         shell.run(f"setsid sleep {marker}3 & kill -9 $PPID; sleep 1", timeout=20)
     assert gone(f"{marker}3")
     shell.close()
-
-
-def gone(marker: str) -> bool:
-    deadline = time.monotonic() + 5
-    while (alive := _alive(marker)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive
-
-
-def _alive(marker: str) -> bool:
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if f"sleep\0{marker}".encode() in (entry / "cmdline").read_bytes():
-                    return True
-            except OSError:
-                continue
-    return False

@@ -144,14 +144,6 @@ def test_large_changes_are_cut_and_say_so(changed: Changed, monkeypatch: pytest.
     assert evidence["changed_files"] == {f"file{n}": "added" for n in range(6)}
 
 
-def test_a_start_that_cannot_be_recorded_is_said_and_fails_nothing(
-    changed: Changed, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert changed(lambda root: None) == {"git_patch": None, "git_patch_missing": "git is not installed"}
-
-
 def test_a_large_start_is_not_recorded_unless_git_knows_it(
     changed: Changed, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
