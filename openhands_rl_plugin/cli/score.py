@@ -124,7 +124,7 @@ async def run(args: argparse.Namespace) -> int:
                 storage,
                 reward,
                 filter_of(args),
-                on_progress=lambda at: bar.update(at.done, at.total),
+                on_progress=bar.update,
                 dry_run=args.dry_run,
             )
     _print_report(report, reward, dry_run=args.dry_run)

@@ -372,12 +372,10 @@ class GymnasiumOptions(GymOptions):
     row, ``data["row"]``, the ``options`` of ``reset``.
 
     ``formatter`` is ``"module:function"`` of your own, called with observation and info, whose text is shown. By
-    default the observation is, and the drawing (``render_mode = "ansi"``) where there is one. ``action_names`` name
-    the actions of a ``Discrete`` space in their order.
+    default the observation is, and the drawing (``render_mode = "ansi"``) where there is one.
     """
 
     formatter: str = ""
-    action_names: tuple[str, ...] = ()
 
 
 class GymnasiumEnvironment(GymEpisode):
@@ -407,7 +405,7 @@ class GymnasiumEnvironment(GymEpisode):
         seed, row, preset = episode_index(task), task.data.get("row"), preset_of(name)
         self._words = load_function("formatter", self._settings.formatter) if self._settings.formatter else preset.words
         self._env = self._make(name)
-        names = self._settings.action_names or preset.actions or _own_names(self._env)
+        names = preset.actions or _own_names(self._env)
         self._actions = ActionSpace(self._env.action_space, names)
         found = self._env.reset(seed=seed, options=row)
         described = task if task.instruction else task.model_copy(update={"instruction": preset.goal})

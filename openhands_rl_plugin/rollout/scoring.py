@@ -114,28 +114,20 @@ DIVIDED = "no more than half of its labellers said the same"
 _LABELS_AT_ONCE = 500
 
 
-@dataclass(frozen=True)
-class ScoreProgress:
-    """Counts of a run: episodes examined so far, of how many, and how many of those had a score already."""
-
-    done: int
-    total: int
-    already: int
-
-
 async def rescore(
     storage: TrajectoryStorage,
     reward: Reward,
     where: TrajectoryFilter | None = None,
     *,
-    on_progress: Callable[[ScoreProgress], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
     dry_run: bool = False,
     sub_agents: bool = True,
 ) -> ScoreReport:
     """Judge every matching episode that has ended and of which ``reward`` knows no score yet, and append the scores.
 
-    ``dry_run``: only count. ``sub_agents``: those of sub-agents, too, whose task is not that of a run. What is added to
-    the store meanwhile is left for the next call.
+    ``on_progress`` gets the number of episodes examined so far, and of all. ``dry_run``: only count. ``sub_agents``:
+    those of sub-agents, too, whose task is not that of a run. What is added to the store meanwhile is left for the next
+    call.
     """
     where, follows = where or TrajectoryFilter(), isinstance(reward, JudgesLabels)
     if follows and where.failed is None:
@@ -150,7 +142,7 @@ async def rescore(
             await storage.add_scores(scores)
         done += len(some)
         if on_progress is not None:
-            on_progress(ScoreProgress(done, len(ids), report.already_scored))
+            on_progress(done, len(ids))
     return report
 
 

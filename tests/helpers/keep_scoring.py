@@ -9,12 +9,12 @@ import time
 import torch
 
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.rollout.scoring import ScoreProgress, rescore
+from openhands_rl_plugin.rollout.scoring import rescore
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
-def told(at: ScoreProgress) -> None:
-    print(at.done, flush=True)
+def told(done: int, total: int) -> None:
+    print(done, flush=True)
     time.sleep(0.3)  # so that whoever kills it does so before the next part
 
 

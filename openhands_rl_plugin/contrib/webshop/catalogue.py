@@ -301,7 +301,9 @@ def purchase_reward(product: Product, options: Iterable[tuple[str, str]], goal: 
     attributes_met = len(_normalised(goal.attributes) & _normalised(product.attributes))
     options_met = len(_normalised_pairs(goal.options) & _normalised_pairs(options))
     price_met = float(product.price <= goal.price_upper)
-    r_type = type_reward(product, goal)
+    # The paper compares the nouns of both titles; here the type's own words are those nouns, since brand and
+    # attributes, the rest of a title, do not identify the kind. All types are too short for its lesser resemblances.
+    r_type = float(bool(set(words(goal.query)) & set(words(product.query))))
     wanted = len(goal.attributes) + len(goal.options) + 1
     return RewardBreakdown(
         r_type=r_type,
@@ -310,23 +312,6 @@ def purchase_reward(product: Product, options: Iterable[tuple[str, str]], goal: 
         r_price=price_met,
         reward=r_type * (attributes_met + options_met + price_met) / wanted,
     )
-
-
-def type_reward(product: Product, goal: Goal) -> float:
-    """The type factor: 0 without a shared noun, 0.1 or 0.5 for a slight resemblance, else 1.
-
-    The paper compares the nouns of both titles; here the type's own words are those nouns, since brand and
-    attributes, the rest of a title, do not identify the kind of product.
-    """
-    wanted = set(words(goal.query))
-    resemblance = len(wanted & set(words(product.query))) / len(wanted) if wanted else 0.2
-    if resemblance == 0.0:
-        return 0.0
-    if resemblance < 0.1:
-        return 0.1
-    same_query = product.query == goal.query
-    same_category = len(set(product.category) & set(goal.category)) >= 2
-    return 1.0 if same_query or same_category or resemblance > 0.2 else 0.5
 
 
 def _normalised(values: Iterable[str]) -> set[str]:

@@ -173,17 +173,18 @@ class ToolBase(ABC):
         """
 
 
+def _text_parameter(name: str, about: str) -> JsonObject:
+    """The JSON Schema of an object with this text only."""
+    fields: JsonObject = {name: {"type": "string", "description": about}}
+    return {"type": "object", "properties": fields, "required": [name], "additionalProperties": False}
+
+
 class ThinkTool(ToolBase):
     """Private notes, which only stay in the model's context."""
 
     name = "think"
     description = "Write private notes: plans, intermediate results, open questions. Nobody else reads them."
-    parameters: JsonObject = {  # noqa: RUF012  (an attribute of each tool, not a state that tools share)
-        "type": "object",
-        "properties": {"notes": {"type": "string", "description": "What to keep in mind."}},
-        "required": ["notes"],
-        "additionalProperties": False,
-    }
+    parameters = _text_parameter("notes", "What to keep in mind.")
     private = True
 
     async def call(self, arguments: JsonObject) -> str:
@@ -196,12 +197,7 @@ class FinalTool(ToolBase):
 
     name = "final"
     description = "Give the final answer to the user. This ends the task, so call it last and once."
-    parameters: JsonObject = {  # noqa: RUF012
-        "type": "object",
-        "properties": {"answer": {"type": "string", "description": "The whole answer, as the user shall read it."}},
-        "required": ["answer"],
-        "additionalProperties": False,
-    }
+    parameters = _text_parameter("answer", "The whole answer, as the user shall read it.")
     ends = True
 
     async def call(self, arguments: JsonObject) -> str:
