@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import json
 import math
 import re
@@ -21,7 +20,6 @@ from pydantic_core import to_jsonable_python
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
     CaughtFailure,
-    ConfigError,
     EpisodeError,
     InfrastructureError,
     MissingExtraError,
@@ -32,6 +30,7 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Message, Task
 from openhands_rl_plugin.environments.http.client import Episode, RefusedActionError, ServerAnswer, episode_index
+from openhands_rl_plugin.environments.tools.environment import load_object
 
 
 class GymOptions(Frozen):
@@ -217,18 +216,6 @@ def plain_object(value: Any) -> JsonObject:
     return found if isinstance(found, dict) else {}
 
 
-def load_function(option: str, name: str) -> Callable[..., Any]:
-    """The function that an option names as ``"module:function"``. Raises ``ConfigError``."""
-    module, colon, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute) if colon else None
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{option} = {name!r} cannot be loaded: {describe(error)}") from error
-    if not callable(found):
-        raise ConfigError(f'{option} = {name!r}: give "module:function"')
-    return found
-
-
 _COLOURED = re.compile(r"\x1b\[[\d;]*[1-9][\d;]*m(.*?)\x1b\[0?m", re.DOTALL)
 _MOST_CHARACTERS = 128
 _ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
@@ -403,7 +390,7 @@ class GymnasiumEnvironment(GymEpisode):
     def open(self, name: str, task: Task) -> ServerAnswer:
         """``make`` and ``reset(seed=...)``."""
         seed, row, preset = episode_index(task), task.data.get("row"), preset_of(name)
-        self._words = load_function("formatter", self._settings.formatter) if self._settings.formatter else preset.words
+        self._words = load_object("formatter", self._settings.formatter) if self._settings.formatter else preset.words
         self._env = self._make(name)
         names = preset.actions or _own_names(self._env)
         self._actions = ActionSpace(self._env.action_space, names)

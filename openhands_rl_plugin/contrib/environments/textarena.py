@@ -17,13 +17,13 @@ from openhands_rl_plugin.core.types import JsonObject, Message, Task
 from openhands_rl_plugin.environments.gyms import (
     GymEpisode,
     GymOptions,
-    load_function,
     number,
     plain,
     plain_object,
     seen,
 )
 from openhands_rl_plugin.environments.http.client import ServerAnswer, episode_index
+from openhands_rl_plugin.environments.tools.environment import load_object
 
 Opponent = Callable[[str], str]
 _MOST_MOVES_OF_OTHERS = 64
@@ -97,7 +97,7 @@ class TextArenaEnvironment(GymEpisode):
                 'textarena: a game of several players needs an opponent: set opponent = "module:function"'
             )
         self._opponent: Opponent | None = (
-            load_function("opponent", self._settings.opponent) if self._settings.opponent else None
+            load_object("opponent", self._settings.opponent) if self._settings.opponent else None
         )
         self._random = PrivateRandom(0)
         self._game: Any = None

@@ -8,7 +8,6 @@ argument reaches the user; otherwise a response without calls is the final answe
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import re
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import Field, ImportString, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from openhands_rl_plugin.core.errors import (
@@ -240,6 +239,14 @@ class FunctionTool(ToolBase):
 BUILT_IN: dict[str, type[ToolBase]] = {ThinkTool.name: ThinkTool, FinalTool.name: FinalTool}
 
 
+def load_object(what: str, name: str) -> Any:
+    """The object that ``"module:name"`` names. Raises ``ConfigError``."""
+    try:
+        return TypeAdapter(ImportString).validate_python(name)
+    except ValidationError as error:
+        raise ConfigError(f"{what} {name!r} cannot be loaded: {describe(error)}") from error
+
+
 def load_tool(name: str) -> ToolBase:
     """``"think"``, ``"final"`` or ``"module:Name"`` of a tool class, a tool or a typed function.
 
@@ -247,13 +254,9 @@ def load_tool(name: str) -> ToolBase:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(f'unknown tool {name!r}; available: {", ".join(sorted(BUILT_IN))}, or "module:Class"')
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"tool {name!r} cannot be loaded: {describe(error)}") from error
+    found = load_object("tool", name)
     if isinstance(found, type) and issubclass(found, ToolBase):
         return found()
     if isinstance(found, ToolBase):
