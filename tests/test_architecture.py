@@ -44,7 +44,7 @@ ARROWS: dict[str, set[str]] = {
     "testing": GROUND,
     "models": GROUND | {"config"},
     "session": GROUND | {"config", "environments", "models", "rollout"},
-    "hosts": GROUND | {"config", "environments", "models", "rollout", "session", "trajectories"},
+    "hosts": GROUND | {"config", "environments", "models", "rollout", "session"},
     "training": GROUND | {"config", "models", "rollout", "trajectories"},
     "rewards": GROUND | {"config", "models", "rollout", "training", "trajectories"},
     "evals": GROUND | {"config", "environments", "hosts", "rollout", "trajectories"},

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from needs import CONTRIB
 from report_data import data_of
-from shopper_model import GOAL, INSTRUCTION, ORACLE, write_shopper
+from shopper_model import GOAL, INSTRUCTION, write_shopper
+from shopping_loop import MODEL, ShopWorld, make_plan
 from small_shop import running_shop
-from transformers import AutoTokenizer
 
 from openhands_rl_plugin.apps.loop.reporting import RunReport
-from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, StorageSettings, TrainingSettings
+from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import StrategySpec, Task
-from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
+from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.hosts.pool import local_runner
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.rollout.session import SessionRunner
-from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, RunFacts, StageRecord
-from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
 
-MODEL = "shopper"
 STAGES = ["evaluate-base", "demonstrate", "warm-start", "evaluate-warm-start", "iteration-000", "evaluate-final"]
 TASK = Task(id=f"webshop-{GOAL}", environment="webshop", instruction=INSTRUCTION, data={"idx": GOAL})
 
@@ -55,18 +47,14 @@ class KillAfter(LoopListener):
 
 class Collector(LoopListener):
     def __init__(self) -> None:
-        self.played: list[str] = []
-        self.saved: list[str] = []
-        self.begun: dict[str, tuple[str, int, int]] = {}
+        self.begun: list[str] = []
+        self.first: dict[str, tuple[str, int, int]] = {}
 
     def stage_started(self, name: str) -> None:
-        self.played.append(name)
+        self.begun.append(name)
 
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
-        self.begun.setdefault(stage, (activity, done, total))
-
-    async def save(self, state: LoopState) -> None:
-        self.saved.append(state.records[-1].name)
+        self.first.setdefault(stage, (activity, done, total))
 
 
 @pytest.fixture(scope="module")
@@ -75,58 +63,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(model: Path, tmp_path: Path) -> Iterator[RLSettings]:
+def world(model: Path) -> Iterator[ShopWorld]:
     server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, adapters="/")
     with running_shop() as shop, running_server(server) as url:
-        yield RLSettings(
-            max_turns=4,
-            max_response_length=48,
-            react_format=False,
-            env_server_base=shop,
-            max_workers=8,
-            storage=StorageSettings(path=str(tmp_path / "trajectories")),
-            serving=ServingSettings(base_url=f"{url}/v1", model=MODEL, adapter="flow"),
-        )
+        yield ShopWorld(shop, url, model)
 
 
-def plan(settings: RLSettings) -> LoopPlan:
-    usual = {"batch_size": 8, "num_epochs": 1, "dtype": "float32", "lora_rank": 4, "lora_alpha": 8}
-    training = TrainingSettings(learning_rate=1e-2, **usual)
-    loop = LoopSettings(iterations=1, tasks_per_iteration=1, samples_per_task=8, base_held_out=1)
-    return LoopPlan(
-        settings=settings.model_copy(update={"training": training, "loop": loop}),
-        run_id="flow",
-        demonstrations=(TASK,),
-        training=(TASK,),
-        held_out=(TASK, TASK.model_copy(update={"id": f"webshop-{GOAL + 1}", "data": {"idx": GOAL + 1}})),
-        warm_start=TrainingSettings(algorithm="sft", learning_rate=1e-4, **usual),
-        probe_ids=tuple(range(2, 30)),
-    )
+def plan(world: ShopWorld) -> LoopPlan:
+    sizes = {"iterations": 1, "tasks_per_iteration": 1, "samples_per_task": 8, "base_held_out": 1}
+    made = make_plan("flow", {"learning_rate": 1e-2, "correction": "none"}, run_id="flow", **sizes)
+    own = {
+        "max_turns": 4,
+        "max_response_length": 48,
+        "react_format": False,
+        "env_server_base": world.shop,
+        "serving": ServingSettings(base_url=f"{world.server}/v1", model=MODEL, adapter="flow"),
+    }
+    other = TASK.model_copy(update={"id": f"webshop-{GOAL + 1}", "data": {"idx": GOAL + 1}})
+    tasks = {"demonstrations": (TASK,), "training": (TASK,), "held_out": (TASK, other)}
+    warm_start = made.warm_start.model_copy(update={"learning_rate": 1e-4})
+    return made.model_copy(update={"settings": made.settings.model_copy(update=own), "warm_start": warm_start, **tasks})
 
 
-def parts(settings: RLSettings, model: Path, directory: Path) -> LoopParts:
-    adapters = AdapterStore(directory / "adapters")
-    storage = FileTrajectoryStorage(settings.storage.directory)
-    shop = HttpEnvironmentOptions(base_url=settings.environment_url, react_format=False)
-    return LoopParts(
-        runner=local_runner(settings, storage=storage),
-        demonstrator=SessionRunner(
-            make_environment=lambda request: WebEnvClient(shop),
-            make_strategy=lambda request: StandardReActStrategy(),
-            make_engine=lambda request: ScriptedEngine(ORACLE),
-            strategy_spec=StrategySpec(name="oracle"),
-            base_model="oracle",
-            storage=storage,
-        ),
-        storage=storage,
-        reward=ReturnReward(),
-        objective=ReturnReward(),
-        adapters=adapters,
-        publisher=AdapterPublisher(settings.serving.base_url, adapters),
-        tokenizer=AutoTokenizer.from_pretrained(model),
-        make_trainer=lambda chosen, adapter: LocalTrainer(model, chosen, adapter=adapter),
-        state_file=directory / "state.json",
-    )
+def parts(world: ShopWorld, directory: Path) -> LoopParts:
+    """With a runner as commands make it."""
+    made = world.parts(directory)
+    return replace(made, runner=local_runner(plan(world).settings, storage=made.storage), objective=ReturnReward())
 
 
 async def finish(loop_parts: LoopParts) -> None:
@@ -136,31 +98,33 @@ async def finish(loop_parts: LoopParts) -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_one_task_through_everything(settings: RLSettings, model: Path, tmp_path: Path) -> None:
+async def test_one_task_through_everything(world: ShopWorld, tmp_path: Path) -> None:
     """Stopped after the warm start and begun again, the loop ends with the adapter that it trained in service."""
-    first = parts(settings, model, tmp_path)
+    first = parts(world, tmp_path)
     with pytest.raises(Killed):
-        await TrainingLoop(plan(settings), first, listener=KillAfter("warm-start")).run()
+        await TrainingLoop(plan(world), first, listener=KillAfter("warm-start")).run()
     await finish(first)
 
-    again, seen = parts(settings, model, tmp_path), Collector()
-    state = await TrainingLoop(plan(settings), again, listener=seen, on_saved=seen.save).run()
-    assert seen.played == STAGES[3:]
+    again, seen, saved = parts(world, tmp_path), Collector(), list[str]()
+
+    async def save(state: LoopState) -> None:
+        saved.append(state.records[-1].name)
+
+    state = await TrainingLoop(plan(world), again, listener=seen, on_saved=save).run()
+    assert seen.begun == saved == STAGES[3:]
     assert [record.name for record in state.records] == STAGES
-    assert seen.saved == STAGES[3:]
-    assert seen.begun["evaluate-warm-start"] == ("episodes", 0, 2), "how many there are is known before the first ends"
+    assert seen.first["evaluate-warm-start"] == ("episodes", 0, 2), "how many there are is known before the first ends"
     assert [record.metrics["episodes"] for record in state.records if record.name.startswith("evaluate")] == [1, 2, 2]
 
     await check_trajectories(again, state)
-    await check_service(settings, again, state)
-    facts = RunFacts.begin(tmp_path, plan(settings), title="flow", stages=len(STAGES))
+    await check_service(world.server, again, state)
     report = RunReport(
-        facts,
-        plan(settings),
+        RunFacts.begin(tmp_path, plan(world), title="flow", stages=len(STAGES)),
+        plan(world),
         directory=tmp_path,
         storage=again.storage,
         adapters=again.adapters.root,
-        model=model,
+        model=world.model,
         reward_version=ReturnReward.version,
         noted=lambda line: None,
     )
@@ -188,14 +152,14 @@ async def check_trajectories(loop_parts: LoopParts, state: LoopState) -> None:
     assert record is not None and record.metrics["episodes_used"] == 8
 
 
-async def check_service(settings: RLSettings, loop_parts: LoopParts, state: LoopState) -> None:
+async def check_service(server: str, loop_parts: LoopParts, state: LoopState) -> None:
     trained = loop_parts.adapters.get("flow-v000002")
     assert trained.parent == "flow-v000001"
     assert loop_parts.adapters.current("flow") == trained
     assert state.adapter == trained.name
     loop_parts.adapters.verify(trained)
     async with httpx.AsyncClient() as client:
-        listed = (await client.get(f"{settings.serving.base_url}/models")).json()
+        listed = (await client.get(f"{server}/v1/models")).json()
     assert trained.name in {model["id"] for model in listed["data"]}
     final = [t async for t, _ in loop_parts.storage.find(TrajectoryFilter(run_id="flow/evaluate-final"))]
     assert {trajectory.policy.served_name for trajectory in final} == {trained.name}

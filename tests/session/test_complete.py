@@ -8,23 +8,19 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_model import EMPTY, LOGPROB, ScriptedModel, message_ids, prompt_ids, refusal, says, serve
+from scripted_model import EMPTY, ScriptedModel, refusal, says, serve
 
-from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import MAX_COMPLETIONS_IN_FLIGHT, background
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.core.records import CommandEvidence, TrajectoryFilter, WorkspaceCommand
+from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, SamplingParams, StrategySpec, Task
+from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, StrategySpec, Task
 from openhands_rl_plugin.models.engines.client import LOGPROBS, SAMPLING, TOKEN_IDS, HttpUpstream, server_error
-from openhands_rl_plugin.rollout.journal import on_its_loop
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import BranchWorld, Complete, Session
 
@@ -56,42 +52,6 @@ def ask(session: Session, model: str, messages: Any = ASK, **more: Any) -> Any:
     return background().wait_for(session.respond({"model": model, "messages": messages, **more}))
 
 
-@pytest.mark.shows("every completion with token ids and logprobs")
-def test_an_answer_has_its_tokens_policy_and_parameters(server: ScriptedModel) -> None:
-    server.script("shop-v000012", [says("Hello.")])
-    session = session_of(server, served_model="shop-v000012", sampling=SamplingParams(temperature=0.25))
-    document = ask(session, "base", stop=["x"], temperature=0.9)
-    node = session.tree.nodes[session.tree.head or 0]
-    assert node.tokens is not None and node.policy is not None and node.sampling is not None
-    assert list(node.tokens.prompt_ids) == prompt_ids(ASK)
-    assert list(node.tokens.sampled_ids) == message_ids(says("Hello."))
-    assert node.tokens.logprobs == (LOGPROB,) * len(node.tokens.sampled_ids)
-    assert node.policy.model_dump() == {"base_model": "base", "adapter": "shop", "version": 12}
-    (request,) = server.requests["shop-v000012"]
-    assert (request["temperature"], request["seed"], request["stop"]) == (0.25, 3, ["x"])
-    assert {name: request[name] for name in NEUTRAL_PARAMETERS} == NEUTRAL_PARAMETERS and node.sampling.top_k == -1
-    assert "sk-hidden" not in str(node.metadata)
-    assert document["choices"][0]["message"]["content"] == "Hello." and document["choices"][0]["logprobs"] is None
-    assert "prompt_token_ids" not in document and "token_ids" not in document["choices"][0]
-
-
-@pytest.mark.parametrize("has_parser", [True, False], ids=["the host says so", "its prompt shows it"])
-def test_the_next_prompt_shows_what_the_host_made_of_the_answer(server: ScriptedModel, has_parser: bool) -> None:
-    server.script("on", [says("Hello."), says("Unread."), says("Bye.")])
-    session = session_of(server)
-    ask(session, "on")
-    longer = [*ASK, says("Hello."), {"role": "user", "content": "And now?"}]
-    ask(session, "on", longer)
-    if has_parser:
-        session.unread("no call")
-    ask(session, "on", [*longer, {"role": "user", "content": "no call"}])
-    one, two, three = (node for node in session.tree.nodes if node.sampled)
-    assert one.tokens and two.tokens and two.tokens.extends and one.reward == 0.0
-    assert [*one.tokens.prompt_ids, *one.tokens.sampled_ids, *two.tokens.prompt_ids] == prompt_ids(longer)
-    assert (two.metadata["malformed"], two.reward) == ("no call", None) and "history_rewritten" not in three.metadata
-    assert three.parent is not None and session.tree.nodes[three.parent].parent == two.parent
-
-
 def test_failed_requests_come_again_with_the_same_seed(server: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncio.sleep", lambda seconds: real(0))
     server.script(
@@ -112,32 +72,6 @@ def test_failed_requests_come_again_with_the_same_seed(server: ScriptedModel, mo
 
 
 real = asyncio.sleep
-
-
-class Best(StandardReActStrategy):
-    """Takes the last of three candidates."""
-
-    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
-        return [tree.propose(each) for each in await engine.complete(tree.messages(), tools=tree.tools, n=3)][-1]
-
-
-def test_the_host_pays_for_the_whole_search_and_gets_nothing_that_is_not_stored(
-    server: ScriptedModel, tmp_path: Path
-) -> None:
-    server.policies["three"] = lambda body: says(f"Seed {body['seed']}.")
-    session = session_of(server, Best())
-    storage = FileTrajectoryStorage(tmp_path)
-    session.store_in(on_its_loop(storage, background().loop))
-    document = ask(session, "three")
-    own: Any = session.tree.nodes[-1].metadata["response"]
-    assert document["usage"]["prompt_tokens"] == 3 * own["usage"]["prompt_tokens"]
-
-    async def stored() -> Any:
-        return [found async for found, _ in storage.find(TrajectoryFilter(finished=None))]
-
-    (found,) = background().wait_for(stored())
-    assert [node.sampled for node in found.nodes] == [False, False, True, True, True] and found.head == 4
-    background().wait_for(storage.close())
 
 
 class Slow(StandardReActStrategy):

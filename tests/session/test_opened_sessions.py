@@ -48,11 +48,14 @@ async def said(client: openai.AsyncOpenAI, history: Any) -> str:
 
 
 async def test_a_strategy_chooses_among_proposals_and_all_of_them_are_recorded(tmp_path: Path) -> None:
-    async with world(tmp_path, judged()) as gateway:
+    async with world(tmp_path, judged(), keep_alive=0.001) as gateway:
         client = await opened(gateway, task="Do it.", strategy=BEST, limits={"max_turns": 9}, seed=4)
         history: Any = [SYSTEM, user("one")]
         for text in ("two", "three"):
-            history += [{"role": "assistant", "content": await said(client, history)}, user(text)]
+            asked: Any = {"model": "policy", "messages": history, "temperature": 0}
+            raw = await client.chat.completions.with_raw_response.create(**asked)
+            assert raw.content.startswith(b" "), "white space fills the time of a decision"
+            history += [{"role": "assistant", "content": raw.parse().choices[0].message.content}, user(text)]
         stream = await client.chat.completions.create(model="policy", messages=history, stream=True)
         last = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert (await gateway.end(success=True, evidence={"tests": 2})).json()["scored"]

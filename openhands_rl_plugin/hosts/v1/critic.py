@@ -1,6 +1,6 @@
 """A reward of the project as a critic of the SDK: its score is on the events, on the trajectory, and in the store.
 
-Of ``RLAgent`` the episode is judged as it was sampled, with its token ids; of any other agent what the events say.
+The episode of an ``RLAgent`` is judged as it was sampled, with its token ids.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from openhands_rl_plugin.core.judgements import OPINION
 from openhands_rl_plugin.core.messages import last_answer
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED
-from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, StrategySpec, Trajectory
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.agent import said_finish, stepping
 from openhands_rl_plugin.hosts.v1.workspace import ConversationWorkspace
 from openhands_rl_plugin.rollout.scoring import workspace_command
-from openhands_rl_plugin.trajectories.exchange.events import V1_EVENTS, read_events
-from openhands_rl_plugin.trajectories.exchange.foreign import UNKNOWN, finished, policy_of, task_of
 
 _NOTHING = "there is nothing to judge yet"
 CRITIC = "critic"
@@ -75,19 +73,15 @@ class RewardCritic(CriticBase):
 
     def evaluate(self, events: Sequence[LLMConvertibleEvent], git_patch: str | None = None) -> CriticResult:
         """The score of the conversation up to its last event. Raises ``NoScoreError``, which the SDK logs."""
-        judged, given_up = stepping.get(), threading.Event()
+        if (judged := stepping.get()) is None:
+            raise NoScoreError(self.reward, "it judges the conversations of an RLAgent only")
+        given_up, session = threading.Event(), judged.session
         given: JsonObject = self.evidence if git_patch is None else {**self.evidence, "git_patch": git_patch}
         ends = isinstance(events[-1], MessageEvent) or said_finish(events)
         stop = StopReason.TERMINATED if ends else StopReason.UNFINISHED
-        if judged is not None:
-            trajectory = judged.session.freeze(stop=stop, evidence={**(judged.session.evidence or {}), **given})
-        else:
-            tree = read_events([event.model_dump(mode="json") for event in events], policy_of(None))
-            read = finished(tree, V1_EVENTS, task_of(tree.messages(), "workspace"), stop, evidence=given).trajectory
-            # The evidence of what is imported would prove nothing.
-            trajectory = read.model_copy(update={"strategy": StrategySpec(name=UNKNOWN)})
-        workspace = runtime_of(judged.id) if judged is not None else None
-        judging = asyncio.run_coroutine_threadsafe(self._judge(trajectory, workspace, given_up), _loop().loop)
+        trajectory = session.freeze(stop=stop, evidence={**(session.evidence or {}), **given})
+        work = self._judge(trajectory, runtime_of(judged.id), given_up)
+        judging = asyncio.run_coroutine_threadsafe(work, _loop().loop)
         try:
             # A reward that blocks the loop is not cancelled by it; it ends by itself.
             score = judging.result(self.timeout)
@@ -102,12 +96,11 @@ class RewardCritic(CriticBase):
         if (reward := score.reward) is None or not 0 <= reward <= 1:
             raise NoScoreError(self.reward, _NOTHING if reward is None else f"{reward:g} is no score from 0 to 1")
         version = score.reward_version
-        if judged is not None:
-            # On the completion that was judged; the last score is stored when the episode ends.
-            tree = judged.session.tree
-            if tree.head is not None and (node := tree.nodes[tree.head]).sampled:
-                node.metadata[CRITIC] = {"score": reward, "reward": reward, "version": version}
-            judged.session.opinion = score.model_copy(update={"reward_version": f"{OPINION}critic@{version}"})
+        # On the completion that was judged; the last score is stored when the episode ends.
+        tree = session.tree
+        if tree.head is not None and (node := tree.nodes[tree.head]).sampled:
+            node.metadata[CRITIC] = {"score": reward, "reward": reward, "version": version}
+        session.opinion = score.model_copy(update={"reward_version": f"{OPINION}critic@{version}"})
         return CriticResult(score=reward, message=version, metadata={"reward": reward, "detail": score.detail})
 
     def _late(self) -> str:

@@ -1,12 +1,17 @@
-"""What else a conversation of the SDK can do works as with the stock agent, and is recorded as what it is."""
+"""What a conversation of the SDK can do works as with the stock agent, and is recorded as it is."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from needs import needs_bubblewrap
 from openhands.sdk import LLM, Agent, AgentBase
 from openhands.sdk.context.condenser import LLMSummarizingCondenser
@@ -14,15 +19,11 @@ from openhands.sdk.conversation import LocalConversation
 from scripted_model import ScriptedModel, call, says
 from sdk_play import EDITOR, converse, finish, make_agent, make_llm, run_task, stored, think
 
-from openhands_rl_plugin.core.types import (
-    CONDENSATION,
-    TURN,
-    StopReason,
-    Trajectory,
-    kind_of,
-)
+from openhands_rl_plugin.core.types import CONDENSATION, TURN, StopReason, Trajectory, kind_of
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.trajectories.exchange.events import read_conversations
+
+pytestmark = pytest.mark.contract
 
 
 def seen(trajectory: Trajectory) -> list[list[tuple[str, str, list[str]]]]:
@@ -158,3 +159,40 @@ async def test_the_server_of_the_settings_is_asked_without_the_sdks_llm(
     assert episode.stop is StopReason.TERMINATED
     assert [node.tokens.extends for node in episode.nodes if node.tokens] == [False, True]
     assert counted is not None and counted.prompt_tokens == episode.usage.prompt_tokens > 0
+
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+
+
+@st.composite
+def written(draw: st.DrawFn, value: st.SearchStrategy[Any]) -> str:
+    """A value as some model or other writes it."""
+    spaced = draw(st.sampled_from([None, (",", ":"), (" , ", " : ")]))
+    text = json.dumps(
+        draw(value), ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 2])), separators=spaced
+    )
+    return draw(st.sampled_from(["", " ", "\n"])) + text + draw(st.sampled_from(["", " ", "\n\n"]))
+
+
+THOUGHTS = written(
+    st.fixed_dictionaries({"thought": TEXT | st.lists(TEXT).map(json.dumps)}, optional={"summary": TEXT})
+)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(THOUGHTS, min_size=1, max_size=8))
+def test_the_prompts_of_a_conversation_extend_each_other(server: ScriptedModel, sampled: list[str]) -> None:
+    name = "forms"
+    answers = [says(None, call("think", arguments, f"call-{at}")) for at, arguments in enumerate(sampled)]
+    server.script(name, [*answers, finish()])
+    with tempfile.TemporaryDirectory() as made:
+        store, workspace = Path(made) / "store", Path(made) / "w"
+        workspace.mkdir()
+        run_task(make_agent(make_llm(server, name), store, tools=()), workspace, task="Think.")
+        [episode] = asyncio.run(stored(store))
+    acted = [node for node in episode.nodes if node.sampled]
+    assert [node.message.tool_calls[0].arguments for node in acted[:-1]] == sampled
+    assert [node.tokens.extends for node in acted if node.tokens] == [False, *(True for _ in sampled)]
+    last = server.requests[name][-1]["messages"]
+    replayed = [message["tool_calls"][0] for message in last if message.get("tool_calls")]
+    assert [one["function"]["arguments"] for one in replayed] == sampled
