@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
     "session": GROUND | {"config", "environments", "models", "rollout"},
     "hosts": GROUND | {"config", "environments", "models", "rollout", "session"},
     "training": GROUND | {"config", "models", "rollout", "trajectories"},
-    "rewards": GROUND | {"config", "models", "rollout", "training", "trajectories"},
+    "rewards": GROUND | {"config", "models", "rollout", "training"},
     "evals": GROUND | {"config", "environments", "hosts", "rollout", "trajectories"},
     "apps": GROUND | {"config", "environments", "evals", "hosts", "models", "rollout", "training"}
     | {"trajectories"},

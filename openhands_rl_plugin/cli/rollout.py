@@ -34,8 +34,8 @@ from openhands_rl_plugin.core.errors import EpisodeError, RLError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.rollout.play import GivenTask
+    from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
     from openhands_rl_plugin.core.types import JsonObject
-    from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 INVALID = 3
 """The exit code without a valid episode."""

@@ -58,6 +58,7 @@ from openhands_rl_plugin.core.judgements import (
     asked_in_common,
     labels_of,
     newest_outcome,
+    patch_of,
     preferences,
     standing,
     verdicts,
@@ -67,7 +68,6 @@ from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.rollout.scoring import SKIPPED, ScoreReport, add_label, give_score, rescore, undo
-from openhands_rl_plugin.trajectories.exchange.rows import patch_of
 from openhands_rl_plugin.trajectories.view import console, find_episode, message_text, progress_bar, shortened
 
 RESUME = "finished scores and answers are kept; the same command goes on with the rest"

@@ -10,6 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import batched
 
+from pydantic import JsonValue
+
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind
@@ -205,3 +207,48 @@ def asked_in_common(task: Task) -> tuple[str, str, str]:
     own = pays_rewards(task.environment, {}) or not task.instruction
     name = task.id if own else str(task.data.get(FOLDER, ""))
     return task.environment, name, task.instruction
+
+
+RESOLVED_AT = 1.0
+
+
+def score_of(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
+    """The newest score's reward, verifiers' aside; else the return, if there is one; ``None`` after a failure."""
+    if trajectory.failure is not None:
+        return None
+    newest = newest_outcome(scores)
+    return newest.reward if newest is not None else trajectory.known_return
+
+
+def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
+    """What a score by hand says; else the newest score or the grader's report; else whether the score reaches 1.0;
+    else unknown."""
+    evidence = trajectory.evidence
+    graded, by_file = _object(evidence.get("test_result")), _object(evidence.get("report"))
+    report = _object(graded.get("report")) or by_file
+    newest = newest_outcome(scores)
+    if newest is not None and newest.reward is not None and newest.reward_version == VERDICT:
+        return newest.reward >= RESOLVED_AT - _ROUNDING
+    judged = newest.detail.get("resolved") if newest is not None else None
+    for candidate in (judged, evidence.get("resolved"), report.get("resolved")):
+        if isinstance(candidate, bool):
+            return candidate
+    score = score_of(trajectory, scores)
+    return None if score is None else score >= RESOLVED_AT - _ROUNDING
+
+
+def patch_of(trajectory: Trajectory) -> str | None:
+    """The change that the agent made, as a diff; ``None`` when none was recorded, not even an empty one."""
+    evidence = trajectory.evidence
+    for patch in (
+        evidence.get("git_patch"),
+        _object(evidence.get("test_result")).get("git_patch"),
+        evidence.get("patch"),
+    ):
+        if isinstance(patch, str):
+            return patch
+    return None
+
+
+def _object(value: JsonValue) -> JsonObject:
+    return value if isinstance(value, dict) else {}

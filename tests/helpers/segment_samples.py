@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.core.types import PolicyRef, Sample, StopReason, StrategySpec
-from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 POLICY = PolicyRef(base_model="base", adapter="trl-policy", version=3)
 

@@ -13,9 +13,9 @@ from train_store import store_of, stored
 from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.core.templates.text_form import question
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.trajectories.exchange.rows import question
 
 WORDS = ("fox", "dog", "brown", "lazy", "click", "search", "seven", "eight")
 LONG = "System Message that describes the behavior Turn USER ASSISTANT the log is longer than context what stood"

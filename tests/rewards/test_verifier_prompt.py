@@ -11,10 +11,11 @@ from tiny_model import write_tokenizer
 from verifier_store import episode
 
 from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.templates.text_form import joined, log_sections, question
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
-from openhands_rl_plugin.trajectories.exchange.rows import joined, log_sections, question, verifier_rows
+from openhands_rl_plugin.trajectories.exchange.formats import verifier_rows
 
 PATCH = "diff --git a/shop.py b/shop.py\n-bought = 0\n+bought = 1\n"
 

@@ -44,7 +44,7 @@ from openhands_rl_plugin import FileTrajectoryStorage, Message, Task
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
 from openhands_rl_plugin.core.redaction import redact_nodes, secrets_looked_up_once
 from openhands_rl_plugin.core.types import Node, PolicyRef, SamplingParams, StopReason, StrategySpec, Tokens
-from openhands_rl_plugin.trajectories.storages.packing import pack_nodes, unpack_nodes
+from openhands_rl_plugin.trajectories.storages.log import pack_nodes, unpack_nodes
 
 TURNS = 30
 CONCURRENCY = 16

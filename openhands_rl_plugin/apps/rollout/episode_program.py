@@ -17,11 +17,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import openhands_rl_plugin
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.config.host import version_of
 from openhands_rl_plugin.config.rollout import options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 VARIABLE = "OPENHANDS_RL_PYTHON"
 """The environment variable that names the Python with OpenHands."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue, ValidationError
 
+from openhands_rl_plugin.apps.rollout.rollout import TIMED_OUT, PlayedRollout
 from openhands_rl_plugin.config.build import check_environment_server, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -61,7 +62,6 @@ from openhands_rl_plugin.training.data.batch import (
     samples_of,
     until_secret,
 )
-from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 
 _SCRATCH = "rollout"
 _RETURN = "return"

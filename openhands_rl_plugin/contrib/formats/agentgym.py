@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
 
+from openhands_rl_plugin.core.judgements import score_of
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -24,13 +25,13 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     Record,
     chat_message,
     conversation,
+    date_of,
     finished,
     present,
     task_of,
     times_of,
 )
 from openhands_rl_plugin.trajectories.exchange.formats import Format
-from openhands_rl_plugin.trajectories.exchange.rows import date_of, score_of
 
 _ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _FROM = {"system": "system", "user": "human", "tool": "human", "assistant": "gpt"}

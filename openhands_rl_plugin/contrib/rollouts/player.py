@@ -8,12 +8,12 @@ import platform
 import time
 
 from openhands_rl_plugin.apps.rollout.play import play
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.cli.options import storage_at
 from openhands_rl_plugin.contrib.rollouts.requests import Result, ServiceOptions, TaskRequest, session_result
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 
 class Player:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from openhands_rl_plugin.apps.rollout.rollout import TIMED_OUT, PlayedRollout
 from openhands_rl_plugin.config.fields import VariableName
 from openhands_rl_plugin.config.rollout import PlayOptions, PlaySettings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -19,7 +20,6 @@ from openhands_rl_plugin.core.redaction import redact_json, redact_text
 from openhands_rl_plugin.core.servers import API_KEY
 from openhands_rl_plugin.core.templates.function_text import calls_in_text, without_calls
 from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue, Message
-from openhands_rl_plugin.trajectories.exchange.segments import TIMED_OUT, PlayedRollout
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.rollout.play import GivenTask

@@ -31,13 +31,13 @@ from openhands_rl_plugin.apps.rollout.episode_program import (
     facts_of,
     run_program,
 )
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.config.rollout import options_from_trainer
 from openhands_rl_plugin.contrib.trainers.harbor_episode import served
 from openhands_rl_plugin.contrib.trainers.rows import rollout_details
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments import container
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 FACTS = "openhands_rl"
 """The key of a trial's metadata under which the result of the episode stands."""

@@ -23,6 +23,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from openhands_rl_plugin.apps.rollout.play import to_result, unusable, with_base_model
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError, StorageError, describe
@@ -37,7 +38,6 @@ from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.trajectories.exchange.events import atif_rows
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
-from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 _LOG = redacting_logger(__name__)

@@ -1,4 +1,4 @@
-"""Episodes as the rows of SkyRL, verl and Harbor. No trainer is imported: rows are plain values with its field
+"""Episodes as the rows of TRL, SkyRL, verl and Harbor. No trainer is imported: rows are plain values with its field
 names.
 
 What is not carried: the temperature (one for all), the places of answers, and advantages.
@@ -6,13 +6,72 @@ What is not carried: the temperature (one for all), the places of answers, and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.core.types import JsonObject, Sample
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-from openhands_rl_plugin.trajectories.exchange.segments import NAMES, PlayedRollout, answers, checked, outcome, segments
+
+NAMES: Mapping[str, tuple[str, str, str, str]] = {
+    "TRL": ("prompt_ids", "completion_ids", "env_mask", "logprobs"),
+    "SkyRL": ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs"),
+    "verl": ("prompt_ids", "response_ids", "response_mask", "response_logprobs"),
+}
+"""Trainer -> its names for the ids before the first sampled one, for those from there on, and for the mask and the
+logprobs of these."""
+
+
+def outcome(rollout: PlayedRollout) -> float:
+    """The reward of an episode that can be trained on. Raises ``ExchangeError`` for another one: it is never 0."""
+    if rollout.failure is None and rollout.reward is not None and rollout.segments:
+        return rollout.reward
+    why = rollout.failure.message if rollout.failure is not None else "it has no reward or no token ids"
+    raise ExchangeError(f"{rollout.task_id}: no episode to train on ({why}): roll it out again")
+
+
+def segments(samples: Sequence[Sample], trainer: str, *, temperature: float = 1.0) -> list[JsonObject]:
+    """A row for each training sequence, with the ``NAMES`` of a trainer. Raises ``ExchangeError``."""
+    rows: list[JsonObject] = []
+    for each in samples:
+        sample = checked(each, trainer, temperature=temperature)
+        start = sample.mask.index(True)
+        ids, mask, logprobs = sample.input_ids, map(int, sample.mask[start:]), sample.logprobs[start:]
+        values: list[Any] = [[*ids[:start]], [*ids[start:]], [*mask], [*logprobs]]
+        rows.append(dict(zip(NAMES[trainer], values, strict=True)))
+    return rows
+
+
+def checked(sample: Sample, trainer: str, *, temperature: float = 1.0) -> Sample:
+    """``sample``, if the format can carry it.
+
+    Raises ``ExchangeError`` for what would be trained wrongly without a word: an answer at another temperature than
+    the trainer divides the logits by, equal samples counted as one, a first token that nothing comes before.
+    """
+    where = f"trajectory {sample.trajectory_id}"
+    if not len(sample.input_ids) == len(sample.mask) == len(sample.logprobs):
+        raise ExchangeError(f"{where}: ids, mask and logprobs have different lengths")
+    if not any(sample.mask):
+        raise ExchangeError(f"{where}: nothing in it was sampled")
+    if sample.mask[0]:
+        raise ExchangeError(f"{where}: it begins with a sampled token, which has no prompt")
+    sampled = {sample.temperature_at(at) for at, own in enumerate(sample.mask) if own}
+    if sampled != {temperature}:
+        found = ", ".join(f"{each:g}" for each in sorted(sampled))
+        raise ExchangeError(f"{where}: sampled at temperature {found}, and {trainer} trains at {temperature:g}")
+    if sample.count != 1:
+        raise ExchangeError(f"{where}: it stands for {sample.count} equal samples: repeat it, with a count of 1")
+    if sample.token_advantages:
+        raise ExchangeError(f"{where}: {trainer} takes one advantage for a sequence, and this has one for each token")
+    return sample
+
+
+def answers(sample: Sample) -> list[tuple[int, int]]:
+    """Start and end of each completion. Raises ``ExchangeError`` for a sequence without ``spans``."""
+    if not sample.spans:
+        raise ExchangeError(f"trajectory {sample.trajectory_id}: it does not say where its completions are")
+    return [(start, stop) for _, start, stop in sample.spans]
 
 
 def batch_columns(

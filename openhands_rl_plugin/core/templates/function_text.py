@@ -31,7 +31,7 @@ def calls_in_text(text: str, tools: Sequence[JsonObject] = ()) -> tuple[ToolCall
 
     ``tools`` declare the types of the parameters. Arguments in a body that is JSON are taken as they stand.
     """
-    known, calls = {_function(tool).get("name"): parameters_of(tool) for tool in tools}, list[ToolCall]()
+    known, calls = {function_of(tool).get("name"): parameters_of(tool) for tool in tools}, list[ToolCall]()
     for name, body in _CALL.findall(text):
         own = known.get(name, {})
         # No search runs beyond the last closing tag, once for each opening one.
@@ -48,12 +48,13 @@ def without_calls(text: str) -> str:
 
 def parameters_of(tool: JsonObject | None) -> Mapping[str, Types]:
     """The parameters of an OpenAI tool (or of its ``function`` part alone) with their types. Nulls count as absent."""
-    schema = _function(tool).get("parameters")
+    schema = function_of(tool).get("parameters")
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return {name: _types(each) for name, each in (properties.items() if isinstance(properties, dict) else ())}
 
 
-def _function(tool: JsonObject | None) -> JsonObject:
+def function_of(tool: JsonObject | None) -> JsonObject:
+    """The ``function`` part of an OpenAI tool, or the tool where it is that part alone."""
     inner = (tool or {}).get("function")
     return inner if isinstance(inner, dict) else tool or {}
 

@@ -11,14 +11,13 @@ from typing import NamedTuple
 from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
-from openhands_rl_plugin.core.judgements import labels_of
+from openhands_rl_plugin.core.judgements import labels_of, resolved
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Frozen, Sample, Score, Trajectory
 from openhands_rl_plugin.rewards.verifier.card import task_digest
 from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score
-from openhands_rl_plugin.trajectories.exchange.rows import resolved
 
 # Sums of step rewards such as 10 x 0.1 must not miss the threshold by a rounding error.
 _ROUNDING = 1e-9

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.judgements import patch_of
 from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
 from openhands_rl_plugin.core.templates.parsing import RenderError
+from openhands_rl_plugin.core.templates.text_form import LogSection, joined, log_sections, question
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
-from openhands_rl_plugin.trajectories.exchange.rows import LogSection, joined, log_sections, patch_of, question
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,9 +13,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary, describe
+from openhands_rl_plugin.core.judgements import resolved, score_of
 from openhands_rl_plugin.core.messages import SpokenMessage
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
 from openhands_rl_plugin.core.templates.parsing import RenderError
+from openhands_rl_plugin.core.templates.text_form import single_call_turns, text_messages
 from openhands_rl_plugin.core.types import (
     ACTED,
     FailureKind,
@@ -29,16 +31,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.training.data.batch import samples_of
-from openhands_rl_plugin.trajectories.exchange.foreign import STRATEGY, LeftOutError
-from openhands_rl_plugin.trajectories.exchange.rows import (
-    arguments_object,
-    resolved,
-    score_of,
-    single_call_turns,
-    spoken_messages,
-    text_messages,
-    wire_of,
-)
+from openhands_rl_plugin.trajectories.exchange.foreign import STRATEGY, arguments_object, spoken_messages, wire_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -115,7 +108,7 @@ def turns_for(
             ]
         else:
             turns = list(_as_text(spoken, trajectory.tools))
-    except LeftOutError as error:
+    except RenderError as error:
         raise TrainingError(str(error)) from error
     return (turns if traits.repeats else _alternating(turns)), (trajectory.tools if native else ())
 

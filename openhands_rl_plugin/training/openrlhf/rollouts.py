@@ -32,6 +32,7 @@ from openhands_rl_plugin.core.types import (
     JsonObject,
     Message,
     PolicyRef,
+    Sample,
     SamplingParams,
     Score,
     StopReason,
@@ -45,7 +46,6 @@ from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.training.data.batch import is_cut_short, samples_of
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
-from openhands_rl_plugin.trajectories.exchange.segments import observed_tokens
 
 CONFIG, REWARD = "OPENHANDS_RL_CONFIG", "OPENHANDS_RL_REWARD"
 _RETRIES = 2  # a third failure in a row is seldom chance
@@ -289,3 +289,18 @@ class OpenRLHFEngine:
 
 
 _STAND_IN = "STAND-IN-FOR-WHAT-WAS-SAMPLED"
+
+
+def observed_tokens(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The only sequence of an episode for OpenRLHF 0.11. Raises ``ExchangeError`` for another number of them.
+
+    ``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: start and end of each completion.
+    """
+    if len(samples) != 1:
+        raise ExchangeError(f"its turns are {len(samples)} sequences, and OpenRLHF takes one; use StandardReAct")
+    (sample,) = samples
+    if not sample.spans:
+        raise ExchangeError(f"trajectory {sample.trajectory_id}: it does not say where its completions are")
+    ranges = [(start, stop) for _, start, stop in sample.spans]
+    ids = {"observation_tokens": [*sample.input_ids], "action_ranges": ranges}
+    return {**ids, "rollout_log_probs": [*sample.logprobs]}

@@ -41,6 +41,7 @@ from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
 from openhands_rl_plugin.core.arrays import Ids
+from openhands_rl_plugin.core.judgements import patch_of, resolved, score_of
 from openhands_rl_plugin.core.messages import plain_message, reasoning_of, text_of, transcript_nodes
 from openhands_rl_plugin.core.records import sub_agents_run
 from openhands_rl_plugin.core.tree import EpisodeTree
@@ -74,9 +75,12 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     Unit,
     Units,
     add_message,
+    arguments_object,
     at_path,
     chat_message,
     conversation,
+    conversation_of,
+    date_of,
     files_below,
     finished,
     follow,
@@ -85,21 +89,13 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     present,
     read_document,
     rows_of,
+    spoken_messages,
     task_of,
     times_of,
     tools_of,
+    wire_of,
     within,
     without_nulls,
-)
-from openhands_rl_plugin.trajectories.exchange.rows import (
-    arguments_object,
-    conversation_of,
-    date_of,
-    patch_of,
-    resolved,
-    score_of,
-    spoken_messages,
-    wire_of,
 )
 
 # --- Events of V0
@@ -268,8 +264,6 @@ def v0_row(
 ) -> JsonObject:
     """The ``EvalOutput`` of OpenHands' harness, without an error."""
     model, usage = trajectory.policy.served_name, trajectory.usage
-    attempts = (each for node in trajectory.nodes for each in _listed(node.metadata.get("attempts")))
-    latencies = [each for each in (at_path(attempt, "latency") for attempt in attempts) if isinstance(each, float)]
     counts: JsonObject = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -284,11 +278,7 @@ def v0_row(
         "history": [*v0_history(trajectory)],
         "metrics": {
             "accumulated_cost": cost or 0.0,
-            "max_budget_per_task": None,
             "accumulated_token_usage": {"model": model, "response_id": "", **counts},
-            "costs": [],
-            "response_latencies": [{"model": model, "latency": each, "response_id": ""} for each in latencies],
-            "token_usages": [],
         },
         "instance": trajectory.task.data,
     }

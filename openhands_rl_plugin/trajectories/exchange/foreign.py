@@ -33,9 +33,11 @@ from openhands_rl_plugin.core.messages import (
     SpokenMessage,
     plain_message,
     reasoning_in,
+    reasoning_of,
     reasoning_with,
     text_of,
     to_message,
+    to_wire,
     whole_json,
     whole_text,
 )
@@ -266,7 +268,6 @@ _PEEK = 2**20
 ROW_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", ".traj", ".traj.gz")
 CONVERSATION_FILE = "messages"
 """``trajectory_format`` of a row that is a whole file: a list of messages."""
-_MEMBERS = {"model_patch", "instance_id", "messages", "trajectory"}
 
 
 class Unit(NamedTuple):
@@ -339,15 +340,13 @@ def _opened(file: Path) -> Iterator[io.BufferedReader[Any]]:
 
 
 def _members(file: Path, document: JsonValue) -> Units:
-    """The rows of an array, or of an object from instance ids to rows. Any other object is one row, as a list of chat
+    """The rows of an array. An object is one row, as a list of chat
     messages is, and one of events of OpenHands V0, as its ``save_trajectory_path`` and its server have them."""
     listed = document.get("trajectory") if isinstance(document, dict) else document
     if isinstance(document, list) and _all_have(document, {"role"}, {"content", "tool_calls"}):
         document = {"messages": document, "trajectory_format": CONVERSATION_FILE}
     elif isinstance(listed, list) and _all_have(listed, {"source"}, {"action", "observation"}):
         document = {"history": listed}
-    elif isinstance(document, dict) and _all_have(document.values(), set(), _MEMBERS):
-        document = [{"instance_id": key, **value} for key, value in document.items() if isinstance(value, dict)]
     rows = document if isinstance(document, list) else [document]
     for number, row in enumerate(rows):
         yield Unit(f"{file}[{number}]" if isinstance(document, list) else str(file), lambda row=row: _object(row))
@@ -619,3 +618,37 @@ def times_of(stamps: Iterable[object]) -> Times:
             at = stamp if date is None else (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
             seconds += [float(at)] if isinstance(at, int | float) and math.isfinite(at) else []
     return Times(started=min(seconds), finished=max(seconds)) if seconds else UNKNOWN_TIMES
+
+
+def date_of(seconds: float) -> datetime:
+    """A Unix time as a date. Raises ``LeftOutError`` for a number that is none."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise LeftOutError(f"its time is no date: {seconds:g} seconds since 1970") from error
+
+
+def spoken_messages(trajectory: Trajectory, nodes: Sequence[int]) -> list[SpokenMessage]:
+    """The messages of some nodes, answers with their reasoning."""
+    wanted = (trajectory.nodes[at] for at in nodes)
+    thoughts = ((node, reasoning_of(node) if node.message.role == "assistant" else None) for node in wanted)
+    return [SpokenMessage(**dict(node.message), reasoning=text, sampled=node.sampled) for node, text in thoughts]
+
+
+def wire_of(message: Message) -> JsonObject:
+    """An OpenAI chat message, its reasoning in ``reasoning_content``."""
+    return {**to_wire(message), **present(reasoning_content=reasoning_with(message))}
+
+
+def conversation_of(trajectory: Trajectory, path: Sequence[int]) -> list[JsonValue]:
+    """The messages of some nodes, for a row."""
+    return [wire_of(message) for message in spoken_messages(trajectory, path)]
+
+
+def arguments_object(arguments: str) -> JsonObject | None:
+    """The arguments of a call as an object; ``None`` when the text is none."""
+    try:
+        value = from_text(arguments or "{}")
+    except ExchangeError:
+        return None
+    return value if isinstance(value, dict) else None

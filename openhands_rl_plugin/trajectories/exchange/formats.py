@@ -13,35 +13,253 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
-from itertools import batched
+from itertools import batched, takewhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 from pydantic_core import to_json
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, unknown_name
 from openhands_rl_plugin.core.files import PRIVATE, replacing
-from openhands_rl_plugin.core.judgements import labels_of, preferences
+from openhands_rl_plugin.core.judgements import labels_of, newest_outcome, patch_of, preferences, resolved, score_of
+from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
-from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
-from openhands_rl_plugin.trajectories.exchange import events, rows
+from openhands_rl_plugin.core.templates.function_text import RenderError
+from openhands_rl_plugin.core.templates.text_form import (
+    joined,
+    log_sections,
+    question,
+    single_call_turns,
+    text_messages,
+)
+from openhands_rl_plugin.core.types import (
+    SCHEMA_VERSION,
+    FailureKind,
+    JsonObject,
+    Message,
+    Score,
+    StopReason,
+    StrategySpec,
+    Trajectory,
+)
+from openhands_rl_plugin.trajectories.exchange import events
 from openhands_rl_plugin.trajectories.exchange.foreign import (
     ROW_SUFFIXES,
+    SCORE_VERSION,
+    STRATEGY,
     ExchangeError,
     Imported,
     LeftOutError,
     Record,
     Unit,
     Units,
+    arguments_object,
+    at_path,
+    conversation_of,
     files_below,
     optional,
+    present,
     row_episode,
     rows_of,
+    spoken_messages,
+    what_is_wrong,
+    wire_of,
 )
-from openhands_rl_plugin.trajectories.exchange.rows import resolved, with_objects
+
+IDENTITY = ("trajectory_id", "instance_id", "run_id", "model", "score", "resolved")
+RECORD = ("test_result", "patch", "traj_id")
+"""What a record of others says beside the judgement."""
+PREFERENCE = ("prompt", "chosen", "rejected", "tools", "margin", "chosen_visits", "rejected_visits", "rejected_id")
+"""What a preference has beside the judgement."""
+
+
+def identity_columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObject:
+    """The columns that identify a row and judge it."""
+    return {
+        "trajectory_id": trajectory.id,
+        "instance_id": trajectory.task.id,
+        "run_id": trajectory.run_id,
+        "model": trajectory.policy.served_name,
+        "score": score_of(trajectory, scores),
+        "resolved": resolved(trajectory, scores),
+    }
+
+
+def with_objects(row: JsonObject) -> JsonObject:
+    """The row with the arguments of all calls as objects, changed in place; a malformed text stays as it is."""
+    listed: list[Any] = [each for column in row.values() if isinstance(column, list) for each in column]
+    for message in listed:
+        for call in (isinstance(message, dict) and message.get("tool_calls")) or ():
+            known = arguments_object(call["function"]["arguments"])
+            call["function"] |= {} if known is None else {"arguments": known}
+    return row
+
+
+def until_last_answer(messages: Sequence[Message]) -> list[Message]:
+    """Without what came after the assistant's last message: nothing is learned from it."""
+    last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    return list(messages[: last + 1])
+
+
+def sft_rows(trajectory: Trajectory, scores: Sequence[Score], *, as_text: bool = False) -> Iterator[JsonObject]:
+    """A row for each executed path, one unless the history was rewritten: up to its last answer, with its tool calls
+    and the tools; ``as_text``: calls as text, results as what the user says.
+
+    Raises ``LeftOutError`` for an episode without an answer, or whose calls no text can carry.
+    """
+    for answered in _answered(trajectory):
+        tools: JsonObject = {} if as_text else {"tools": [*trajectory.tools]}
+        try:
+            turns = until_last_answer(single_call_turns(answered) if as_text else answered)
+            messages = [*text_messages(turns, trajectory.tools)] if as_text else [*map(wire_of, turns)]
+        except RenderError as error:
+            raise LeftOutError(str(error)) from error
+        yield {"messages": [*messages], **tools, **_columns(trajectory, scores)}
+
+
+def _answered(trajectory: Trajectory) -> list[Any]:
+    """The conversations with an answer, as the model saw them."""
+    paths = [spoken_messages(trajectory, trajectory.path(end)) for end in trajectory.ends()]
+    answered = [messages for messages in paths if any(message.role == "assistant" for message in messages)]
+    if not answered:
+        raise LeftOutError("it has no answer")
+    return answered
+
+
+def _columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObject:
+    held = {name: trajectory.evidence.get(name) for name in ("test_result", "traj_id")}
+    return {**identity_columns(trajectory, scores), **present(patch=patch_of(trajectory), **held)}
+
+
+SMALLEST_MARGIN = 0.05
+"""Siblings whose values differ by less are no preference: search has not seen enough of a difference."""
+
+
+def preference_rows(
+    trajectory: Trajectory, scores: Sequence[Score], beaten: Sequence[Trajectory] = ()
+) -> Iterator[JsonObject]:
+    """One row for each state with two or more valued actions, the best against the worst of them, and one for each
+    attempt at the same task that people found worse than this one.
+
+    ``prompt``, ``chosen`` and ``rejected`` are conversations in OpenAI's form, as preference trainers read them; the
+    prompt of two attempts is what both begin with. ``margin`` is the difference of mean returns, and ``None`` where a
+    person chose; ``rejected_id`` is the rejected one's trajectory. Raises ``LeftOutError`` where there is neither.
+    """
+    pairs: list[JsonObject] = []
+
+    def add(prompt: Sequence[int], chosen: Sequence[int], rejected: list[JsonValue], **more: JsonValue) -> None:
+        row: JsonObject = {"prompt": conversation_of(trajectory, prompt), "chosen": conversation_of(trajectory, chosen)}
+        beside: JsonObject = {"rejected": rejected, "tools": [*trajectory.tools], "rejected_id": trajectory.id}
+        known = identity_columns(trajectory, scores)
+        pairs.append({**dict.fromkeys(PREFERENCE), **row, **beside, **more, **known})
+
+    for other in beaten:
+        shared = _shared_beginning(trajectory, other)
+        rejected = conversation_of(other, other.path()[shared:])
+        add(trajectory.path()[:shared], trajectory.path()[shared:], rejected, rejected_id=other.id)
+    nodes = trajectory.nodes
+    for state, siblings in _valued(trajectory).items():
+        values = {at: nodes[at].value or 0.0 for at in siblings}
+        best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
+        margin = values[best] - values[worst]
+        if len(siblings) > 1 and margin >= SMALLEST_MARGIN:
+            visits: JsonObject = {"chosen_visits": nodes[best].visits, "rejected_visits": nodes[worst].visits}
+            prompt = trajectory.path(state) if state is not None else ()
+            add(prompt, (best,), conversation_of(trajectory, (worst,)), margin=margin, **visits)
+    if not pairs:
+        raise LeftOutError("no state of it has two actions whose values differ, and nobody preferred it to another")
+    yield from pairs
+
+
+def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One row for each valued action: the conversation up to it, and the mean return that search saw from there on.
+
+    Raises ``LeftOutError`` for an episode without values.
+    """
+    executed = set(trajectory.acted())
+    valued = [at for siblings in _valued(trajectory).values() for at in siblings]
+    if not valued:
+        raise LeftOutError("no action of it was valued by a search")
+    for at in valued:
+        yield {
+            "messages": conversation_of(trajectory, trajectory.path(at)),
+            "tools": [*trajectory.tools],
+            "value": trajectory.nodes[at].value,
+            "visits": trajectory.nodes[at].visits,
+            "on_path": at in executed,
+            **identity_columns(trajectory, scores),
+        }
+
+
+def _shared_beginning(one: Trajectory, other: Trajectory) -> int:
+    """How many messages both begin with, before the first answer that either of them gave."""
+    pairs = zip(one.path(), other.path(), strict=False)
+    nodes = ((one.nodes[at], other.nodes[there]) for at, there in pairs)
+    shared = takewhile(
+        lambda both: both[0].message == both[1].message and not (both[0].sampled or both[1].sampled), nodes
+    )
+    return sum(1 for _ in shared)
+
+
+def _valued(trajectory: Trajectory) -> dict[int | None, list[int]]:
+    """State -> the sampled nodes below it that a search has valued."""
+    states: dict[int | None, list[int]] = {}
+    for at, node in enumerate(trajectory.nodes):
+        if node.sampled and node.value is not None and node.visits:
+            states.setdefault(node.parent, []).append(at)
+    return states
+
+
+def verifier_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One row: the prompt and the judgement. Raises ``LeftOutError`` when the episode has no judgement."""
+    judged = resolved(trajectory, scores)
+    if judged is None:
+        raise LeftOutError("it is not judged: no score, and no report that says resolved")
+    answer = {"role": "assistant", "content": f"<judgement>{'YES' if judged else 'NO'}</judgement>"}
+    messages = [*question(joined(log_sections(transcript(trajectory), trajectory.tools))), answer]
+    yield {"messages": messages, **identity_columns(trajectory, scores), "resolved": judged}
+
+
+def prediction_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One prediction. Raises ``LeftOutError`` for an episode without a recorded patch; an empty patch is one."""
+    patch = patch_of(trajectory)
+    if patch is None:
+        raise LeftOutError("its evidence has no patch")
+    model = trajectory.policy.served_name
+    yield {"instance_id": trajectory.task.id, "model_patch": patch, "model_name_or_path": model}
+
+
+def line_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
+    """One line with everything, tokens included; ``export_store`` adds the labels."""
+    yield Imported(trajectory=trajectory, scores=tuple(scores)).model_dump(mode="json")
+
+
+def read_line(record: Record) -> Imported:
+    """The episode as a file of others holds it: no reward reads its evidence, its newest outcome is an import's score,
+    and labels are left out. Raises as ``read_own_line``."""
+    own = read_own_line(record)
+    by = StrategySpec(name=STRATEGY, options={"strategy": own.trajectory.strategy.model_dump(mode="json")})
+    newest = newest_outcome(own.scores)
+    kept = () if newest is None else (newest.model_copy(update={"reward_version": SCORE_VERSION}),)
+    return Imported(trajectory=own.trajectory.model_copy(update={"strategy": by}), scores=kept)
+
+
+def read_own_line(record: Record) -> Imported:
+    """The same values again. Raises ``ExchangeError``, also for a schema that is newer than this version."""
+    version = at_path(record.fields, "trajectory", "schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise ExchangeError(f"schema version {version} is newer than {SCHEMA_VERSION}; install a newer version")
+    try:
+        line = Imported.model_validate(record.fields)
+    except ValidationError as error:
+        raise ExchangeError(what_is_wrong(error, Imported)) from error
+    if any(each.trajectory_id != line.trajectory.id for each in (*line.scores, *line.labels)):
+        raise ExchangeError("scores or labels: one belongs to another trajectory")
+    return line
+
 
 _JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
@@ -128,8 +346,9 @@ class Format:
     a list the first element counts; of several formats one of an entry point is meant, else the first.
     ``scope`` says which trajectories it is for, where a person does not say otherwise. ``columns`` are those of a
     Parquet file, none where rows have no fixed ones. ``conversations`` are the columns with messages, whose calls
-    are written with their arguments as objects. ``rows`` is given trajectories and scores without secrets; ``exact``
-    ones are written as they are. Those of a format that ``compares`` are also given episodes that people found worse.
+    are written with their arguments as objects.
+    ``rows`` is given trajectories and scores without secrets; ``exact`` ones are written as they are. Those of a format
+    that ``compares`` are also given episodes that people found worse.
     """
 
     name: str
@@ -184,8 +403,8 @@ FORMATS: Mapping[str, Format] = {
         Format(
             "trajectories",
             "everything, one trajectory with its scores a line",
-            lambda record, file: rows.read_line(record),
-            rows.line_rows,
+            lambda record, file: read_line(record),
+            line_rows,
             _EVERYTHING,
             exact=True,
             has=("trajectory.nodes",),
@@ -193,7 +412,7 @@ FORMATS: Mapping[str, Format] = {
         Format(
             OWN,
             "such lines of a store of your own, which move it: rewards read their evidence, scores and labels stay",
-            lambda record, file: rows.read_own_line(record),
+            lambda record, file: read_own_line(record),
             has=("trajectory.nodes",),
         ),
         Format(
@@ -228,8 +447,8 @@ FORMATS: Mapping[str, Format] = {
             "sft-native",
             "SFT rows with native tool calls and a tools column",
             lambda record, file: row_episode(record, "sft-native", record.messages("messages")),
-            rows.native_rows,
-            columns=("messages", "tools", *rows.IDENTITY, *rows.RECORD),
+            sft_rows,
+            columns=("messages", "tools", *IDENTITY, *RECORD),
             conversations=("messages",),
             has=("messages.role",),
         ),
@@ -237,39 +456,37 @@ FORMATS: Mapping[str, Format] = {
             "sft-text",
             "SFT rows with calls as text, as SWE-Gym publishes them",
             lambda record, file: row_episode(record, "sft-text", record.messages("messages")),
-            rows.text_rows,
-            columns=("messages", *rows.IDENTITY, *rows.RECORD),
+            partial(sft_rows, as_text=True),
+            columns=("messages", *IDENTITY, *RECORD),
             has=("messages.role",),
         ),
         Format(
             "verifier",
             "rows that train SWE-Gym's outcome verifier (YES or NO)",
-            rows=rows.verifier_rows,
-            columns=("messages", *rows.IDENTITY),
+            rows=verifier_rows,
+            columns=("messages", *IDENTITY),
         ),
         Format(
             "preferences",
             "chosen and rejected: actions of a state by search, attempts by `score --ask pairs`",
-            rows=rows.preference_rows,
-            columns=(*rows.PREFERENCE, *rows.IDENTITY),
-            compares=True,
+            rows=preference_rows,
+            columns=(*PREFERENCE, *IDENTITY),
             conversations=("prompt", "chosen", "rejected"),
+            compares=True,
         ),
         Format(
             "values",
             "states with the mean return that search saw from there on",
-            rows=rows.value_rows,
-            columns=("messages", "tools", "value", "visits", "on_path", *rows.IDENTITY),
+            rows=value_rows,
+            columns=("messages", "tools", "value", "visits", "on_path", *IDENTITY),
             conversations=("messages",),
         ),
         Format(
             "predictions",
             "SWE-bench predictions",
-            lambda record, file: rows.read_prediction(record),
-            rows.prediction_rows,
-            _ALL,
-            ("instance_id", "model_patch", "model_name_or_path"),
-            has=("instance_id model_patch",),
+            rows=prediction_rows,
+            scope=_ALL,
+            columns=("instance_id", "model_patch", "model_name_or_path"),
         ),
     )
 }

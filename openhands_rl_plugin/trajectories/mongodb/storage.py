@@ -47,9 +47,10 @@ from openhands_rl_plugin.trajectories.storages.log import (
     Record,
     conditions_of,
     judge,
+    pack_document,
+    unpack_document,
     upgrade,
 )
-from openhands_rl_plugin.trajectories.storages.packing import pack_document, unpack_document
 
 with from_extra("mongodb", "pymongo"):
     from bson.errors import BSONError

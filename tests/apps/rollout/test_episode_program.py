@@ -21,8 +21,8 @@ from openhands_rl_plugin.apps.rollout.episode_program import (
     EpisodeProgram,
     checked_interpreter,
 )
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"

@@ -15,11 +15,11 @@ from small_shop import running_shop
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin import FileTrajectoryStorage, PlayOptions, PolicyRef, Task, cli, play
 from openhands_rl_plugin.apps.rollout.play import find_task
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import FailureKind, StopReason
 from openhands_rl_plugin.evals.swe.dataset import row_of
-from openhands_rl_plugin.trajectories.exchange.segments import PlayedRollout
 
 pytestmark = pytest.mark.contract
 

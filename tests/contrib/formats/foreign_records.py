@@ -143,7 +143,6 @@ RECORDS: dict[str, list[Any]] = {
             "patch": "",
         },
     ],
-    "predictions": [{"instance_id": "t1", "model_patch": "diff", "model_name_or_path": "m"}],
     "output-jsonl": [{"instance_id": "t1", "instruction": "Fix f.", "history": [], "test_result": {"git_patch": ""}}],
 }  # fmt: skip
 """Format -> records of its kinds."""

@@ -49,7 +49,7 @@ def test_a_record_is_recognised_and_read(
     found = imported(record, tmp_path)
     assert f"format: {name} (1 files)" in capsys.readouterr().out
     assert all(trajectory.strategy.options["format"] == name for trajectory, _ in found)
-    if name in ("predictions", "output-jsonl"):
+    if name == "output-jsonl":
         return
     for trajectory, _ in found:
         said = [(message.role, message.content) for message in trajectory.messages()]
@@ -145,7 +145,7 @@ def test_a_folder_of_mixed_formats(tmp_path: Path, capsys: pytest.CaptureFixture
 MALFORMED: list[Any] = [None, 3, "x", [], {}, [None], [3], {"a": None}, [{}], [{"role": "user"}], True, 1e300]
 
 
-@pytest.mark.parametrize("name", [name for name in RECORDS if name not in ("predictions",)])
+@pytest.mark.parametrize("name", RECORDS)
 def test_any_field_may_be_wrong(name: str) -> None:
     """A wrong value in any field of a record is an error of ours or is read; it is never another exception."""
     read = formats()[name].read

@@ -78,6 +78,9 @@ class Stored:
     async def find(self, where: TrajectoryFilter) -> AsyncIterator[tuple[Trajectory, tuple[Score, ...]]]:
         yield self.found
 
+    async def labels(self, ids: Sequence[str]) -> tuple[()]:
+        return ()
+
 
 def score(version: str, reward: float | None) -> Score:
     return Score(trajectory_id="a", reward=reward, reward_version=version)

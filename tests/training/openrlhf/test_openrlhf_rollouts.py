@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from openrlhf_world import GRID, BrokenGrid, ScriptedVllm, VllmParams, write_config
+from segment_samples import ONE
 from tiny_model import write_tokenizer
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError
-from openhands_rl_plugin.training.openrlhf.rollouts import Rollouts
+from openhands_rl_plugin.training.openrlhf.rollouts import Rollouts, observed_tokens
 
 pytestmark = pytest.mark.contract
 
@@ -33,6 +34,16 @@ def rollouts(folder: Path, *lines: str, environment: str = GRID, **environ: str)
 async def play(source: Rollouts, vllm: ScriptedVllm, tokenizer: Any, **options: Any) -> Any:
     given = {"prompt": TASK, "label": "", "sampling": VllmParams(), "max_length": 2000, **options}
     return await source.play(tokenizer=tokenizer, generator=vllm, **given)
+
+
+def test_openrlhf_takes_one_sequence() -> None:
+    assert observed_tokens([ONE]) == {
+        "observation_tokens": [1, 2, 3, 4, 5, 6],
+        "action_ranges": [(2, 4), (5, 6)],
+        "rollout_log_probs": [0.0, 0.0, -0.5, -0.25, 0.0, -1.0],
+    }
+    with pytest.raises(RLError, match="OpenRLHF takes one"):
+        observed_tokens([ONE, ONE])
 
 
 async def test_ids_go_in_and_come_out_as_they_were_sampled(tmp_path: Path, tokenizer: Any) -> None:

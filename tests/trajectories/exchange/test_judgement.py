@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from openhands_rl_plugin.core.judgements import resolved, score_of
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.trajectories.exchange.rows import resolved, score_of
 
 EPISODE = example_trajectory(0)
 

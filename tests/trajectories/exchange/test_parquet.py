@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.types import (
     Times,
     Trajectory,
 )
-from openhands_rl_plugin.trajectories.exchange.rows import with_objects
+from openhands_rl_plugin.trajectories.exchange.formats import with_objects
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 sys.path.append(str(Path(__file__).parents[2] / "core" / "templates"))

@@ -16,13 +16,12 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
     Record,
     row_episode,
 )
-from openhands_rl_plugin.trajectories.exchange.rows import (
+from openhands_rl_plugin.trajectories.exchange.formats import (
     line_rows,
-    native_rows,
     prediction_rows,
     read_line,
     read_own_line,
-    read_prediction,
+    sft_rows,
     verifier_rows,
 )
 
@@ -36,9 +35,9 @@ def read_conversation(record: Record) -> Imported:
     return row_episode(record, "sft-native", record.messages("messages"))
 
 
-def test_native_rows_keep_calls_exactly() -> None:
+def test_sft_rows_keep_calls_exactly() -> None:
     played = trajectory()
-    (row,) = native_rows(played, (score(played, 0.5),))
+    (row,) = sft_rows(played, (score(played, 0.5),))
     read = read_conversation(plain(row))
     found, scores = read.trajectory, read.scores
     assert found.messages() == played.messages() and found.tools == played.tools
@@ -90,14 +89,10 @@ def test_the_verifier_prompt() -> None:
         list(verifier_rows(played, ()))
 
 
-def test_predictions_go_both_ways() -> None:
+def test_a_prediction_is_the_patch() -> None:
     patch = "diff --git a/a b/a\n+\N{SNOWMAN}\n"
     (row,) = prediction_rows(trajectory(evidence={"git_patch": patch}), ())
     assert row == {"instance_id": "repo__repo-1", "model_patch": patch, "model_name_or_path": "swe-v000007"}
-    found = read_prediction(plain(row)).trajectory
-    assert found.evidence == {"git_patch": patch} and found.nodes == () and found.head is None
-    assert list(prediction_rows(found, ())) == [row]
-    assert read_prediction(Record({"instance_id": "a", "model_patch": None})).trajectory.evidence == {"git_patch": ""}
     with pytest.raises(LeftOutError, match="no patch"):
         list(prediction_rows(trajectory(), ()))
 
@@ -120,7 +115,7 @@ def test_our_own_lines_lose_nothing() -> None:
 
 def test_the_same_record_is_the_same_trajectory() -> None:
     played = trajectory()
-    (row,) = native_rows(played, ())
+    (row,) = sft_rows(played, ())
     one, same = (read_conversation(plain(row)).trajectory for _ in range(2))
     changed = read_conversation(plain(row, run_id="another")).trajectory
     assert one == same and changed.id != one.id

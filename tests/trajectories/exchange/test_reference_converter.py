@@ -13,8 +13,9 @@ from openhands.llm import fn_call_converter as reference
 
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.templates.function_text import calls_in_text
+from openhands_rl_plugin.core.templates.text_form import single_call_turns, text_messages
 from openhands_rl_plugin.core.types import Message
-from openhands_rl_plugin.trajectories.exchange.rows import single_call_turns, text_messages, until_last_answer
+from openhands_rl_plugin.trajectories.exchange.formats import until_last_answer
 
 # OpenHands 1.6 cannot describe the parameters of a tool that has none.
 _TOOLS = [*TOOLS]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from exchange_samples import CODE, PROMPT, SYSTEM, TOOLS, call, said, score, told, trajectory
@@ -8,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.templates.function_text import calls_in_text
+from openhands_rl_plugin.core.templates.text_form import system_prompt, text_messages
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError, Record, row_episode
-from openhands_rl_plugin.trajectories.exchange.rows import system_prompt, text_messages, text_rows
+from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
+
+text_rows: Any = FORMATS["sft-text"].rows
 
 
 def test_the_system_prompt_is_that_of_the_published_rows() -> None:

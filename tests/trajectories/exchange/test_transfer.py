@@ -40,6 +40,7 @@ FAILED = trajectory(
     failure=Failure(kind=FailureKind.INFRASTRUCTURE, message="gone", boundary="b"),
 )
 UNFINISHED = trajectory(CODE[:3], identity="00000000-0000-4000-8000-00000000000e", stop=StopReason.UNFINISHED)
+ROW = {"messages": [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "Done."}]}
 SCORES = (score(SOLVED, 0.5), score(SOLVED, 1.0, resolved=True), score(UNSOLVED, 0.25, resolved=False))
 
 
@@ -136,7 +137,7 @@ def test_every_format_goes_out_and_in_and_in_again(
     assert again
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].endswith(f"0 new trajectories of {len(again)} records, 0 scores")
-    if name not in {"trajectories", "predictions"}:
+    if name != "trajectories":
         assert all(each.strategy.name == "imported" for each, _ in again)
         assert all(node.tokens is None for each, _ in again for node in each.nodes) == (name != "atif")
         assert sum(any(node.sampled for node in each.nodes) for each, _ in again) == len(again)
@@ -168,16 +169,15 @@ def test_secrets_never_leave(tmp_path: Path) -> None:
         assert out.stat().st_size > 0 and secret not in out.read_text()
 
 
-@pytest.mark.parametrize("shape", ["lines", "array", "pretty", "by id", "gzip", "folder"])
+@pytest.mark.parametrize("shape", ["lines", "array", "pretty", "gzip", "folder"])
 def test_shapes_of_files(tmp_path: Path, shape: str) -> None:
-    records = [{"instance_id": name, "model_patch": "x", "model_name_or_path": "m"} for name in "ab"]
-    by_id = {record["instance_id"]: {"model_patch": "x", "model_name_or_path": "m"} for record in records}
+    records = [{"instance_id": name, **ROW} for name in "ab"]
     lines = "\n".join(map(json.dumps, records))
     texts = {"lines": lines, "array": json.dumps(records), "pretty": json.dumps(records, indent=1)}
-    file = tmp_path / "preds.json"
+    file = tmp_path / "rows.json"
     match shape:
         case "gzip":
-            file = tmp_path / "preds.jsonl.gz"
+            file = tmp_path / "rows.jsonl.gz"
             file.write_bytes(gzip.compress(lines.encode()))
         case "folder":
             file = tmp_path / "records"
@@ -185,8 +185,8 @@ def test_shapes_of_files(tmp_path: Path, shape: str) -> None:
             for record in records:
                 (file / "below" / f"{record['instance_id']}.json").write_text(json.dumps(record, indent=1))
         case _:
-            file.write_text(texts.get(shape) or json.dumps(by_id))
-    assert run("import", file, "--format", "predictions", "--into", tmp_path / "store") == 0
+            file.write_text(texts[shape])
+    assert run("import", file, "--format", "sft-native", "--into", tmp_path / "store") == 0
     assert sorted(each.task.id for each, _ in stored(tmp_path / "store")) == ["a", "b"]
 
 
@@ -287,9 +287,9 @@ def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
 def test_a_byte_order_mark_is_no_part_of_the_first_row(name: str, tmp_path: Path) -> None:
-    row = b'\xef\xbb\xbf{"instance_id": "a", "model_patch": "diff"}\n'
+    row = b"\xef\xbb\xbf" + json.dumps({"instance_id": "a", **ROW}).encode() + b"\n"
     (tmp_path / name).write_bytes(gzip.compress(row) if name.endswith(".gz") else row)
-    assert run("import", tmp_path / name, "--format", "predictions", "--into", tmp_path / "store") == 0
+    assert run("import", tmp_path / name, "--format", "sft-native", "--into", tmp_path / "store") == 0
     assert [each.task.id for each, _ in stored(tmp_path / "store")] == ["a"]
 
 

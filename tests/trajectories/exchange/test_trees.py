@@ -7,7 +7,7 @@ from searched_episode import searched
 
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
-from openhands_rl_plugin.trajectories.exchange.rows import SMALLEST_MARGIN, preference_rows, value_rows
+from openhands_rl_plugin.trajectories.exchange.formats import SMALLEST_MARGIN, preference_rows, value_rows
 
 
 async def test_siblings_become_pairs_of_the_best_and_the_worst():

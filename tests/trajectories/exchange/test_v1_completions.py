@@ -9,8 +9,8 @@ from typing import Any
 from exchange_samples import CODE, SYSTEM, TOOLS
 
 from openhands_rl_plugin.core.messages import to_wire
+from openhands_rl_plugin.core.templates.text_form import text_messages
 from openhands_rl_plugin.trajectories.exchange.events import read_completions
-from openhands_rl_plugin.trajectories.exchange.rows import text_messages
 
 
 def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef, SamplingParams, Tokens, ToolCall
-from openhands_rl_plugin.trajectories.storages import packing
-from openhands_rl_plugin.trajectories.storages.packing import (
+from openhands_rl_plugin.trajectories.storages import log as packing
+from openhands_rl_plugin.trajectories.storages.log import (
     pack_document,
     pack_nodes,
     unpack_document,
