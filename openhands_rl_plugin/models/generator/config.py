@@ -47,9 +47,6 @@ class GeneratorConfig(BaseModel):
         ge=1024**2,
         description="Bound of the sequences' keys and values; shortens max_model_len to fit.",
     )
-    rest_after: float = Field(
-        default=5.0, gt=0, description="Seconds without a request after which the memory of sequences is given back."
-    )
     threads: int | None = Field(default=None, ge=1, description="torch threads; None: torch's own choice.")
 
 

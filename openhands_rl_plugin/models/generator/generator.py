@@ -54,6 +54,7 @@ _BLOCK_BYTES = 2048
 _OBSERVED_ROWS = 64
 # On a CPU, while the server is busy: what was freed lies between what is in use. To return it takes 10 ms.
 _SECONDS_OF_FREED_MEMORY = 5.0
+_REST_AFTER = 5.0
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:+-]{0,127}")
 
 
@@ -328,13 +329,13 @@ class Generator:
             self.stopped.set()
 
     def _wait_for_work(self) -> bool:
-        """Whether to go on. After ``rest_after`` idle seconds the memory of running sequences is given back."""
+        """Whether to go on. After five idle seconds the memory of running sequences is given back."""
 
         def busy() -> bool:
             return bool(self._waiting or self._running or self._replacement or self._closing)
 
         with self._changed:
-            if not self._changed.wait_for(busy, self.config.rest_after):
+            if not self._changed.wait_for(busy, _REST_AFTER):
                 self.model.slots.clear()
                 return_freed_memory()
                 if self.model.device.type == "cuda":

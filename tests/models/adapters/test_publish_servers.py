@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import httpx
 import pytest
@@ -17,11 +16,10 @@ from tiny_model import write_adapter, write_model
 from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.servers import ServerKind
 from openhands_rl_plugin.models.adapters.store import PROBED, WEIGHTS_FILE, AdapterStore, ProbedOn
 from openhands_rl_plugin.models.engines.client import ServerError
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
@@ -262,16 +260,6 @@ async def test_what_no_server_serves_is_not_even_sent(
     async with AdapterPublisher("http://127.0.0.1:9", store) as publisher:
         with pytest.raises(PublishError, match=problem):
             await publisher.publish(adapter)
-
-
-def test_the_settings_name_the_kinds_of_servers() -> None:
-    assert get_args(ServingSettings.model_fields["server"].annotation) == get_args(ServerKind)
-    serving = RLSettings.model_validate({"serving": {"base_url": "http://a:1/v1", "server": "vllm"}}).serving
-    assert serving.publish_urls == ("http://a:1/v1",)
-    many = RLSettings.model_validate(
-        {"serving": {"base_url": "http://a:1", "base_urls": ["http://b:1", "http://c:1/"]}}
-    )
-    assert many.serving.publish_urls == ("http://b:1", "http://c:1")
 
 
 @pytest.mark.parametrize(

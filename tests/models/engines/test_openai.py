@@ -209,11 +209,6 @@ async def test_ids_that_no_storage_can_hold_are_a_model_error(changes: dict[str,
         await ask(answer(**changes))
 
 
-async def test_half_characters_are_replaced():
-    completion = await ask('{"choices": [{"message": {"content": "a\\ud83d"}}]}')
-    assert completion.message.content == "a\N{REPLACEMENT CHARACTER}"
-
-
 async def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     seen: list[bytes] = []
 

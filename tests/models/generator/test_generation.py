@@ -1,6 +1,5 @@
 """The generation core against the original model: equal tokens and logprobs, however requests are batched."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -188,17 +187,3 @@ def test_the_memory_of_the_slots_bounds_the_context(tiny_model: Path) -> None:
         assert generator.max_model_len == 128
     with pytest.raises(StartError, match="raise it"):
         Generator(config.model_copy(update={"kv_bytes": 2**20}))
-
-
-def test_a_server_that_nobody_asks_gives_the_memory_of_sequences_back(tiny_model: Path, generator: Generator) -> None:
-    config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, rest_after=0.2)
-    with Generator(config) as restful:
-        first = restful.generate(prompt(40), GREEDY)
-        assert restful.model.slots.capacity
-        deadline = time.monotonic() + 30
-        while restful.model.slots.capacity:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        again = restful.generate(prompt(40), GREEDY)
-        same(first, again)
-        same(again, generator.generate(prompt(40), GREEDY))
