@@ -46,16 +46,11 @@ def test_a_row_of_its_own() -> None:
     ("repo", "version", "python", "command", "cut_off"),
     [
         ("python/mypy", "1.10", "3.12", 'pytest -rA -k ""', "2024-11-01"),
-        ("python/mypy", "1.4", "3.11", "pytest -n0 -rA -k", "2024-11-01"),
-        ("python/mypy", "0.990", "3.10", "pytest -n0 -rA -k", "2024-11-01"),
         ("python/mypy", "0.920", "3.9", "pytest -n0 -rA -k", "2024-11-01"),
-        ("getmoto/moto", "5.0", "3.12", "pytest -n0 -rA tests/test_calc.py", "2024-11-01"),
         ("conan-io/conan", "1.48", "3.10", "pytest -n0 -rA tests/test_calc.py", "2024-11-01"),
         ("iterative/dvc", "0.93", "3.8", "pytest -rA tests/test_calc.py", "2024-11-01"),
-        ("iterative/dvc", "2.58", "3.9", "pytest -rA tests/test_calc.py", "2024-11-01"),
         ("iterative/dvc", "3.10", "3.10", "pytest -rA tests/test_calc.py", "2024-11-01"),
         ("facebookresearch/hydra", "1.4", "3.8", "pytest -rA --tb=long", "2024-11-01"),
-        ("Project-MONAI/MONAI", "1.3", "3.8", "pytest -rA  tests/test_calc.py", "2024-11-01"),
         ("pydantic/pydantic", "2.7", "3.8", "pytest -rA --tb=short -vv", "2024-11-01"),
     ],
 )
@@ -76,10 +71,14 @@ def test_swe_gyms_environment_files_and_their_date() -> None:
         recipe_of(dask, lambda repo, commit, path: None)
 
 
-@pytest.mark.parametrize(("repo", "version"), [("python/mypy", "0.2"), ("getmoto/moto", "new")])
-def test_versions_that_nobody_knows(repo: str, version: str) -> None:
-    with pytest.raises(ConfigError, match=version):
-        recipe_of(row(repo, version), no_file)
+def test_what_nobody_knows_is_one_line() -> None:
+    for version in ("0.2", "new"):
+        with pytest.raises(ConfigError, match=version):
+            recipe_of(row("python/mypy", version), no_file)
+    with pytest.raises(ConfigError, match="unknown log_parser 'mine'"):
+        parser_of("mine")
+    with pytest.raises(ConfigError, match="column install"):
+        recipe_of(instance("c0ffee", extra={"test_command": "true", "install": 3}), no_file)
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch) -> None:
@@ -183,11 +182,6 @@ def test_pydantics_log() -> None:
     }
 
 
-def test_an_unknown_parser_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="unknown log_parser 'mine'"):
-        parser_of("mine")
-
-
 OWN = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="pytest")
 tests = st.lists(st.sampled_from(["a", "b", "c", "d"]), unique=True, max_size=3).map(tuple)
 
@@ -240,11 +234,8 @@ def installing():
         ("numpy=1.19.2=py39_0", "numpy==1.19.2.*"),
         ("conda-forge::pandas >=1.0, <2", "pandas>=1.0,<2"),
         ("python=3.9", None),
-        ("nodejs", None),
         ("pytables", "tables"),
         ("'cython<3'", "cython<3"),
-        ("scipy==1.5.2", "scipy==1.5.2"),
-        ("coverage[toml]", "coverage[toml]"),
     ],
 )
 def test_condas_names_as_pips(installing, given: str, wanted: str | None) -> None:
@@ -274,12 +265,10 @@ other:
     ("given", "files", "legacy"),
     [
         ("-e .", ["setup.py"], True),
-        ("-ve .[test]", ["setup.py", "setup.cfg"], True),
         ("--editable=.", ["setup.py"], True),
         ("-e .", ["setup.py", "pyproject.toml"], False),
         ("--no-use-pep517 -e .", ["setup.py", "pyproject.toml"], True),
         ("-e git+https://example.org/x", ["setup.py"], False),
-        (".", ["setup.py"], False),
     ],
 )
 def test_an_editable_install_is_a_legacy_one_where_pips_is(
@@ -299,10 +288,8 @@ BUILT = ("setup.py", "calc/__init__.py", "calc/add.py", "calc/fast.c", "calc/set
     [
         ("calc/add.py", True),
         ("calc/new.py", True),
-        ("docs/index.rst", True),
         ("calc/fast.c", False),
         ("calc/setup_package.py", False),
-        ("setup.py", False),
         ("calc/more/__init__.py", False),
     ],
 )

@@ -1,0 +1,99 @@
+"""Test scripts install their package again, without a network and as patched: real uv and pip."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+from repository_samples import FILES, FIX, instance, make_repository, needs_sandbox, with_extra
+
+from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
+from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
+from openhands_rl_plugin.evals.swe.types import VerdictKind
+
+PROJECT = """\
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+
+[project]
+name = "calc"
+version = "1.0"
+dependencies = ["helper==1.0"]
+"""
+
+# The least that builds a wheel: with the module, or with the place where it is.
+BACKEND = """\
+import os, zipfile
+VERSION = "1.0"
+INFO = "calc-%s.dist-info/" % VERSION
+METADATA = "Metadata-Version: 2.1\\nName: calc\\nVersion: %s\\nRequires-Dist: helper==%s\\n" % (VERSION, VERSION)
+
+def write(folder, files):
+    name = "calc-%s-py3-none-any.whl" % VERSION
+    files = dict(files)
+    files[INFO + "METADATA"] = METADATA
+    files[INFO + "WHEEL"] = "Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+    files[INFO + "RECORD"] = "".join("%s,,\\n" % each for each in [*files, INFO + "RECORD"])
+    with zipfile.ZipFile(os.path.join(folder, name), "w") as wheel:
+        for each, text in files.items():
+            wheel.writestr(each, text)
+    return name
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    return write(folder, {"calc.py": open("calc.py").read()})
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    return write(folder, {"_calc.pth": os.getcwd() + "\\n"})
+"""
+
+NEW_FILE = """\
+diff --git a/new.txt b/new.txt
+new file mode 100644
+--- /dev/null
++++ b/new.txt
+@@ -0,0 +1 @@
++new
+"""
+
+
+def wheel() -> bytes:
+    """A package without anything in it but its name."""
+    info, packed = "helper-1.0.dist-info/", io.BytesIO()
+    files = {
+        "helper.py": "version = 1\n",
+        f"{info}METADATA": "Metadata-Version: 2.1\nName: helper\nVersion: 1.0\n",
+        f"{info}WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {name: hashlib.sha256(text.encode()).digest() for name, text in files.items()}
+    record = [f"{name},sha256={base64.urlsafe_b64encode(digests[name]).decode().rstrip('=')}," for name in files]
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, text in {**files, f"{info}RECORD": "\n".join([*record, f"{info}RECORD,,"]) + "\n"}.items():
+            archive.writestr(name, text)
+    return packed.getvalue()
+
+
+@needs_sandbox
+@pytest.mark.parametrize("how", [".", pytest.param("-e .", marks=pytest.mark.slow)], ids=["plain", "editable"])
+async def test_tests_see_the_patched_package_that_their_script_installs(tmp_path: Path, how: str) -> None:
+    wheels = tmp_path / "work" / "wheels"
+    wheels.mkdir(parents=True)
+    (wheels / "helper-1.0-py3-none-any.whl").write_bytes(wheel())
+    files = {"calc.py": FILES["calc.py"], "pyproject.toml": PROJECT, "backend.py": BACKEND}
+    base, _ = make_repository(tmp_path, files)
+    install = f"python -m pip install --no-index --find-links wheels {how}"
+    command = f'{install} && cd / && python -c \'import calc; print("PASSED" if calc.add(1, 2) == 3 else 0, "calc")\''
+    row = with_extra(instance(base, test_patch=NEW_FILE), install=[install], test_command=command)
+    row = row.model_copy(update={"fail_to_pass": ("calc",), "pass_to_pass": ()})
+    backend = LocalBackend(cache=tmp_path / "cache", sources=[MirrorSource(tmp_path / "mirrors")])
+    gold = await backend.grade(row, FIX, logs=tmp_path / "gold", timeout=60.0)
+    printed = (tmp_path / "gold" / "test_output.txt").read_text()
+    assert gold.kind is VerdictKind.RESOLVED, printed
+    assert "pip tries" not in printed
+    nothing = await backend.grade(row, NEW_FILE.replace("new.txt", "other.txt"), logs=tmp_path / "no", timeout=60.0)
+    assert nothing.kind is VerdictKind.UNRESOLVED
