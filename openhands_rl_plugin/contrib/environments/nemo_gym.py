@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import JsonValue
 
@@ -110,14 +110,9 @@ def _turns(prompt: JsonValue, where: str) -> Iterator[Message]:
 
 
 class NeMoGymOptions(HttpEnvironmentOptions):
-    """``index_key`` is the key of the task's index in requests, for tasks without a dataset row.
-
-    ``tool_calls``: ``execute`` sends each call to the server's endpoint of that name, and ``answer`` takes the first
-    response with a call as the answer, as servers want it that grade the call itself. ``auto``: by the row.
-    """
+    """``index_key`` is the key of the task's index in requests, for tasks without a dataset row."""
 
     index_key: str = "seed"
-    tool_calls: Literal["auto", "execute", "answer"] = "auto"
 
 
 class NeMoGymClient(BaseEnvClient):
@@ -139,7 +134,6 @@ class NeMoGymClient(BaseEnvClient):
         options = options or NeMoGymOptions()
         super().__init__(options)
         self._index_key = options.index_key
-        self._tool_calls = options.tool_calls
         self._row: GymRow | None = None
         self._verifies = False
         self._acted = 0
@@ -203,7 +197,7 @@ class NeMoGymClient(BaseEnvClient):
         if not self._verifies:
             return self._stepped(await self._graded("/step", items), action)
         self._output += items
-        if not action.tool_calls or self._call_is_answer(self._known_row()):
+        if not action.tool_calls or self._known_row().call_is_answer:
             return await self._verified()
         for at, call in enumerate(action.tool_calls, 1):
             self._results.append((call, output := await self._output_of(call)))
@@ -239,9 +233,6 @@ class NeMoGymClient(BaseEnvClient):
             return False
         paths = described.get("paths") if isinstance(described, dict) else None
         return isinstance(paths, dict) and "/reset" not in paths
-
-    def _call_is_answer(self, row: GymRow) -> bool:
-        return self._tool_calls == "answer" or (self._tool_calls == "auto" and row.call_is_answer)
 
     async def _output_of(self, call: ToolCall) -> str:
         """The body of the endpoint's answer, whatever its status: so NeMo Gym's own agents hand it on."""

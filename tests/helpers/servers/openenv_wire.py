@@ -84,14 +84,12 @@ async def openenv_server(
     *,
     sessions: int = 64,
     schema: object = SCHEMA,
-    heartbeat: float | None = None,
-    routes: bool = True,
 ) -> AsyncIterator[OpenEnvWire]:
-    """``schema`` of ``None``: there is no such path. ``heartbeat``: seconds between pings that want an answer."""
+    """``schema`` of ``None``: there is no such path."""
     seen = OpenEnvWire()
 
     async def talk(request: web.Request) -> Socket:
-        socket = web.WebSocketResponse(heartbeat=heartbeat)
+        socket = web.WebSocketResponse()
         await socket.prepare(request)
         if seen.connected >= sessions:
             said = f"Server at capacity: {sessions}/{sessions} sessions active. Cannot accept new connections."
@@ -120,8 +118,7 @@ async def openenv_server(
         return web.json_response({"action": schema, "observation": {}, "state": {}})
 
     app = web.Application()
-    if routes:
-        app.router.add_get("/ws", talk)
+    app.router.add_get("/ws", talk)
     if schema is not None:
         app.router.add_get("/schema", publish)
     async with serving(app) as seen.url:
