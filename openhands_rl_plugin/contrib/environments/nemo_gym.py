@@ -202,7 +202,7 @@ class NeMoGymClient(BaseEnvClient):
         for at, call in enumerate(action.tool_calls, 1):
             self._results.append((call, output := await self._output_of(call)))
             self._output.append({"type": "function_call_output", "call_id": _id(self._acted, at), "output": output})
-        return ServerAnswer(state="\n\n".join(output for _, output in self._results))
+        return ServerAnswer(state="\n\n".join(output for _, output in self._results), reward=0.0)
 
     def reply(self, action: Message, state: str) -> tuple[Message, ...]:
         """The outputs of calls, then what else was observed."""

@@ -391,6 +391,8 @@ class Episode(ABC):
             if parsed.action is None:
                 return self._malformed(action, parsed.error)
             answer = await self.act(parsed.action)
+            if "reward" not in answer.model_fields_set:
+                raise BadEnvironmentError(f"{self.where} gave a step no reward: 0.0 where it earns nothing")
         except RefusedActionError as refused:
             return self._malformed(action, str(refused))
         self._last = answer
