@@ -153,10 +153,10 @@ class TestsReward(_Reward):
 
 
 class HumanReward(_Reward):
-    """The verdict of more than half of the labellers, each with what they said last; without one there is no reward.
+    """The verdict of more than half of the labellers, each with their last one; without one there is no reward.
 
     Labels become scores only when this reward is asked for (``score --reward human``, ``train --reward human``). An
-    opinion in lists and statistics: it never takes the place of what a grader said.
+    opinion in lists and statistics: it never takes the place of a grader's judgement.
 
     Examples:
         >>> from openhands_rl_plugin.core.records import LabelKind
