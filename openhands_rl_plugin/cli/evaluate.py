@@ -109,17 +109,17 @@ def run(args: argparse.Namespace) -> int:
         return _read(args)
     if args.suite is None:
         raise UsageError("give SUITE, or finished runs with --report or --compare")
-    plan, suite = _plan(args)
+    plan = _plan(args)
     settings = settings_of(plan, args.config)
-    options_of(plan, suite, 0)  # refuses an agent that cannot play the suite
-    recorded = recorded_settings(plan, suite, settings)
+    options_of(plan, 0)  # refuses an agent that does not support the suite
+    recorded = recorded_settings(plan, settings)
     _check_temperature(args, recorded)
     if args.dry_run:
-        print(sayable("\n".join(_describe(plan, suite, settings, recorded, args))))
+        print(sayable("\n".join(_describe(plan, settings, recorded, args))))
         return 0
     # Otherwise OpenHands logs every step.
     os.environ.setdefault("LOG_LEVEL", "ERROR")
-    ENDING.run(_evaluate(args, plan, suite, settings))
+    ENDING.run(_evaluate(args, plan, settings))
     return _report(plan, graded=not args.no_grade)
 
 
@@ -176,7 +176,7 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-completions", action="store_true", help="do not write llm_completions/")
 
 
-def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
+def _plan(args: argparse.Namespace) -> EvaluationPlan:
     from openhands_rl_plugin.config.host import agent_named, host_of
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.config.success import success_rule
@@ -186,7 +186,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
 
     settings = load_settings(args.config) if args.config is not None else RLSettings()
     suite = find_suite(args.suite, args.split).of_environment(settings.env_name)
-    bounds, model = stated_bounds(settings, software=suite.software), _model(args)
+    bounds, model = stated_bounds(settings, suite), _model(args)
     answer = bounds.pop("max_response_length", None)
     if answer is not None and "max_output_tokens" not in model.model_fields_set:
         model = model.model_copy(update={"max_output_tokens": answer})
@@ -196,9 +196,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
     chosen = {
         "agent": agent_named(args.agent, host),
         "host": host,
-        "suite": suite.name,
-        "dataset": suite.dataset,
-        "split": suite.split,
+        "suite": suite,
         "model": model,
         "base_model": _base_model(args, model),
         "out": (args.out or Path("evaluation_outputs")).absolute(),
@@ -210,8 +208,7 @@ def _plan(args: argparse.Namespace) -> tuple[EvaluationPlan, Suite]:
         "success": success_rule(environment, settings.reward, args.success_at),
         "environment": {} if suite.software else {"env_name": environment, **settings.environment},
     }
-    plan = checked(EvaluationPlan, bounds | given | chosen)
-    return plan, suite
+    return checked(EvaluationPlan, bounds | given | chosen)
 
 
 def _model(args: argparse.Namespace) -> EvaluatedModel:
@@ -282,13 +279,13 @@ def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tu
     return chosen.of(entries, lambda entry: entry.task.id)
 
 
-async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> None:
+async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, settings: RLSettings) -> None:
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
         if evaluation.left:
-            _check_parts(args, evaluation, suite, settings)
+            _check_parts(args, evaluation, settings)
         bar = shown.enter_context(progress_bar("evaluating", evaluation.left))
 
         def finished(outcome: Outcome) -> None:
@@ -297,13 +294,12 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
 
         return finished
 
-    entries = _entries(args, suite, settings)
+    entries = _entries(args, plan.suite, settings)
     store = args.store or str(plan.out / STORE)
     async with open_store(store, create=True) as storage, _backend(args, entries) as backend:
         with ExitStack() as shown:
             await evaluate(
                 plan,
-                suite,
                 entries,
                 settings=settings,
                 storage=storage,
@@ -315,7 +311,7 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, suite: Suite
             )
 
 
-def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite, settings: RLSettings) -> None:
+def _check_parts(args: argparse.Namespace, evaluation: Evaluation, settings: RLSettings) -> None:
     """Raise for what all episodes would fail of: the model server, the environment, the interpreters."""
     from openhands_rl_plugin.config.build import check_environment_server
     from openhands_rl_plugin.evals.runs.backends import is_light
@@ -325,7 +321,7 @@ def _check_parts(args: argparse.Namespace, evaluation: Evaluation, suite: Suite,
 
     model = evaluation.plan.model
     check_model_server(model.base_url, model.name, os.environ.get(model.api_key_env))
-    if suite.name == ENVIRONMENT:
+    if evaluation.plan.suite.name == ENVIRONMENT:
         check_environment_server(settings)
     rows = [entry.instance for entry in evaluation.eval_tasks if entry.instance is not None]
     instances = [each for each in rows if not is_light(each)]
@@ -343,13 +339,12 @@ async def _backend(args: argparse.Namespace, entries: Sequence[EvalTask]) -> Asy
         yield backend
 
 
-def _describe(
-    plan: EvaluationPlan, suite: Suite, settings: RLSettings, recorded: JsonObject, args: argparse.Namespace
-) -> list[str]:
+def _describe(plan: EvaluationPlan, settings: RLSettings, recorded: JsonObject, args: argparse.Namespace) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
     from openhands_rl_plugin.evals.runs.output_rows import check_same_settings
     from openhands_rl_plugin.evals.runs.run_files import finished_instances
 
+    suite = plan.suite
     known = None if suite.on_hub and args.dataset_file is None else _entries(args, suite, settings)
     agent = f"{plan.agent} with {recorded['strategy']}" if "strategy" in recorded else plan.agent
     count = (

@@ -111,9 +111,7 @@ async def _evaluated(
 ) -> Measurement:
     model = EvaluatedModel(name="instant", base_url=url)
     plan = EvaluationPlan(
-        suite=SUITE.name,
-        dataset=SUITE.dataset,
-        split=SUITE.split,
+        suite=SUITE,
         agent="CodeActAgent",
         model=model,
         out=folder,
@@ -132,7 +130,6 @@ async def _evaluated(
     async with FileTrajectoryStorage(folder / "trajectories") as storage:
         await evaluate(
             plan,
-            SUITE,
             entries,
             settings=settings_of(plan, None),
             storage=storage,

@@ -269,7 +269,7 @@ def _training(settings: RLSettings) -> RLSettings:
 async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
     """The runner of the job's tasks, by the model server that ``settings`` name; it grades where tasks have tests."""
     plan = _evaluation_plan(job, settings)
-    options = options_of(plan, job.tasks.suite, job.processes)
+    options = options_of(plan, job.processes)
     async with open_runner(settings, options, storage=storage, workers=job.processes) as runner:
         if job.backend is None:
             yield runner
@@ -289,9 +289,7 @@ async def open_player(job: LoopJob, settings: RLSettings, storage: TrajectorySto
 def _evaluation_plan(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
     """The plan of ``openhands-rl evaluate`` for the same tasks."""
     return EvaluationPlan(
-        suite=job.tasks.suite.name,
-        dataset=job.tasks.suite.dataset,
-        split=job.tasks.suite.split,
+        suite=job.tasks.suite,
         agent=RL_AGENT,
         model=served_model(settings, native_tool_calling=job.native_tool_calling),
         out=job.directory / EVALUATION,

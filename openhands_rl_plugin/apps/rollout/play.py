@@ -103,9 +103,7 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
             opened.push_async_callback(backend.close)
             await backend.check()
         plan = _plan(found, settings, options, folder)
-        runner = await opened.enter_async_context(
-            open_eval_runner(plan, found.suite, settings, storage, backend, folder)
-        )
+        runner = await opened.enter_async_context(open_eval_runner(plan, settings, storage, backend, folder))
         ended = await runner.run(_request(found, settings, options, plan), found.entry)
     trajectory = ended.trajectory
     outcome = trajectory.failure or unusable(trajectory, options.timeout) or await judge(reward, trajectory)
@@ -162,16 +160,13 @@ def _base_of(serving: ServingSettings) -> str:
 
 def _plan(found: FoundTask, settings: RLSettings, options: PlayOptions, folder: Path) -> EvaluationPlan:
     """The plan of ``openhands-rl evaluate`` for this one episode; ``folder`` is gone afterwards."""
-    suite = found.suite
-    bounds = stated_bounds(settings, software=suite.software)
+    bounds = stated_bounds(settings, found.suite)
     answer = bounds.pop("max_response_length", None)
     model = served_model(settings, native_tool_calling=options.native_tool_calling, token_ids=options.token_ids)
     if answer is None:
         model = model.model_copy(update={"max_output_tokens": EvaluatedModel.model_fields["max_output_tokens"].default})
     own = {
-        "suite": suite.name,
-        "dataset": suite.dataset,
-        "split": suite.split,
+        "suite": found.suite,
         "agent": RL_AGENT,
         "model": model,
         "out": folder,

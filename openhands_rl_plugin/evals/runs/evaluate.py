@@ -30,7 +30,7 @@ from openhands_rl_plugin.evals.runs.output_rows import (
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.runs.runner import EvalRunner
-from openhands_rl_plugin.evals.runs.suites import REPLIES, Suite, own_suite
+from openhands_rl_plugin.evals.runs.suites import REPLIES, own_suite
 from openhands_rl_plugin.evals.swe.types import InstanceBackend, VerdictKind
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, HostOptions
@@ -158,7 +158,6 @@ _ISOLATION = "bubblewrap"
 
 async def evaluate(
     plan: EvaluationPlan,
-    suite: Suite,
     eval_tasks: Sequence[EvalTask],
     *,
     settings: RLSettings,
@@ -175,15 +174,15 @@ async def evaluate(
 
     Raises ``ConfigError`` and ``StorageError``; an interruption keeps finished attempts.
     """
-    if suite.software and backend is None:
-        raise ConfigError(f"{suite.name} needs a back end for its instances")
+    if plan.suite.software and backend is None:
+        raise ConfigError(f"{plan.suite.name} needs a back end for its instances")
     if backend is not None:
         await backend.check()
-    recorded = recorded_settings(plan, suite, settings)
+    recorded = recorded_settings(plan, settings)
     evaluation = Evaluation(plan, eval_tasks, recorded=recorded, retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
-        opening = open_eval_runner(plan, suite, settings, storage, backend, evaluation.scratch, processes, grade=grade)
+        opening = open_eval_runner(plan, settings, storage, backend, evaluation.scratch, processes, grade=grade)
         async with opening as runner:
             await evaluation.run(runner, listener)
     finally:
@@ -193,7 +192,6 @@ async def evaluate(
 @asynccontextmanager
 async def open_eval_runner(
     plan: EvaluationPlan,
-    suite: Suite,
     settings: RLSettings,
     storage: TrajectoryStorage,
     backend: InstanceBackend | None,
@@ -203,9 +201,9 @@ async def open_eval_runner(
     grade: bool = True,
 ) -> AsyncIterator[EvalRunner]:
     """The runner of a plan, with its own shop where that is the suite. ``scratch`` holds checkouts in use."""
-    options = options_of(plan, suite, processes)
+    options = options_of(plan, processes)
     with ExitStack() as opened:
-        if (own := own_suite(suite.name)) is not None:
+        if (own := own_suite(plan.suite.name)) is not None:
             settings = opened.enter_context(own.serving(settings))
         async with open_runner(settings, options, storage=storage, workers=processes) as host:
             yield EvalRunner(
@@ -220,20 +218,21 @@ async def open_eval_runner(
             )
 
 
-def options_of(plan: EvaluationPlan, suite: Suite, processes: int) -> HostOptions:
+def options_of(plan: EvaluationPlan, processes: int) -> HostOptions:
     """The host options of a plan. Raises ``ConfigError`` for an agent that does not support the suite."""
-    if plan.agent != RL_AGENT and not suite.software:
-        raise ConfigError(f"{suite.name} is an environment, which only {RL_AGENT} supports, not {plan.agent}")
+    software = plan.suite.software
+    if plan.agent != RL_AGENT and not software:
+        raise ConfigError(f"{plan.suite.name} is an environment, which only {RL_AGENT} supports, not {plan.agent}")
     return HostOptions(
-        environment_mode=not suite.software,
+        environment_mode=not software,
         sessions=-(-plan.workers // max(1, processes)),
         command_timeout=plan.command_timeout,
         native_tool_calling=plan.model.native_tool_calling,
         agent=plan.agent,
         token_ids=plan.agent == RL_AGENT if plan.model.token_ids is None else plan.model.token_ids,
-        stuck_detection=suite.software,
+        stuck_detection=software,
         llm_retries=plan.model.num_retries,
-        replies=REPLIES if suite.software else (),
+        replies=REPLIES if software else (),
     )
 
 
@@ -275,7 +274,7 @@ def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
     return chosen
 
 
-def recorded_settings(plan: EvaluationPlan, suite: Suite, settings: RLSettings) -> JsonObject:
+def recorded_settings(plan: EvaluationPlan, settings: RLSettings) -> JsonObject:
     """What decides results beside the plan: the agent's strategy, with a search's own temperature, and what commands of
     a suite may reach.
     """
@@ -284,7 +283,7 @@ def recorded_settings(plan: EvaluationPlan, suite: Suite, settings: RLSettings) 
         found = {"strategy": settings.rollout_strategy, "strategy_options": settings.strategy}
         own: object = getattr(getattr(make_strategy(settings), "options", None), "temperature", None)
         found |= {"temperature": own} if isinstance(own, float) else {}
-    if suite.software:
+    if plan.suite.software:
         access = settings.workspace.model_dump(mode="json", include={"prompt", "network", "visible", "writable"})
         found["workspace"] = {"isolation": _ISOLATION, **access}
     return found

@@ -26,7 +26,7 @@ from openhands_rl_plugin.trajectories.exchange import events
 def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, more: JsonObject) -> JsonObject:
     """``metadata.json``, with OpenHands' keys; other settings are in ``details``, among them ``more``."""
     own: JsonObject = {
-        "suite": plan.suite,
+        "suite": plan.suite.name,
         "host": plan.host,
         "run": run.index,
         "temperature": run.temperature,
@@ -50,8 +50,8 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, more: JsonOb
         max_iterations=plan.max_iterations,
         eval_output_dir=str(plan.run_directory(run)),
         started=started,
-        dataset=plan.dataset,
-        data_split=plan.split,
+        dataset=plan.suite.dataset,
+        data_split=plan.suite.split,
         details=redact_json(own),
     )
 

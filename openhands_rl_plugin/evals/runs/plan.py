@@ -20,6 +20,32 @@ from openhands_rl_plugin.core.errors import ConfigError, problems, unknown_name
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
 
+ENVIRONMENT = "environment"
+"""The suite of an environment that the settings name."""
+
+
+def folder_name(environment: str) -> str:
+    """The name of an environment as a valid folder name: ``gymnasium__FrozenLake-v1``."""
+    return re.sub(r"[^\w.-]+", "__", environment)
+
+
+class Suite(Frozen):
+    """A suite by name. ``dataset`` is its name in run folders, and on the Hugging Face hub if ``on_hub``."""
+
+    name: str
+    dataset: str
+    split: str
+    software: bool = True
+    on_hub: bool = False
+
+    def of_environment(self, name: str) -> Suite:
+        """The suite whose results are kept apart from those of other environments; other suites as they are."""
+        return self.model_copy(update={"dataset": folder_name(name)}) if self.name == ENVIRONMENT and name else self
+
+    def environment(self, settings: RLSettings) -> str:
+        """The environment of its tasks: of a suite with an environment of its own, the suite's name."""
+        return settings.env_name if self.software or self.name == ENVIRONMENT else self.name
+
 
 class Selection(Frozen):
     """Ids or shell patterns of ids (empty: everything), then an order shuffled by a seed, then a limit."""
@@ -186,9 +212,7 @@ class EvaluationPlan(Frozen):
     ``command``: as it was typed, for reports.
     """
 
-    suite: str
-    dataset: str
-    split: str
+    suite: Suite
     agent: str
     host: HostName | None = None
     model: EvaluatedModel
@@ -225,7 +249,7 @@ class EvaluationPlan(Frozen):
     def run_name(self, run: RunSpec) -> str:
         """The run's folder below ``out``, as OpenHands' evaluation names it; also its id in the store."""
         model = re.sub(r"[^\w.@+-]", "_", self.model.name.rpartition("/")[2].replace("@", "-"))
-        dataset = f"{self.dataset.replace('/', '__')}-{self.split}"
+        dataset = f"{self.suite.dataset.replace('/', '__')}-{self.suite.split}"
         return f"{dataset}/{self.agent}/{model}_maxiter_{self.max_iterations}_N_{self.note}-run_{run.index}"
 
     def run_directory(self, run: RunSpec) -> Path:
@@ -257,14 +281,14 @@ class EvaluationPlan(Frozen):
         )
 
 
-def stated_bounds(settings: RLSettings, *, software: bool) -> JsonObject:
+def stated_bounds(settings: RLSettings, suite: Suite) -> JsonObject:
     """Fields of a plan, and ``max_response_length``, that ``[rl]`` bounds.
 
     What a file does not say is a bound of environments only: its defaults are made for short conversations.
     """
-    said = settings.model_fields_set if software else set(RLSettings.model_fields)
+    stated = settings.model_fields_set if suite.software else set(RLSettings.model_fields)
     names = {**_BOUNDS, "max_response_length": "max_response_length"}
-    return {name: getattr(settings, own) for name, own in names.items() if own in said}
+    return {name: getattr(settings, own) for name, own in names.items() if own in stated}
 
 
 def served_model(settings: RLSettings, *, native_tool_calling: bool = True, token_ids: bool = True) -> EvaluatedModel:

@@ -5,7 +5,6 @@ Other packages' are entry points of the group ``openhands_rl_plugin.suites``, ea
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,34 +15,14 @@ from pathlib import Path
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra, unknown_name
-from openhands_rl_plugin.core.types import Frozen, JsonObject, Task
+from openhands_rl_plugin.core.types import JsonObject, Task
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
+from openhands_rl_plugin.evals.runs.plan import ENVIRONMENT, Suite, folder_name
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, read_rows, row_of
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
 
-ENVIRONMENT = "environment"
-"""The suite of an environment that the settings name."""
-_NO_NAME = re.compile(r"[^\w.-]+")
 _ROW_NAMES = ("id", "task_id", "instance_id", "task", "name")
 _LONGEST_NAME = 100
-
-
-class Suite(Frozen):
-    """A suite by name. ``dataset`` is its name in run folders, and on the Hugging Face hub if ``on_hub``."""
-
-    name: str
-    dataset: str
-    split: str
-    software: bool = True
-    on_hub: bool = False
-
-    def of_environment(self, name: str) -> Suite:
-        """The suite whose results are kept apart from those of other environments; other suites as they are."""
-        return self.model_copy(update={"dataset": folder_name(name)}) if self.name == ENVIRONMENT and name else self
-
-    def environment(self, settings: RLSettings) -> str:
-        """The environment of its tasks: of a suite with an environment of its own, the suite's name."""
-        return settings.env_name if self.software or self.name == ENVIRONMENT else self.name
 
 
 class OwnSuite:
@@ -98,11 +77,6 @@ def own_suite_of(instance: Instance) -> OwnSuite | None:
     return next((each for each in own_suites() if each.column and each.column in instance.extra), None)
 
 
-def folder_name(environment: str) -> str:
-    """The name of an environment as a valid folder name: ``gymnasium__FrozenLake-v1``."""
-    return _NO_NAME.sub("__", environment)
-
-
 def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:
     """A task for each index that the environment's ``reset`` takes. Ids are valid folder names."""
     name = folder_name(environment)
@@ -133,7 +107,7 @@ def tasks_of_rows(environment: str, rows: Sequence[JsonObject], split: str) -> t
 
 def _name_of(row: JsonObject) -> str:
     given = next((row[key] for key in _ROW_NAMES if isinstance(row.get(key), str | int)), "")
-    return _NO_NAME.sub("__", str(given))[:_LONGEST_NAME]
+    return folder_name(str(given))[:_LONGEST_NAME]
 
 
 _INSTRUCTION = """\

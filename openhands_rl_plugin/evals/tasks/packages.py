@@ -110,8 +110,15 @@ class PackageLayout(Frozen):
 def layout_of(tree: SourceTree) -> PackageLayout:
     """The layout of a package's files."""
     python = [PurePosixPath(path) for path in tree.files if path.endswith(".py")]
-    paths = tuple(root for root in ("src", "lib") if any(_is_package(tree, path, root) for path in python))
-    code = [path for path in python if is_code(str(path)) and _root_of(path, paths) and _in_package(tree, path, paths)]
+
+    def imported(path: PurePosixPath, root: str) -> bool:
+        """Whether it is a module at an import root, or a file of a package there."""
+        parts = path.parts[1:] if root else path.parts
+        below = not root or path.parts[0] == root
+        return below and (len(parts) == 1 or str(PurePosixPath(root, parts[0], "__init__.py")) in tree.files)
+
+    paths = tuple(root for root in ("src", "lib") if any(imported(path, root) for path in python))
+    code = [path for path in python if is_code(str(path)) and any(imported(path, root) for root in paths or ("",))]
     tests = [path for path in python if is_test(str(path)) and _TEST_FILE.fullmatch(path.name)]
     return PackageLayout(
         code=tuple(map(str, code)),
@@ -129,28 +136,12 @@ def is_test(path: str) -> bool:
     return bool(_TEST_FOLDERS & set(parts[:-1])) or bool(_TEST_FILE.fullmatch(name)) or name == "conftest.py"
 
 
-def _is_package(tree: SourceTree, path: PurePosixPath, root: str) -> bool:
-    parts = path.parts
-    return parts[0] == root and (len(parts) == 2 or f"{root}/{parts[1]}/__init__.py" in tree.files)
-
-
 def is_code(path: str) -> bool:
     """Whether a file is code of the package: no tests, documentation or tools."""
     parts = PurePosixPath(path).parts
     folders = set(parts[:-1])
     hidden = any(part.startswith(".") for part in parts)
     return not (hidden or is_test(path) or folders & _OTHER_FOLDERS or parts[-1] in _OTHER_FILES)
-
-
-def _root_of(path: PurePosixPath, paths: tuple[str, ...]) -> bool:
-    return path.parts[0] in paths if paths else True
-
-
-def _in_package(tree: SourceTree, path: PurePosixPath, paths: tuple[str, ...]) -> bool:
-    """A module at a root, or a file of a package there."""
-    inside = path.parts[1:] if paths else path.parts
-    root = f"{path.parts[0]}/" if paths else ""
-    return len(inside) == 1 or f"{root}{inside[0]}/__init__.py" in tree.files
 
 
 def _arguments(tests: list[PurePosixPath]) -> tuple[str, ...]:

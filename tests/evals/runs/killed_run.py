@@ -109,9 +109,7 @@ async def main(folder: Path, count: int) -> None:
     ]
     model = EvaluatedModel(name="scripted", base_url="http://127.0.0.1:1/v1")
     plan = EvaluationPlan(
-        suite=SUITE.name,
-        dataset=SUITE.dataset,
-        split=SUITE.split,
+        suite=SUITE,
         agent="RLAgent",
         model=model,
         out=folder / "out",

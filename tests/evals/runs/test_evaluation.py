@@ -56,19 +56,18 @@ def plan_for(model: str, out: Path, **more) -> EvaluationPlan:
         name="org/instant", base_url=model, input_cost_per_token=0.001, output_cost_per_token=0.01, num_retries=1
     )
     given = {"agent": STOCK, "workers": 4, "graders": 2, "max_iterations": 12, "timeout": 60.0, **more}
-    plan = {"suite": SUITE.name, "dataset": SUITE.dataset, "split": SUITE.split, "model": evaluated, "out": out}
+    plan = {"suite": SUITE, "model": evaluated, "out": out}
     return EvaluationPlan.model_validate({**plan, **given})
 
 
 async def played(
-    plan: EvaluationPlan, entries: Sequence[EvalTask], backend: GitBackend | None, suite: Suite = SUITE, **more
+    plan: EvaluationPlan, entries: Sequence[EvalTask], backend: GitBackend | None, **more
 ) -> list[Outcome]:
     """What a run of the plan does, in the order in which it ends."""
     outcomes: list[Outcome] = []
     async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
         await evaluate(
             plan,
-            suite,
             entries,
             storage=storage,
             backend=backend,
@@ -203,15 +202,14 @@ async def test_rl_agent_with_a_strategy_and_without_grading(model: str, tmp_path
 async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
     suite = find_suite("webshop")
     entries = environment_tasks(suite, "webshop", None)[:3]
-    plan = plan_for(model, tmp_path / "out", agent="RLAgent", max_iterations=3)
-    plan = plan.model_copy(update={"suite": suite.name, "dataset": suite.dataset, "split": suite.split})
-    outcomes = await played(plan, entries, None, suite)
+    plan = plan_for(model, tmp_path / "out", agent="RLAgent", max_iterations=3, suite=suite)
+    outcomes = await played(plan, entries, None)
     assert [(each.kind, each.reward) for each in outcomes] == [(VerdictKind.UNRESOLVED, 0.0)] * 3
     assert {each.stop for each in outcomes} == {"max_turns"}
     (row, *_) = lines(next(plan.out.rglob("output.jsonl")))
     assert row["test_result"]["report"] == {"resolved": False} and row["instance"]["environment"] == "webshop"
     with pytest.raises(ConfigError, match="only RLAgent supports"):
-        await played(plan.model_copy(update={"agent": STOCK}), entries, None, suite)
+        await played(plan.model_copy(update={"agent": STOCK}), entries, None)
 
 
 @pytest.mark.slow
@@ -271,7 +269,7 @@ async def test_the_local_back_end_sets_up_shows_and_grades(agent: str, model: st
     async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
         backend = make_backend("local", mirror=tmp_path / "mirror", cache=tmp_path / "cache")
         settings = settings_of(plan, None)
-        await evaluate(plan, SUITE, entries, settings=settings, storage=storage, backend=backend)
+        await evaluate(plan, entries, settings=settings, storage=storage, backend=backend)
         await backend.close()
     (run,) = read_runs((plan.out,))
     kinds = {outcome.instance_id.rpartition("-")[2]: outcome.kind for outcome in run.outcomes}

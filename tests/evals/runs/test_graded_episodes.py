@@ -36,10 +36,8 @@ async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
     with instant_model() as url:
         model = EvaluatedModel(name="org/instant", base_url=url, num_retries=1)
         given = {"agent": "RLAgent", "workers": 2, "graders": 2, "max_iterations": 6, "timeout": 60.0}
-        plan = EvaluationPlan.model_validate(
-            {"suite": SUITE.name, "dataset": SUITE.dataset, "split": "test", "model": model, "out": tmp_path, **given}
-        )
-        settings, options = settings_of(plan, None), options_of(plan, SUITE, 0)
+        plan = EvaluationPlan.model_validate({"suite": SUITE, "model": model, "out": tmp_path, **given})
+        settings, options = settings_of(plan, None), options_of(plan, 0)
         rollout = RolloutPlan(
             run_id="loop/iteration-000",
             tasks=tuple(entry.task.model_copy(update={"limits": plan.limits()}) for entry in entries),

@@ -45,13 +45,13 @@ async def outcomes_of(
     **more: Any,
 ) -> list[Outcome]:
     evaluated = EvaluatedModel(name=name, base_url=model, num_retries=1)
-    given = {"suite": SUITE.name, "dataset": SUITE.dataset, "split": SUITE.split, "model": evaluated, "out": out}
+    given = {"suite": SUITE, "model": evaluated, "out": out}
     bounds = {"agent": "RLAgent", "workers": 2, "max_iterations": 12, "timeout": 60.0, "retries": 0}
     plan = EvaluationPlan.model_validate({**given, **bounds, **more})
     outcomes: list[Outcome] = []
     async with FileTrajectoryStorage(store or plan.out / "trajectories") as storage:
         settings = settings_of(plan, config)
-        await evaluate(plan, SUITE, entries, settings=settings, storage=storage, started=lambda _: outcomes.append)
+        await evaluate(plan, entries, settings=settings, storage=storage, started=lambda _: outcomes.append)
     return sorted(outcomes, key=lambda each: each.instance_id)
 
 
