@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,22 +26,18 @@ SHORT_NAME = "smollm2-135m"
 """What ``serve``, ``train`` and others take as ``--model`` in the place of a folder."""
 
 _SECONDS = 900
-_EXTRAS: Mapping[str, Mapping[str, str]] = {
-    "openhands": {"openhands": "openhands-ai"},
-    "train": {name: name for name in ("torch", "transformers", "peft", "safetensors", "accelerate")},
-    "demo": {"gguf": "gguf"},
+_MODULES: Mapping[str, Sequence[str]] = {
+    "openhands": ("openhands",),
+    "train": ("torch", "transformers", "peft", "safetensors", "accelerate"),
+    "demo": ("gguf",),
 }
-"""Extra -> module -> package."""
+"""Extra -> its modules."""
 
 
 def check_extras(*extras: str) -> None:
-    """Raises ``MissingExtraError`` that names all that is not installed of ``extras`` (default: all of the demo's)."""
-    missing = {
-        extra: [package for module, package in _EXTRAS[extra].items() if find_spec(module) is None]
-        for extra in extras or _EXTRAS
-    }
-    if packages := [package for names in missing.values() for package in names]:
-        raise MissingExtraError(", ".join(packages), ",".join(extra for extra, names in missing.items() if names))
+    """Raises ``MissingExtraError`` that names all that is not installed of ``extras``."""
+    if missing := [name for extra in extras for name in _MODULES[extra] if find_spec(name) is None]:
+        raise MissingExtraError(", ".join(missing), ",".join(extras))
 
 
 def default_model_directory() -> Path:

@@ -98,5 +98,5 @@ def test_the_demo_of_a_bare_installation_says_so_before_anything_else(tmp_path: 
         "from openhands_rl_plugin.cli import main\nsys.exit(main(['demo']))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: openhands-ai, torch, ")
+    assert done.returncode == 1 and done.stderr.startswith("error: openhands, torch, ")
     assert not list(tmp_path.iterdir())

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the results and the path of the report."""
     from openhands_rl_plugin.apps.demo_model import check_extras, default_model_directory
 
-    check_extras()
+    check_extras("openhands", "train", "demo")
     silence_libraries()
     prepare_threads()
     from openhands_rl_plugin.apps.loop.checks import check_alone, forget, held
