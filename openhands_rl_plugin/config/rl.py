@@ -136,9 +136,6 @@ class LoopSettings(Settings):
     base_held_out: int = Field(
         default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
     )
-    evaluation_temperature: float = Field(
-        default=-1.0, ge=-1, le=2, description="of the held-out episodes; 0: greedy, -1: that of [rl.sampling]"
-    )
     evaluation_strategy: Annotated[str, registry.registered("strategies", besides=("",))] = Field(
         default="", description="rollout_strategy of the held-out episodes, without options; empty: as in training"
     )

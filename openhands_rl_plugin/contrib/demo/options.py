@@ -163,8 +163,6 @@ class RepairOptions(_Sizes):
     warm_start_rate: float = 1e-3
     warm_start_batch_size: int = 16
     temperature: float = Field(default=1.0, gt=0)
-    evaluation_temperature: float = Field(default=-1.0, ge=-1)
-    """As in training: greedily a policy repeats an edit that failed, and OpenHands ends the episode for it."""
     reinforcement_rate: float = 1e-4
     """At 2e-4 and 3e-4 some runs forget within thirty steps how a call is written: docs/background/how-it-learns.md."""
     reinforcement_batch_size: int = 8

@@ -203,10 +203,8 @@ class TrainingLoop:
     async def _evaluate(self, stage: str, first: int | None = None) -> StageRecord:
         """Evaluate on the held-out tasks, or on the ``first`` of them."""
         started = time.time()
-        held_out, sampling = self._plan.held_out[:first], self._settings.sampling_params()
-        if (heat := self._loop.evaluation_temperature) >= 0:
-            sampling = sampling.model_copy(update={"temperature": heat})
-        episodes = await self._roll_out(stage, held_out, sampling, self._evaluator)
+        sampling = self._settings.sampling_params()
+        episodes = await self._roll_out(stage, self._plan.held_out[:first], sampling, self._evaluator)
         return self._record(stage, started, await self._judge(self._where(stage), episodes))
 
     async def _demonstrate(self, stage: str) -> StageRecord:

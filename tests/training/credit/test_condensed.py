@@ -121,26 +121,6 @@ def test_a_dropped_answer_is_not_trained() -> None:
     assert 1002 not in trained(samples_of(host.finished()))
 
 
-def test_what_search_simulated_is_not_trained() -> None:
-    host = Host()
-    host.turn()
-    host.turn()
-    host.condense(1)
-    host.turn()
-    tree, state = host.tree, host.tree.nodes[host.tree.head].parent  # type: ignore[index]
-    tried = Completion(
-        message=Message(role="assistant", content="tried"),
-        tokens=Tokens(prompt_ids=(9,), sampled_ids=(7777,), logprobs=(-1.0,)),
-    )
-    simulated, _ = tree.propose(tried, parent=state), tree.propose(tried, parent=state)
-    tree.nodes[simulated].reward, tree.nodes[simulated].simulated = 1.0, True
-    host.condense(1)
-    host.turn()
-    episode = host.finished()
-    assert 7777 not in trained(samples_of(episode)) and len(episode.acted()) == 4
-    assert episode.episode_return == 0.0
-
-
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "dr-grpo"])
 def test_a_rollout_of_five_segments_weighs_as_much_as_one(algorithm: str) -> None:
     settings = TrainingSettings(algorithm=algorithm)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -29,7 +29,6 @@ from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNS
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.credit.credit import (
     credited_samples,
-    proposal_figures,
     times_sampled,
 )
 from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
@@ -111,25 +110,6 @@ async def test_the_gradient_over_proposals_is_exact_in_expectation_and_that_of_t
     assert torch.nn.functional.cosine_similarity(path, true, dim=0) < 0.9
 
 
-async def test_values_of_rollouts_give_the_exact_gradient_of_the_first_turn() -> None:
-    found = torch.zeros(WAYS, dtype=torch.float64)
-    for ways, later in itertools.product(itertools.product(range(WAYS), repeat=2), listed_rollouts()):
-        probability = math.prod(POLICY[""][way] for way in ways)
-        probability *= math.prod(POLICY[str(way)][then] for way, then in enumerate(later))
-        tree = await played(ways, later, value="rollout")
-        found += probability * estimate([tree], algorithm="rloo", tree="proposals")
-
-    def worth(way: int) -> float:
-        then = sum(POLICY[str(way)][next_] * paid(way, next_, depth=2) for next_ in range(WAYS))
-        return paid(way, depth=2) + then
-
-    torch.testing.assert_close(found, exact(worth), rtol=0, atol=1e-7)
-
-
-def listed_rollouts() -> Iterator[tuple[int, ...]]:
-    return itertools.product(range(WAYS), repeat=WAYS)
-
-
 def bandit(*proposals: tuple[int, float, int], merged: bool) -> Trajectory:
     """One state; each proposal is a token, its value, and how often it was sampled: merged into one node, or not."""
     tree = EpisodeTree()
@@ -183,11 +163,3 @@ def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str) ->
         weighed.append(found)
     assert weighed[0] == pytest.approx(weighed[1])
     assert len(credited_samples([bandit(*PROPOSED, merged=True)], [1.0], chosen)) < 9
-
-
-@pytest.mark.parametrize("merged", [True, False])
-def test_figures_count_what_was_sampled_and_in_how_many_states_it_differs(merged: bool) -> None:
-    trees = [bandit((0, 1.0, 3), (1, 0.25, 1), merged=merged), bandit((1, 0.25, 2), merged=merged)]
-    # Each has a second state with two proposals that differ.
-    assert proposal_figures(trees) == {"proposals": 10.0, "states": 4.0, "states_differing": 3.0}
-    assert proposal_figures([]) == {"proposals": 0.0, "states": 0.0, "states_differing": 0.0}

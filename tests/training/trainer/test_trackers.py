@@ -97,12 +97,3 @@ def test_a_tracker_that_breaks_is_told_once_and_the_training_ends_as_without(
     stand_in.broken = "init"
     with pytest.raises(TrainingError, match=r"trackio cannot begin a run .*no such Space.* tracker = \"none\""):
         LocalTrainer(model, told).reinforce(make_samples())
-
-
-def test_a_run_that_fails_ends_for_the_tracker_too(model: Path, stand_in: Any) -> None:
-    def stop(_: TrainProgress) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        LocalTrainer(model, EXACT.model_copy(update={"tracker": "trackio"})).reinforce(make_samples(), stop)
-    assert (stand_in.logged, stand_in.ended) == ([1], 1)
