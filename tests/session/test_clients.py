@@ -1,13 +1,18 @@
-"""What a client sees: the model server's own answers, as if nothing stood between."""
+"""What a client gets: the model server's own answers as if nothing stood between, or those that a strategy chose."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 from aiohttp import web
-from gateway_world import Body, Model, until, user, world
+from gateway_world import SYSTEM, TOOL, Body, Model, World, prompt_ids, sampled_ids, stored, until, user, world
+
+from openhands_rl_plugin.core.types import SIDE, StopReason, StrategySpec
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -106,3 +111,133 @@ async def test_a_retry_joins_the_call_that_is_on_its_way(tmp_path: Path):
     assert answers[0] == answers[1] != answers[2]
     assert len(gateway.model.bodies) == 2
     assert sum(node.sampled for node in (await gateway.only()).nodes) == 2
+
+
+BEST = {"name": "BestOfN", "options": {"n": 2, "value": "model"}}
+
+
+def judged() -> Model:
+    """Samples a bad and a good answer in turn, and knows which is which."""
+
+    async def behave(request: web.Request, body: Body) -> web.Response:
+        asked, before = body["messages"][-1]["content"], body["messages"][-2:-1]
+        if "Yes or No" in asked:
+            text = "Yes" if "good" in before[0]["content"] else "No"
+        else:
+            text = f"{('bad', 'good')[model.answers % 2]} {model.answers}"
+        answer = model.completion(body)
+        choice = answer["choices"][0]
+        choice["message"] = {"role": "assistant", "content": text}
+        choice["token_ids"] = sampled_ids(choice["message"])
+        choice["logprobs"] = {"content": [{"token": "x", "logprob": -0.1} for _ in choice["token_ids"]]}
+        return web.json_response(answer)
+
+    model = Model(behave=behave)
+    return model
+
+
+async def opened(gateway: World, **body: Any) -> openai.AsyncOpenAI:
+    response = await gateway.http.post("/session", json={"session": "s", **body})
+    assert response.status_code == 201, response.text
+    return openai.AsyncOpenAI(base_url=gateway.url + response.json()["path"], api_key="k", max_retries=0)
+
+
+async def said(client: openai.AsyncOpenAI, history: Any) -> str:
+    answer = await client.chat.completions.create(model="policy", messages=history, temperature=0)
+    return answer.choices[0].message.content or ""
+
+
+async def test_a_strategy_chooses_among_proposals_and_all_of_them_are_recorded(tmp_path: Path) -> None:
+    async with world(tmp_path, judged(), keep_alive=0.001) as gateway:
+        client = await opened(gateway, task="Do it.", strategy=BEST, limits={"max_turns": 9}, seed=4)
+        history: Any = [SYSTEM, user("one")]
+        for text in ("two", "three"):
+            asked: Any = {"model": "policy", "messages": history, "temperature": 0}
+            raw = await client.chat.completions.with_raw_response.create(**asked)
+            assert raw.content.startswith(b" "), "white space fills the time of a decision"
+            history += [{"role": "assistant", "content": raw.parse().choices[0].message.content}, user(text)]
+        stream = await client.chat.completions.create(model="policy", messages=history, stream=True)
+        last = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert (await gateway.end(success=True, evidence={"tests": 2})).json()["scored"]
+        bodies = [body for body in gateway.model.bodies if "Yes or No" not in body["messages"][-1]["content"]]
+    episode = await gateway.only()
+    assert [each["content"][:4] for each in history if each["role"] == "assistant"] == ["good", "good"]
+    assert [message.content for message in episode.messages()] == [*(each["content"] for each in history), last]
+    assert episode.strategy == StrategySpec.model_validate(BEST) and episode.task.instruction == "Do it."
+    assert episode.stop is StopReason.TERMINATED and episode.evidence["tests"] == 2 and episode.usage.calls == 12
+    assert len(bodies) == 6 == sum(node.sampled for node in episode.nodes) and bodies[0]["temperature"] == 1.0
+    texts = {message.content for message in episode.messages()}
+    chosen = [node for node in episode.nodes if node.sampled and node.message.content in texts]
+    ids = [each for node in chosen if node.tokens for each in (*node.tokens.prompt_ids, *node.tokens.sampled_ids)]
+    assert ids == prompt_ids(history) + sampled_ids({"content": last})
+    assert [node.reward for node in chosen] == [0.0, 0.0, None]
+
+
+async def test_limits_end_the_session_and_the_client_is_told(tmp_path: Path) -> None:
+    async with world(tmp_path) as gateway:
+        client = await opened(gateway, limits={"max_turns": 1})
+        with pytest.raises(openai.BadRequestError, match="the request has an unknown format"):
+            await said(client, [{"role": "user", "content": "one", "name": {}}])
+        answer = await said(client, [user("one")])
+        with pytest.raises(openai.BadRequestError, match="max_turns"):
+            await said(client, [user("one"), {"role": "assistant", "content": answer}, user("two")])
+        await gateway.end()
+        await opened(gateway)
+        assert (await gateway.end(reward=1)).status_code == 404, "no reward for the episode before"
+    ((episode, scores),) = await stored(tmp_path)
+    assert episode.stop is StopReason.MAX_TURNS and not scores
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [({"strategy": {"name": "Best"}}, "Best"), ({"limits": {"max_turns": 0}}, "max_turns"), ({"limit": {}}, "limit")],
+)
+async def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, body: Body, told: str) -> None:
+    async with world(tmp_path) as gateway:
+        refused = await gateway.http.post("/session", json={"session": "s", **body})
+        assert refused.status_code == 400 and told in refused.json()["error"]["message"]
+        await opened(gateway)
+        assert (await gateway.http.post("/session", json={"session": "s"})).status_code == 409
+    assert await gateway.stored() == []
+
+
+async def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
+    async def busy(request: web.Request, body: Body) -> web.Response | None:
+        if len(model.bodies) in (1, 3, 4, 5):
+            text = {"error": {"message": "slow down"}}
+            return web.json_response(text, status=429, headers={"retry-after": "1"})
+        return None
+
+    model = Model(behave=busy)
+    async with world(tmp_path, model) as gateway:
+        client, started = await opened(gateway), time.monotonic()
+        assert await said(client, [user("one")]) == "answer 1" and time.monotonic() - started >= 1
+        with pytest.raises(openai.RateLimitError, match="slow down") as refused:
+            await said(client, [user("two")])
+        assert refused.value.response.headers["retry-after"] == "1"
+
+
+async def test_the_next_prompt_shows_what_the_client_made_of_an_answer(tmp_path: Path) -> None:
+    """One that it could not read is left out; a summary is asked beside the episode, and a prompt begins anew."""
+    async with world(tmp_path, restore_calls=True) as gateway:
+        await opened(gateway)
+
+        async def ask(*messages: Body, **more: Any) -> Body:
+            return await gateway.say(*messages, tools=[TOOL], **more)
+
+        await ask(SYSTEM, user("one"))
+        second = await ask(SYSTEM, user("one"), user("That was no call."))
+        call = second["tool_calls"][0]
+        anew = {**call, "function": {**call["function"], "arguments": '{"command":"echo 2"}'}}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+        await ask(SYSTEM, user("one"), user("That was no call."), {**second, "tool_calls": [anew]}, result)
+        await gateway.say(user("Sum up: one"))
+        await ask(SYSTEM, user("So far: much"))
+        sent = gateway.model.bodies[2]["messages"][3]
+        await gateway.end()
+    assert sent["tool_calls"][0]["function"]["arguments"] == '{"command": "echo 2"}', "as it was sampled"
+    nodes = [node for node in (await gateway.only()).nodes if node.sampled]
+    malformed, executed, left, summary, last = nodes
+    assert malformed.metadata["malformed"] and malformed.reward is None and executed.reward == left.reward == 0.0
+    assert summary.metadata["kind"] == SIDE and summary.reward is None
+    assert last.metadata["history_rewritten"] and "malformed" not in executed.metadata

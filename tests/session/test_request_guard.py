@@ -1,12 +1,15 @@
-"""What the gateway lets in: rewards, evidence and sessions within bounds; and a model server that misbehaves."""
+"""What the gateway lets in: rewards, evidence, sessions, odd requests within bounds; a model server that misbehaves."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from gateway_world import Body, Model, user, world
+from raw_clients import exchange, request, status
 
 END = "/session/s/end"
 
@@ -56,3 +59,64 @@ async def test_a_model_server_that_redirects_takes_no_client_elsewhere(tmp_path:
         answer = await gateway.http.post(f"/session/s/v1/{path}", json=sent)
     assert answer.status_code == 502 and "location" not in answer.headers and "sk-abc" not in answer.text
     assert "redirects to 'evil.example': set --upstream" in answer.json()["error"]["message"]
+
+
+def nested(levels: int) -> Body:
+    return {"deep": json.loads("[" * levels + "]" * levels)}
+
+
+@pytest.mark.parametrize("levels", [95, 110, 192, 197, 210])
+async def test_deep_json_never_makes_the_store_unreadable(tmp_path: Path, levels: int):
+    async def answer(request: web.Request, body: Body) -> web.Response | None:
+        if body["messages"][0]["content"] != "answer deeply":
+            return None
+        return web.json_response({**gateway.model.completion(body), "extra": nested(levels)})
+
+    async with world(tmp_path, Model(behave=answer)) as gateway:
+        await gateway.say(user("one"), session="good")
+        sent = [await gateway.ask(user("one"), session="asks", tool_choice=nested(levels))]
+        sent.append(await gateway.ask(user("one"), session="tools", tools=[{"type": "function", "x": nested(levels)}]))
+        sent.append(await gateway.ask(user("answer deeply"), session="answers"))
+        ended = await gateway.end("good", evidence=nested(levels))
+        unrecorded = (await gateway.http.get("/health")).json()["unrecorded"]
+    deep = levels > 95
+    assert [each.status_code for each in sent] == [200, 200, 200] and ended.status_code == (400 if deep else 200)
+    assert [each.headers.get("x-openhands-rl-recorded") for each in sent] == [("no" if deep else None)] * 3
+    assert unrecorded == (3 if deep else 0)
+    assert len(await gateway.stored()) == (1 if deep else 4)
+
+
+async def test_no_path_leads_out_of_v1(tmp_path: Path):
+    asked: list[str] = []
+
+    async def answer(came: web.Request, body: Body) -> web.Response:
+        asked.append(came.raw_path)
+        return web.json_response({})
+
+    refused = ["/v1/%2e%2e/admin", "/v1/a%2F..%2F..%2Fadmin", "/v1/..%5Cadmin", "/session/s/v1/x/%2E./admin"]
+    passed = {
+        "/v%31/chat/completions?x=/v1/../../admin": "/v1/chat/completions?x=/v1/../../admin",
+        "/v%31/models?y=/v1/%2e%2e/admin": "/v1/models?y=/v1/%2e%2e/admin",
+        "/session/v1/v1/embeddings": "/v1/embeddings",
+        "/session/v1/v1/chat/completions": "/v1/chat/completions",
+        "/v1/models/org%2Fname": "/v1/models/org%2Fname",
+    }
+    async with world(tmp_path, Model(behave=answer)) as gateway:
+        asks = [request(path, host="localhost", content_type="application/json") for path in [*refused, *passed]]
+        answers = [status(await asyncio.to_thread(exchange, gateway.url, each)) for each in asks]
+    assert answers == [400] * len(refused) + [200] * len(passed)
+    assert asked == list(passed.values())
+
+
+async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GATE_KEY", "gate")
+    names = ("authorization", "api-key", "x-api-key", "x-goog-api-key", "cookie")
+    given = {**dict.fromkeys(names, "mine"), "authorization": "Bearer gate"}
+    async with world(tmp_path / "a", api_key_env="GATE_KEY") as gateway:
+        await gateway.say(user("one"), headers=given)
+        await gateway.http.post("/v1/embeddings", json={}, headers=given)
+    for sent in gateway.model.headers:
+        assert not set(names) & set(sent)
+    async with world(tmp_path / "b") as gateway:
+        await gateway.say(user("one"), headers=given)
+    assert set(names) & set(gateway.model.headers[0]) == set(names) - {"cookie"}

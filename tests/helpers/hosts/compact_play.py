@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,24 +17,16 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, Workspace
 from openhands_rl_plugin.config.workspace import PromptName
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import prompt_of
+from openhands_rl_plugin.core.templates.chat import template_for
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 
 MOST_TOKENS = 700
+TASK = "Make the test pass."
 _WRONG, _RIGHT = "return a - b", "return a + b"
 _TEST = "from calc import add\n\n\nassert add(2, 3) == 5\n"
-# What the templates of Qwen2.5 and Hermes models add where there are tools.
-_BEFORE_TOOLS = (
-    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with "
-    "function signatures within <tools></tools> XML tags:\n<tools>\n"
-)
-_AFTER_TOOLS = (
-    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
-    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
-    "</tool_call>"
-)
 
 
 @dataclass(frozen=True)
@@ -46,18 +37,12 @@ class Played:
     requests: list[dict[str, Any]]
     repaired: bool
 
-    @property
-    def before_the_task(self) -> str:
-        """The first prompt up to the task's text."""
-        return before_the_task(self.requests[0], "Make the test pass.")
 
-
-def before_the_task(request: Mapping[str, Any], task: str) -> str:
-    """A prompt as a ChatML template of a model with tools renders it, up to the text ``task``."""
+def before_the_task(request: Mapping[str, Any]) -> str:
+    """A prompt as a ChatML template of a model with tools renders it, up to the task."""
     system, user = (text_of(message["content"]) or "" for message in request["messages"][:2])
-    lines = "\n".join(json.dumps(tool) for tool in request.get("tools") or ())
-    tools = f"{_BEFORE_TOOLS}{lines}{_AFTER_TOOLS}" if lines else ""
-    return f"<|im_start|>system\n{system}{tools}<|im_end|>\n<|im_start|>user\n{user[: user.index(task)]}"
+    instructed = template_for("qwen2.5").system(system, request.get("tools") or ())
+    return f"<|im_start|>system\n{instructed}<|im_end|>\n<|im_start|>user\n{user[: user.index(TASK)]}"
 
 
 async def repair(server: ScriptedModel, folder: Path, prompt: PromptName, *, editor: str, shell: str) -> Played:
@@ -147,7 +132,7 @@ async def _played(server: ScriptedModel, folder: Path, model: str, prompt: Promp
         workspace=WorkspaceSettings(prompt=prompt),
     )
     limits = Limits(max_turns=10)
-    task = Task(id="repair", environment="workspace", instruction="Make the test pass.", limits=limits)
+    task = Task(id="repair", environment="workspace", instruction=TASK, limits=limits)
     options = HostOptions(environment_mode=False, native_tool_calling=native)
     async with open_runner(settings, options) as runner:
         request = EpisodeRequest(task=task, run_id="r", group_id="g")
@@ -202,7 +187,8 @@ async def check_both_prompts(server: ScriptedModel, folder: Path, *, editor: str
     for played in (standard, compact):
         assert played.repaired and played.episode.failure is None and len(played.episode.acted()) == 6
     assert [prompt_of(played.episode) for played in (standard, compact)] == ["standard", "compact"]
-    assert count_tokens(compact.before_the_task) <= MOST_TOKENS < 3000 < count_tokens(standard.before_the_task)
+    short, long = (count_tokens(before_the_task(played.requests[0])) for played in (compact, standard))
+    assert short <= MOST_TOKENS < 3000 < long
     offered = compact.requests[0]["tools"]
     names = {tool["function"]["name"] for tool in offered}
     assert names == {shell, editor, "finish"}

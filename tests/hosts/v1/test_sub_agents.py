@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from needs import needs_bubblewrap
-from openhands.sdk import LLM, Agent, AgentBase, Message, TextContent, Tool, register_agent
-from openhands.sdk.conversation import ConversationExecutionStatus, LocalConversation
-from openhands.sdk.conversation.state import ConversationState
-from openhands.sdk.event import Event, MessageEvent
+from openhands.sdk import LLM, Agent, Tool, register_agent
 from openhands.sdk.subagent.registry import _reset_registry_for_tests  # type: ignore[attr-defined]
 from scripted_model import ScriptedModel, call, says
-from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, run_task, stored
+from sdk_play import EDITOR, TERMINAL, finish, make_agent, make_llm, run_task, stored
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -99,36 +96,6 @@ def test_a_task_is_an_episode_that_names_its_parent(
     assert cli.main(["export", store, "--format", "trajectories", "--out", str(exported)]) == 0
     assert cli.main(["import", str(exported), "--into", str(tmp_path / "again")]) == 0
     assert parent_and_child(asyncio.run(stored(tmp_path / "again")))[1].task.data == child.task.data
-
-
-class OtherAgent(AgentBase):
-    """No ``Agent`` of the SDK, as those that another program plays."""
-
-    def init_state(self, state: ConversationState, on_event: Callable[[Event], None]) -> None:
-        pass
-
-    def step(self, conversation: LocalConversation, on_event: Callable[[Event], None], on_token: object = None) -> None:
-        said = Message(role="assistant", content=[TextContent(text="It is done.")])
-        on_event(MessageEvent(source="agent", llm_message=said))
-        conversation.state.execution_status = ConversationExecutionStatus.FINISHED
-
-
-def test_a_sub_agent_that_cannot_be_recorded_plays_and_that_is_said(
-    server: ScriptedModel, workspace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    _reset_registry_for_tests()
-    register_agent(name="researcher", factory_func=lambda llm: OtherAgent(llm=llm, tools=[]), description="Looks.")
-    delegating("other-sub-agent", server, {})
-    agent = make_agent(make_llm(server, "other-sub-agent"), tmp_path / "store", tools=[TASK_TOOLS])
-    conversation = converse(agent, workspace)
-    conversation.send_message("Give it away.")
-    with caplog.at_level("WARNING", logger="openhands"):
-        conversation.run()
-    conversation.close()
-    [parent] = asyncio.run(stored(tmp_path / "store"))
-    assert (parent.stop, parent.failure) == (StopReason.TERMINATED, None)
-    assert any("It is done." in (message.content or "") for message in parent.messages() if message.role == "tool")
-    assert "a sub-agent is not recorded" in caplog.text
 
 
 @needs_bubblewrap
