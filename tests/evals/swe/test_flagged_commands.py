@@ -25,10 +25,7 @@ pytestmark = pytest.mark.contract
     [
         ("git log --oneline --all | head", "history"),
         ("cd /workspace && git reflog", "history"),
-        ("git fsck --lost-found", "history"),
-        ("git fetch origin", "history"),
         ("cat .git/packed-refs", "history"),
-        ("git rev-list -n 3 --all", "history"),
         ("pip download Calc==2.0", "package"),
         ("python -m pip install --upgrade 'calc>=2'", "package"),
         ("cat /usr/lib/python3.12/site-packages/calc/__init__.py", "package"),

@@ -62,17 +62,10 @@ async def test_the_fix_is_resolved_and_nothing_is_not(place: Place, tmp_path: Pa
     [
         (" \n", VerdictKind.EMPTY_PATCH, "empty"),
         (FIX.replace("return a - b", "return a * b"), VerdictKind.UNAPPLIED, ""),
-        ("I would change calc.py.\n", VerdictKind.REFUSED, "not a patch"),
-        (
-            "diff --git a/x.png b/x.png\nindex 1..2 100644\nBinary files a/x.png and b/x.png differ\n",
-            VerdictKind.REFUSED,
-            "binary",
-        ),
-        (FIX + "+" * (50 * 2**20), VerdictKind.REFUSED, "50 MiB"),
         (NOTHING.replace("notes.txt", ".git/config"), VerdictKind.REFUSED, "git's own files"),
         (NOTHING.replace("notes.txt", "../../etc/notes"), VerdictKind.UNAPPLIED, ""),
     ],
-    ids=["empty", "does not fit", "prose", "binary", "50 MiB", "into .git", "out of the repository"],
+    ids=["empty", "does not fit", "into .git", "out of the repository"],
 )
 async def test_patches_that_cannot_be_tested(
     place: Place, tmp_path: Path, patch: str, kind: VerdictKind, said: str
@@ -170,19 +163,17 @@ def double(a):
 """
 
 
-async def test_tests_have_no_network_and_change_nothing_that_stays(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlay", [True, False])
+async def test_tests_have_no_network_and_change_nothing_that_stays(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlay: bool
+) -> None:
+    if not overlay:
+        monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.sandbox.can_overlay", lambda *folders: False)
     layer = await place.backend.prepare(place.sample.instance)
     before = _listing(place.cache)
     assert (await place.grade(rewritten(HOSTILE), tmp_path)).kind is VerdictKind.RESOLVED
     assert _listing(place.cache) == before
     assert not list(layer.rglob("planted"))
-
-
-async def test_without_overlays_a_copy_is_graded(place: Place, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.sandbox.can_overlay", lambda *folders: False)
-    before = _listing(place.cache)
-    assert (await place.grade(rewritten(HOSTILE), tmp_path)).kind is VerdictKind.RESOLVED
-    assert _listing(place.cache) == before
 
 
 OWN_TESTS = """\

@@ -95,14 +95,12 @@ def test_files(tmp_path: Path, form: str) -> None:
     [
         ("", "no instance in it"),
         ("{", "rows.jsonl:1: not valid JSON"),
-        ("[" * 9999, "rows.jsonl:1: not valid JSON"),
         ("[1]", "rows.jsonl:1: must be a JSON object, not list"),
         ('{"instance_id": "x"}', "column repo, base_commit is missing"),
         (json.dumps({**ROW, "FAIL_TO_PASS": "{"}), "column FAIL_TO_PASS is neither a list nor its text"),
         (json.dumps({**ROW, "FAIL_TO_PASS": "['a' 'b']"}), "column FAIL_TO_PASS must be a list of test names"),
         (json.dumps({**ROW, "FAIL_TO_PASS": "[" * 9999}), "column FAIL_TO_PASS is neither a list nor its text"),
         (json.dumps({**ROW, "FAIL_TO_PASS": "[]", "PASS_TO_PASS": None}), "name no test"),
-        (json.dumps({**ROW, "PASS_TO_PASS": [1]}), "column PASS_TO_PASS must be a list of test names"),
         (json.dumps({**ROW, "instance_id": "../x"}), "cannot name a folder"),
         (f"{json.dumps(ROW)}\n{json.dumps(ROW)}", "rows.jsonl:2: a__b-1 is there twice"),
     ],
@@ -115,13 +113,10 @@ def test_bad_rows_are_one_line_each(tmp_path: Path, text: str, said: str) -> Non
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["none.jsonl", "none.json", "none.parquet"])
-def test_a_missing_file_is_one_line(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="there is no such file; give a"):
-        read_instances(tmp_path / name)
-
-
-def test_text_of_another_encoding_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    for name in ("none.jsonl", "none.json", "none.parquet"):
+        with pytest.raises(ConfigError, match="there is no such file; give a"):
+            read_instances(tmp_path / name)
     (tmp_path / "rows.jsonl").write_bytes(b'{"instance_id": "\xff"}')
     with pytest.raises(ConfigError, match="is not UTF-8"):
         read_instances(tmp_path / "rows.jsonl")

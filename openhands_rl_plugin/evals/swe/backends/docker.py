@@ -15,8 +15,7 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
-from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
-from openhands_rl_plugin.evals.swe.grading import Guard
+from openhands_rl_plugin.evals.swe.grading import BoxBackend, Guard
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.recipes.scripts import Recipe
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance

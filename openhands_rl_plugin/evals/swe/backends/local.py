@@ -19,7 +19,6 @@ from openhands_rl_plugin.environments.workspace.git import checked_git, git_comm
 from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, find_bubblewrap, installed_parts
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
-from openhands_rl_plugin.evals.swe.backends.backend import BoxBackend
 from openhands_rl_plugin.evals.swe.backends.caching import (
     Cache,
     copy_tree,
@@ -49,7 +48,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import (
     fresh_room,
     shim_digest,
 )
-from openhands_rl_plugin.evals.swe.grading import Guard
+from openhands_rl_plugin.evals.swe.grading import BoxBackend, Guard
 from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
 from openhands_rl_plugin.evals.swe.recipes.scripts import Recipe
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
