@@ -19,8 +19,6 @@ from drifting import (
     with_spaces_in_json,
     without_thinking,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Tokens, Trajectory
@@ -31,7 +29,6 @@ from openhands_rl_plugin.trajectories.view import (
     Cause,
     breaks_of,
     context_of,
-    difference_of,
     drift_of,
     segment_causes,
     totals_of,
@@ -150,20 +147,6 @@ def test_a_break_says_where_and_what_it_costs() -> None:
     assert found.repeated == min(len(context), len(tokens.prompt_ids))
 
 
-@given(
-    st.lists(st.integers(0, 3), max_size=30),
-    st.lists(st.integers(4, 6), max_size=9),
-    st.lists(st.integers(7, 9), max_size=9),
-)
-def test_a_difference_is_where_it_was_made(common: list[int], removed: list[int], inserted: list[int]) -> None:
-    tail = [20, 21, 22, 23, 24]
-    found = difference_of([*common, *removed, *tail], [*common, *inserted, *tail, 30])
-    if not removed and not inserted:
-        assert found.at == len(common) + len(tail)
-        return
-    assert found == (len(common), tuple(removed), tuple(inserted), True)
-
-
 async def pairs(*trajectories: Trajectory) -> AsyncIterator[tuple[Trajectory, tuple[()]]]:
     for trajectory in trajectories:
         yield trajectory, ()
@@ -203,28 +186,6 @@ def test_the_command_reads_a_store(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "`openhands-rl list STORE --by` says why turns have no token ids" in capsys.readouterr().out
     assert cli.main(["doctor", "drift", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
-
-
-def byte_tokenizer(file: Path) -> None:
-    """The toy tokenizer as a file of the ``tokenizers`` library."""
-    import tokenizers
-
-    vocabulary = {chr(at) if at < 256 else f"<{at}>": at for at in range(OTHER_END + 1)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    made.decoder = tokenizers.decoders.Fuse()
-    made.save(str(file))
-
-
-def test_a_tokenizer_shows_the_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asyncio.run(stored(tmp_path / "store"))
-    byte_tokenizer(tmp_path / "tokenizer.json")
-    assert cli.main(["doctor", "drift", str(tmp_path / "store"), "--tokenizer", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "'<think>I should list the files first.</think>' became ''" in printed
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for folder in (tmp_path, tmp_path / "none"):
-        assert cli.main(["doctor", "drift", str(tmp_path / "store"), "--tokenizer", str(folder)]) == 1
-        assert capsys.readouterr().err.startswith("error: --tokenizer: ")
 
 
 def test_segments_of_an_episode_have_their_causes():

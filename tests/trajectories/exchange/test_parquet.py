@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -135,16 +134,6 @@ def nodes_in(row: dict[str, Any], columns: tuple[str, ...]) -> list[Node]:
 def written(node: Node) -> JsonObject:
     reasoning = node.metadata.get("reasoning_content")
     return {**to_wire(node.message), **({"reasoning_content": reasoning} if reasoning else {})}
-
-
-def test_columns_are_structured_for_readers_without_datasets(store: Path, tmp_path: Path) -> None:
-    import pyarrow.parquet as parquet
-
-    assert export(store, "preferences", tmp_path / "p.parquet") == 0
-    (row,) = parquet.read_table(tmp_path / "p.parquet").to_pylist()
-    assert row["prompt"][0]["content"] == "Rules."
-    assert row["chosen"][0]["reasoning_content"] == "I try execute_bash."
-    assert json.loads(row["chosen"][0]["tool_calls"][0]["function"]["arguments"]) == {"command": 'ls "a"'}
 
 
 def test_arguments_are_what_the_template_takes(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

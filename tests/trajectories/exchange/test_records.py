@@ -111,11 +111,3 @@ def test_our_own_lines_lose_nothing() -> None:
         read_line(Record({"trajectory": {"schema_version": 99}}))
     with pytest.raises(ExchangeError, match="another trajectory"):
         read_line(plain(next(line_rows(played, (score(played, 1.0).model_copy(update={"trajectory_id": "x"}),)))))
-
-
-def test_the_same_record_is_the_same_trajectory() -> None:
-    played = trajectory()
-    (row,) = sft_rows(played, ())
-    one, same = (read_conversation(plain(row)).trajectory for _ in range(2))
-    changed = read_conversation(plain(row, run_id="another")).trajectory
-    assert one == same and changed.id != one.id

@@ -142,20 +142,6 @@ async def test_an_unfinished_episode_is_replaced_at_once(storage: MongoDBTraject
     check_tidy(database)
 
 
-async def test_two_clients_may_write_the_same_episode(mongodb: MongoServer, database: Stored) -> None:
-    async with (
-        MongoDBTrajectoryStorage(mongodb.url, database.name) as one,
-        MongoDBTrajectoryStorage(mongodb.url, database.name) as two,
-    ):
-        added, played = sample_episode("added"), sample_episode("played", text="x")
-        await asyncio.gather(one.add(added), two.add(added), one.add(added), two.add(added))
-        for step in steps_of(played):
-            await asyncio.gather(play(one, step), play(two, step))
-        for storage in (one, two):
-            assert {each.id: each async for each, _ in storage.find()} == {"added": added, "played": played}
-    check_tidy(database)
-
-
 async def test_a_score_whose_writer_died_half_way_counts(
     storage: MongoDBTrajectoryStorage, mongodb: MongoServer, database: Stored
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import shutil
 import sqlite3
@@ -51,16 +50,6 @@ async def test_an_empty_storage_has_nothing_and_makes_no_folder(tmp_path: Path) 
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("odd", [math.nan, -math.inf, 1e300])
-async def test_a_number_that_no_value_has_is_a_damaged_record(odd: float, tmp_path: Path) -> None:
-    """As an earlier release stored it: it is in no baseline, and its line says which number it is."""
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        await storage.add(trajectory("a"))
-        await storage.add_scores([sample_score("a", 0.5).model_copy(update={"reward": odd})])
-        with pytest.raises(StorageError, match=r"record 'a' is not a Score: Score\.reward: "):
-            [found async for found in storage.find()]
-
-
 async def test_no_text_is_taken_for_a_query(storage: FileTrajectoryStorage) -> None:
     odd = "'; DROP TABLE episodes; --\"%_?"
     await storage.add(trajectory(odd, run_id=odd, environment=odd, task_id=odd, strategy=odd, split=odd, group_id=odd))
@@ -71,17 +60,6 @@ async def test_no_text_is_taken_for_a_query(storage: FileTrajectoryStorage) -> N
     assert await ids(storage, where) == [odd]
     assert await ids(storage, TrajectoryFilter(run_id="%")) == []
     assert await ids(storage, TrajectoryFilter(ids=(odd, *map(str, range(40_000))))) == [odd]
-
-
-async def test_what_is_dropped_while_a_stream_is_read_is_left_out(storage: FileTrajectoryStorage) -> None:
-    for number in range(64):
-        await play(storage, steps_of(sample_episode(str(number)))[:2])
-    stream = storage.find(TrajectoryFilter(finished=False))
-    seen = [(await anext(stream))[0].id]
-    # The stream has read on a little, but not as far as that.
-    assert await storage.drop([str(number) for number in range(40, 64)]) == 24
-    seen += [found.id async for found, _ in stream]
-    assert seen == [str(number) for number in range(40)]
 
 
 async def test_files_are_private_and_no_name_becomes_a_path(tmp_path: Path) -> None:
@@ -170,39 +148,6 @@ async def test_what_a_cancelled_caller_wrote_is_stored(storage: FileTrajectorySt
     assert set(await ids(storage)) == {"first", *map(str, range(8))}
 
 
-async def test_a_damaged_record_is_an_error_that_names_it(tmp_path: Path) -> None:
-    file = await closed_store(tmp_path, "good", "bad")
-    with sqlite3.connect(file) as connection:
-        (blob,) = connection.execute("SELECT nodes FROM chunks WHERE episode = 2").fetchone()
-        connection.execute("UPDATE chunks SET nodes = ? WHERE episode = 2", (blob[:-9] + bytes(1) + blob[-8:],))
-    storage = FileTrajectoryStorage(tmp_path)
-    assert await storage.get("good") is not None
-    with pytest.raises(StorageError, match=r"episode bad.*damaged.*backup"):
-        await storage.get("bad")
-    with sqlite3.connect(file) as connection:
-        connection.execute("DELETE FROM chunks WHERE episode = 2")
-    with pytest.raises(StorageError, match=r"'bad' has 0 of 3 nodes"):
-        await storage.get("bad")
-
-
-async def test_a_damaged_file_is_an_error_and_stays_as_it_is(tmp_path: Path) -> None:
-    file = await closed_store(tmp_path, *map(str, range(50)))
-    whole = file.read_bytes()
-    for damaged in (
-        b"not a database at all" * 100,
-        whole[:100] + os.urandom(len(whole) - 100),
-        whole[: len(whole) // 2],
-    ):
-        file.write_bytes(damaged)
-        storage = FileTrajectoryStorage(tmp_path)
-        with pytest.raises(StorageError, match=r"damaged or no database.*restore it from a backup"):
-            await ids(storage)
-        with pytest.raises(StorageError, match=r"damaged or no database"):
-            await storage.add(trajectory("new"))
-        await storage.close()
-        assert file.read_bytes() == damaged
-
-
 async def test_a_database_of_something_else_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
@@ -227,15 +172,6 @@ async def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     (tmp_path / "store" / FILE_NAME).mkdir(parents=True)
     with pytest.raises(StorageError, match=r"permissions.*\[rl.storage\]"):
         await FileTrajectoryStorage(tmp_path / "store").add(trajectory("a"))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
-async def test_a_folder_that_may_not_be_written_is_reported(tmp_path: Path) -> None:
-    await closed_store(tmp_path / "store", "a")
-    (tmp_path / "store" / FILE_NAME).chmod(0o400)
-    (tmp_path / "store").chmod(0o500)
-    with pytest.raises(StorageError, match=r"may not be written.*change their permissions"):
-        await FileTrajectoryStorage(tmp_path / "store").add(trajectory("b"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser mounts")
@@ -265,30 +201,11 @@ async def test_a_store_on_a_read_only_disk_can_be_read(tmp_path: Path) -> None:
         subprocess.run(["umount", str(view)], check=True)
 
 
-async def test_a_failed_write_does_not_spoil_the_next_one(tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("in the way")
-    storage = FileTrajectoryStorage(tmp_path / "store")
-    with pytest.raises(StorageError):
-        await storage.add(trajectory("a"))
-    (tmp_path / "store").unlink()
-    await storage.add(trajectory("b"))
-    assert await ids(storage) == ["b"]
-
-
 async def test_two_that_make_a_store_at_once_make_it_once(tmp_path: Path) -> None:
     first, second = FileTrajectoryStorage(tmp_path), FileTrajectoryStorage(tmp_path)
     await asyncio.gather(first.add(trajectory("a")), second.add(trajectory("b")), first.count(), second.count())
     assert sorted(await ids(first)) == ["a", "b"]
     assert {path.name for path in tmp_path.iterdir()} == {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
-
-
-async def test_other_files_in_the_folder_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "trajectories").mkdir()
-    (tmp_path / "trajectories" / "segment.jsonl").write_text("{}\n")
-    storage = FileTrajectoryStorage(tmp_path)
-    assert await ids(storage) == []
-    await storage.add(trajectory("a"))
-    assert await ids(storage) == ["a"]
 
 
 async def test_the_second_schema_version_can_be_read(tmp_path: Path) -> None:

@@ -58,17 +58,6 @@ async def test_it_is_judged_by_outcomes_and_takes_labels(tmp_path: Path) -> None
         assert [each.id async for each in storage.summaries(TrajectoryFilter(label="look again"))] == ["nobody"]
 
 
-async def test_it_is_done_once(tmp_path: Path) -> None:
-    await as_before(tmp_path)
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        assert await storage.labels(["graded"]) == ()
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
-        connection.execute("UPDATE episodes SET score = 0.125 WHERE id = 'graded'")
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        (graded,) = [each async for each in storage.summaries(TrajectoryFilter(ids=("graded",)))]
-    assert graded.reward == 0.125
-
-
 async def condensed_as_before(folder: Path) -> Trajectory:
     """A condensed episode with paid steps, stored while it ran, whose header counts its last segment only."""
     said = Message(role="assistant", content="go")
@@ -104,24 +93,3 @@ async def test_a_condensed_episode_counts_all_its_segments(tmp_path: Path) -> No
         assert (found.turns, found.episode_return) == (4, 1.25)
         (whole,) = [each async for each, _ in storage.find(TrajectoryFilter(reward_at_least=1.25))]
         assert whole == episode and whole.episode_return == 1.25
-
-
-def indices(folder: Path) -> set[str]:
-    with closing(sqlite3.connect(folder / FILE_NAME)) as connection:
-        return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
-
-
-async def test_an_older_store_gets_the_indices_of_its_orders(tmp_path: Path) -> None:
-    async with FileTrajectoryStorage(tmp_path / "new") as storage:
-        await storage.add(sample_episode("one"))
-    async with FileTrajectoryStorage(tmp_path / "old") as storage:
-        for at in range(5):
-            await storage.add(sample_episode(f"{at}", reward=at / 4))
-    with closing(sqlite3.connect(tmp_path / "old" / FILE_NAME)) as connection, connection:
-        connection.executescript("DROP INDEX episodes_by_reward; DROP TABLE names")
-        connection.execute("CREATE INDEX episodes_reward ON episodes (reward) WHERE stop <> 'unfinished'")
-    assert indices(tmp_path / "old") != indices(tmp_path / "new")
-    order = TrajectoryFilter(sort=TrajectoryOrder.REWARD, descending=True, finished=None)
-    async with FileTrajectoryStorage(tmp_path / "old") as storage:
-        assert [each.id async for each in storage.summaries(order)] == ["4", "3", "2", "1", "0"]
-    assert indices(tmp_path / "old") == indices(tmp_path / "new")

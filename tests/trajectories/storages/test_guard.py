@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, Label, LabelKind, TrajectoryFilter
+from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
-from openhands_rl_plugin.core.types import JsonObject, Message, Node, Times, Tokens
+from openhands_rl_plugin.core.types import JsonObject, Message, Node, Tokens
 from openhands_rl_plugin.testing.samples import sample_episode
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -110,25 +109,6 @@ async def test_an_episode_without_secrets_keeps_its_ids_in_the_next_process(open
     await second.grow(grown(2, "and now?", "done"))
     assert await trained(second) == [1, 3]
     await second.close()
-
-
-async def test_an_episode_that_is_played_anew_has_nothing_to_do_with_the_dropped_one(opened: Open) -> None:
-    storage = opened()
-    await storage.begin(begun((TOOL,)))
-    await storage.grow(grown(0, SECRET, "yes"))
-    assert await storage.drop(["a"]) == 1
-    await storage.begin(begun())
-    await storage.grow(grown(0, "go", "yes"))
-    assert await trained(storage) == [1]
-    await storage.close()
-
-
-@pytest.mark.parametrize("at", [math.nan, math.inf])
-def test_a_time_is_a_number(at: float) -> None:
-    with pytest.raises(ValueError, match="finite number"):
-        Times(started=at, finished=2.0)
-    with pytest.raises(ValueError, match="finite number"):
-        EpisodeEnd(trajectory_id="a", head=None, stop=EPISODE.stop, policy=EPISODE.policy, finished=at)
 
 
 async def test_a_label_holds_no_secret(opened: Open) -> None:
