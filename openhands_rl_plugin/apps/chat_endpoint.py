@@ -417,9 +417,9 @@ class AgentEndpoints:
                             yield chunk(content=(gap if event.turn != turn else "") + event.text)
                             turn = event.turn
                         case ToolCallStarted() | ToolResult():
-                            told = event.model_dump(exclude={"call_id"})
+                            fields = event.model_dump(exclude={"call_id"})
                             kind = "started" if isinstance(event, ToolCallStarted) else "result"
-                            yield chunk(tool_event={"event": kind, "id": event.call_id, **told})
+                            yield chunk(tool_event={"event": kind, "id": event.call_id, **fields})
                         case AgentResult():
                             answer = _checked(event).answer if not event.streamed else None
                             yield chunk(end=event.end, **({"content": gap + answer} if answer else {}))

@@ -232,7 +232,7 @@ def log_accesses() -> None:
 def note_failure(error: BaseException) -> str:
     """Log in one line what nobody expected, with its traceback where ``DEBUG`` is set.
 
-    What the client is told: a number that leads to the line, and nothing else.
+    The client gets a number that leads to the line, and nothing else.
     """
     number = secrets.token_hex(4)
     frames = traceback.extract_tb(error.__traceback__)
