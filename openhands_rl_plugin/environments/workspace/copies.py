@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,10 +118,6 @@ def copy_tree(
     if not parts:
         return
     keep = "mode,timestamps,links,xattr" if live else "all"
-    if shutil.which("cp", path=search_path()) is None:
-        raise InfrastructureError(
-            "copying the workspace failed: the program cp is not on PATH, nor in the system's folders"
-        )
     command = ["cp", "-dR", f"--preserve={keep}", "--reflink=auto", f"--target-directory={target}", "--"]
     if live:
         inside = [INSIDE + part.removeprefix(str(source)) for part in parts]
@@ -153,18 +149,15 @@ def copy_tree(
 
 def _check_size(paths: Sequence[str], limits: ForkLimits) -> None:
     files = size = 0
-    pending = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
-    while pending:
-        try:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
-                    else:
-                        size += entry.stat(follow_symlinks=False).st_size
-        except OSError as error:
-            raise BadEnvironmentError(f"the workspace cannot be copied for a search: {error.strerror}") from error
+    folders = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
+
+    def refuse(error: OSError) -> None:
+        raise BadEnvironmentError(f"the workspace cannot be copied for a search: {error.strerror}") from error
+
+    for folder, below, names in (each for path in folders for each in os.walk(path, onerror=refuse)):
+        files += len(below) + len(names)
+        with suppress(FileNotFoundError):
+            size += sum(os.lstat(os.path.join(folder, name)).st_size for name in names)
         if files > limits.files or size > limits.size:
             found = f"{limits.files} files" if files > limits.files else f"{limits.size >> 20} MiB"
             raise BadEnvironmentError(

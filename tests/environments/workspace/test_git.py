@@ -6,10 +6,7 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 import pytest
 from needs import needs_bubblewrap
@@ -26,18 +23,52 @@ from openhands_rl_plugin.evals.tasks.suite import _fixes
 from openhands_rl_plugin.evals.tasks.trees import GitRepository
 
 PACKAGE = Path(__file__).parents[3] / "openhands_rl_plugin"
-SIGNED = """tree {tree}
-author a <a@b> 0 +0000
-committer a <a@b> 0 +0000
-gpgsig -----BEGIN PGP SIGNATURE-----
- x
- -----END PGP SIGNATURE-----
-
-signed
-"""
-
-
 COMMON, PARTIAL = "another common folder", "a partial clone"
+SHELL = r"""
+hook() { printf '#!/bin/sh\nexec %s < /dev/null\n' $EVIL > .git/hooks/$1; chmod 755 .git/hooks/$1; echo two > a.txt; }
+attribute() { echo "a.txt $1=evil" > .gitattributes; git config $1.evil.$2 $EVIL; echo two > a.txt; }
+monitor() { printf '[core]\n\trepositoryformatversion = 0\n\tfsmonitor = %s\n' $EVIL > $1; }
+lazy() { git config remote.origin.url $1; for at in core.repositoryformatversion=1 extensions.partialClone=origin \
+  remote.origin.promisor=true; do git config ${at%%=*} ${at#*=}; done; }
+signed() { printf 'tree %s\nauthor a <a@b> 0 +0000\ncommitter a <a@b> 0 +0000\ngpgsig -----BEGIN PGP SIGNATURE-----\n'\
+' x\n -----END PGP SIGNATURE-----\n\nsigned\n' $(git write-tree) | git hash-object -t commit -w --stdin; }
+set -e
+"""
+# What is put into a repository, by the words of git that then run it where they may.
+WAYS = {
+    "fsmonitor": ("status", "git config core.fsmonitor $EVIL"),
+    "a hook before a commit": ("commit -am x", "hook pre-commit"),
+    "a hook of the index": ("add a.txt", "hook post-index-change"),
+    "a hook of references": ("tag x", "hook reference-transaction"),
+    "a folder of hooks": ("commit -am x", "hook pre-commit; git config core.hooksPath $PWD/h; mv .git/hooks h"),
+    "filter.clean": ("add a.txt", "attribute filter clean"),
+    "filter.process": ("add a.txt", "attribute filter process"),
+    "filter.smudge": ("checkout -- a.txt", "attribute filter smudge"),
+    "textconv": ("diff", "attribute diff textconv"),
+    "the command of a driver": ("diff", "attribute diff command"),
+    "an external diff": ("diff", "git config diff.external $EVIL; echo two > a.txt"),
+    "include": ("status", "monitor more; git config include.path $PWD/more"),
+    "include on a condition": ("status", "monitor more; git config includeIf.onbranch:main.path $PWD/more"),
+    "settings of a work tree": ("status", "git config extensions.worktreeConfig true; monitor .git/config.worktree"),
+    COMMON: (
+        "status",
+        "mkdir other; cp -r .git/objects .git/refs other; monitor other/config; echo ../other > .git/commondir",
+    ),
+    "gpg": ("log -1", "git config gpg.program $EVIL; git config log.showSignature true; git update-ref HEAD $(signed)"),
+    "ssh": ("fetch origin", "git config core.sshCommand $EVIL; lazy ssh://host/x"),
+    "ext": ("fetch origin", "git config protocol.ext.allow always; lazy ext::$EVIL"),
+    PARTIAL: (
+        "cat-file -p HEAD:a.txt",
+        "rm .git/objects/$(git rev-parse HEAD:a.txt | sed s,..,\\&/,); lazy $PWD;"
+        "git config remote.origin.uploadpack $EVIL",
+    ),
+    "a submodule": (
+        "status",
+        r"""git init -q inner; git -C inner commit -q --allow-empty -m x; git -C inner config core.fsmonitor $EVIL
+        printf '[submodule "inner"]\n\tpath = inner\n\turl = ./inner\n\tignore = none\n' > .gitmodules
+        git add --all; git commit -qm inner""",
+    ),
+}
 
 
 class Planted:
@@ -50,109 +81,26 @@ class Planted:
         self.program.write_text(f"#!/bin/sh\ntouch {self.marker} /tmp/git/ran\ntimeout 0.2 cat\n")
         self.program.chmod(0o755)
         (self.root / "a.txt").write_text("one\n")
-        self.git("init", "--quiet", "--initial-branch=main")
-        self.git("add", "--all")
-        self.git("commit", "--quiet", "--message=start")
+        self.shell("git init -q --initial-branch=main; git add --all; git commit -qm start")
 
-    def git(self, *words: str, given: str = "", check: bool = True) -> str:
-        """What git on the host prints."""
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        options = {"input": given, "check": check, "capture_output": True, "text": True, "timeout": 60}
-        return subprocess.run(command, cwd=self.root, **options).stdout.strip()
-
-    def plant(self, way: Way) -> None:
-        filled = {
-            name: text.replace("EVIL", str(self.program)).replace("ROOT", str(self.root))
-            for name, text in way.files.items()
-        }
-        for name, text in filled.items():
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / name).write_text(text)
-            (self.root / name).chmod(0o755)
-        for name, value in way.settings.items():
-            self.git("config", name, value.replace("EVIL", str(self.program)).replace("ROOT", str(self.root)))
-        if way.prepare is not None:
-            way.prepare(self)
-
-
-class Way(NamedTuple):
-    """What is put into a repository, and the words of git that then run it where it may."""
-
-    words: str
-    settings: Mapping[str, str] = MappingProxyType({})
-    files: Mapping[str, str] = MappingProxyType({})
-    prepare: Callable[[Planted], object] | None = None
-
-
-def signed(it: Planted) -> None:
-    made = it.git("hash-object", "-t", "commit", "-w", "--stdin", given=SIGNED.format(tree=it.git("write-tree")))
-    it.git("update-ref", "HEAD", made)
-
-
-def without_a_file(it: Planted) -> None:
-    blob = it.git("rev-parse", "HEAD:a.txt")
-    (it.root / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
-
-
-def with_submodule(it: Planted) -> None:
-    inner = str(it.root / "inner")
-    it.git("init", "--quiet", inner)
-    it.git("-C", inner, "commit", "--allow-empty", "--message=x")
-    it.git("add", "--all")
-    it.git("commit", "--quiet", "--message=inner")
-    it.git("-C", inner, "config", "core.fsmonitor", str(it.program))
-
-
-CHANGED = {"a.txt": "two\n"}
-MONITOR = "[core]\n\trepositoryformatversion = 0\n\tfsmonitor = EVIL\n"
-MODULE = '[submodule "inner"]\n\tpath = inner\n\turl = ./inner\n\tignore = none\n'
-HOOK = "#!/bin/sh\nexec EVIL < /dev/null\n"
-FILTERED, DRIVEN = ({**CHANGED, ".gitattributes": f"a.txt {each}=evil\n"} for each in ("filter", "diff"))
-LAZY = {"core.repositoryformatversion": "1", "extensions.partialClone": "origin", "remote.origin.promisor": "true"}
-WAYS = {
-    "fsmonitor": Way("status", {"core.fsmonitor": "EVIL"}),
-    "a hook before a commit": Way("commit -am x", {}, {**CHANGED, ".git/hooks/pre-commit": HOOK}),
-    "a hook of the index": Way("add a.txt", {}, {**CHANGED, ".git/hooks/post-index-change": HOOK}),
-    "a hook of references": Way("tag x", {}, {".git/hooks/reference-transaction": HOOK}),
-    "a folder of hooks": Way("commit -am x", {"core.hooksPath": "ROOT/h"}, {**CHANGED, "h/pre-commit": HOOK}),
-    "filter.clean": Way("add a.txt", {"filter.evil.clean": "EVIL"}, FILTERED),
-    "filter.process": Way("add a.txt", {"filter.evil.process": "EVIL"}, FILTERED),
-    "filter.smudge": Way("checkout -- a.txt", {"filter.evil.smudge": "EVIL"}, FILTERED),
-    "textconv": Way("diff", {"diff.evil.textconv": "EVIL"}, DRIVEN),
-    "the command of a driver": Way("diff", {"diff.evil.command": "EVIL"}, DRIVEN),
-    "an external diff": Way("diff", {"diff.external": "EVIL"}, CHANGED),
-    "include": Way("status", {"include.path": "ROOT/more"}, {"more": MONITOR}),
-    "include on a condition": Way("status", {"includeIf.onbranch:main.path": "ROOT/more"}, {"more": MONITOR}),
-    "settings of a work tree": Way("status", {"extensions.worktreeConfig": "true"}, {".git/config.worktree": MONITOR}),
-    COMMON: Way(
-        "status",
-        files={".git/commondir": "../other", "other/config": MONITOR},
-        prepare=lambda it: [
-            shutil.copytree(it.root / ".git" / name, it.root / "other" / name) for name in ("objects", "refs")
-        ],
-    ),
-    "gpg": Way("log -1", {"gpg.program": "EVIL", "log.showSignature": "true"}, prepare=signed),
-    "ssh": Way("fetch origin", {"core.sshCommand": "EVIL", "remote.origin.url": "ssh://host/x", **LAZY}),
-    "ext": Way("fetch origin", {"protocol.ext.allow": "always", "remote.origin.url": "ext::EVIL", **LAZY}),
-    PARTIAL: Way(
-        "cat-file -p HEAD:a.txt",
-        {"remote.origin.url": "ROOT", "remote.origin.uploadpack": "EVIL", **LAZY},
-        prepare=without_a_file,
-    ),
-    "a submodule": Way("status", files={".gitmodules": MODULE}, prepare=with_submodule),
-}
+    def shell(self, script: str, *, check: bool = True) -> str:
+        """What a script on the host prints."""
+        who = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        options = {"check": check, "capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL}
+        variables = {**os.environ, **who, "EVIL": str(self.program)}
+        return subprocess.run(["bash", "-c", SHELL + script], cwd=self.root, env=variables, **options).stdout.strip()
 
 
 @needs_bubblewrap
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_a_repository_runs_here(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     it = Planted(tmp_path)
-    it.plant(WAYS[way])
-    head = it.git("rev-parse", "main" if way == COMMON else "HEAD")
+    words, script = WAYS[way]
+    head = it.shell(f"{script}; git --git-dir=.git rev-parse {'main' if way == COMMON else 'HEAD'}").splitlines()[-1]
     copy = shutil.copytree(it.root, tmp_path / "mirrors" / "owner" / "name", symlinks=True)
     checkout = shutil.copytree(it.root, tmp_path / "checkout", symlinks=True)
     it.marker.unlink(missing_ok=True)
-    it.git(*WAYS[way].words.split(), check=False)
+    it.shell(f"git {words}", check=False)
     assert it.marker.exists(), "without the sandbox it runs"
     it.marker.unlink()
     # No git that is started on the host: the sandbox does not see this one.
@@ -195,9 +143,9 @@ def test_other_repositories_of_this_machine_are_not_seen(tmp_path: Path):
     it = Planted(tmp_path)
     secret = tmp_path / "secret"
     subprocess.run(["git", "clone", "--quiet", str(it.root), str(secret)], check=True)
-    hidden = it.git("-C", str(secret), "hash-object", "-w", "--stdin", given="a secret")
+    hidden = it.shell(f"printf 'a secret' | git -C {secret} hash-object -w --stdin")
     (it.root / ".git/objects/info/alternates").write_text(f"{secret}/.git/objects\n")
-    assert it.git("cat-file", "-p", hidden) == "a secret"
+    assert it.shell(f"git cat-file -p {hidden}") == "a secret"
     with pytest.raises(ConfigError, match="cat-file failed"):
         GitRepository(it.root).git("cat-file", "-p", hidden)
     shutil.rmtree(it.root / ".git")
