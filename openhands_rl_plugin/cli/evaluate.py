@@ -66,10 +66,10 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures
-    from openhands_rl_plugin.evals.report.run_records import RunRecord
     from openhands_rl_plugin.evals.runs.evaluate import Evaluation
     from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
     from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
+    from openhands_rl_plugin.evals.runs.run_files import RunRecord
     from openhands_rl_plugin.evals.runs.suites import Suite
     from openhands_rl_plugin.evals.swe.types import InstanceBackend
 
@@ -341,8 +341,7 @@ async def _backend(args: argparse.Namespace, entries: Sequence[EvalTask]) -> Asy
 
 def _describe(plan: EvaluationPlan, settings: RLSettings, recorded: JsonObject, args: argparse.Namespace) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
-    from openhands_rl_plugin.evals.runs.output_rows import check_same_settings
-    from openhands_rl_plugin.evals.runs.run_files import finished_instances
+    from openhands_rl_plugin.evals.runs.run_files import check_same_settings, finished_instances
 
     suite = plan.suite
     known = None if suite.on_hub and args.dataset_file is None else _entries(args, suite, settings)
@@ -376,9 +375,8 @@ def _lengths(plan: EvaluationPlan) -> str:
 
 def _read(args: argparse.Namespace) -> int:
     """Report or compare finished runs. Raises ``RLError`` when a run or the store cannot be read."""
-    from openhands_rl_plugin.evals.report.figures import compare, figures_of
-    from openhands_rl_plugin.evals.report.run_records import read_runs, with_verifier
-    from openhands_rl_plugin.evals.report.tables import EvaluationReport, write_json_report
+    from openhands_rl_plugin.evals.report.figures import EvaluationReport, compare, figures_of, write_json_report
+    from openhands_rl_plugin.evals.runs.run_files import read_runs, with_verifier
     from openhands_rl_plugin.trajectories.view import print_json
 
     async def judged(runs: tuple[RunRecord, ...]) -> tuple[RunRecord, ...]:
@@ -405,7 +403,7 @@ def _read(args: argparse.Namespace) -> int:
 
 def _print_tables(groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
     """Print a table with a column for each group of runs, and the comparison."""
-    from openhands_rl_plugin.evals.report.tables import HEADINGS, comparison_rows, figure_row, kind_counts
+    from openhands_rl_plugin.evals.report.figures import HEADINGS, comparison_rows, figure_row, kind_counts
     from openhands_rl_plugin.trajectories.view import console, table
 
     rows = [(*figure_row(group), kind_counts(group), group.in_force or "not recorded") for group in groups]
@@ -418,7 +416,7 @@ def _print_tables(groups: Sequence[EvaluationFigures], comparison: Comparison | 
 def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     """Print the results; exit code 1 when they say nothing about the agent. ``graded``: verdicts were wanted."""
     from openhands_rl_plugin.evals.report.figures import figures_of
-    from openhands_rl_plugin.evals.report.run_records import read_runs
+    from openhands_rl_plugin.evals.runs.run_files import read_runs
     from openhands_rl_plugin.evals.swe.run_evaluation import commonest
     from openhands_rl_plugin.evals.swe.types import UNKNOWN, VerdictKind
 

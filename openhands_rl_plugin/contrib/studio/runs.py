@@ -28,11 +28,19 @@ from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter, 
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
 from openhands_rl_plugin.core.types import Adapter, JsonObject, StopReason
-from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures, compare, figures_of, grouped
-from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs
-from openhands_rl_plugin.evals.report.tables import HEADINGS, about_row, comparison_rows, figure_row
+from openhands_rl_plugin.evals.report.figures import (
+    HEADINGS,
+    Comparison,
+    EvaluationFigures,
+    about_row,
+    compare,
+    comparison_rows,
+    figure_row,
+    figures_of,
+    grouped,
+)
 from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.run_files import OUTPUT, read_rows
+from openhands_rl_plugin.evals.runs.run_files import OUTPUT, RunRecord, read_rows, read_runs
 from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE, PROBED, AdapterStore, LoadedBy, ProbedOn
 from openhands_rl_plugin.training.loop.plan import FACTS, LoopState, RunFacts, StageRecord, success_of
 

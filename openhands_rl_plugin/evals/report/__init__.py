@@ -1,4 +1,4 @@
-"""Reports of evaluation runs and comparisons of two: ``run_records`` reads runs, ``figures`` computes.
+"""Figures of evaluation runs and comparisons of two, from what ``evals.runs.run_files`` reads.
 
 Start with ``figures``.
 """

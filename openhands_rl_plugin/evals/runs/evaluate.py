@@ -18,17 +18,17 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
-from openhands_rl_plugin.evals.report.run_records import outcome_of_row
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome, outcome_of
-from openhands_rl_plugin.evals.runs.output_rows import (
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
+from openhands_rl_plugin.evals.runs.run_files import (
+    RunFiles,
     check_same_settings,
     completion_files,
     metadata_of,
+    outcome_of_row,
     output_row,
     write_run_report,
 )
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
-from openhands_rl_plugin.evals.runs.run_files import RunFiles
 from openhands_rl_plugin.evals.runs.runner import EvalRunner
 from openhands_rl_plugin.evals.runs.suites import REPLIES, own_suite
 from openhands_rl_plugin.evals.swe.types import InstanceBackend, VerdictKind

@@ -16,8 +16,8 @@ from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.evals.report.figures import compare, figures_of, mcnemar, sign_permutation
-from openhands_rl_plugin.evals.report.run_records import RunRecord, read_runs, with_verifier
 from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.runs.run_files import RunRecord, read_runs, with_verifier
 from openhands_rl_plugin.evals.swe.types import VerdictKind
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

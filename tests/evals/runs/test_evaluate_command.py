@@ -80,12 +80,10 @@ SAME = ["--strategy", "BestOfN", "--strategy-option", "n=4"]
         (None, ["--strategy", "MCTS"], ""),
     ],
 )
-@pytest.mark.parametrize("noted_in", ["metadata.json", "output.jsonl"])
 def test_results_are_not_shown_as_those_of_other_settings(
     details: dict | None,
     words: list[str],
     said: str,
-    noted_in: str,
     rows: Path,
     config: Path,
     tmp_path: Path,
@@ -94,10 +92,8 @@ def test_results_are_not_shown_as_those_of_other_settings(
     directory = tmp_path / "out/rows-test/RLAgent/qwen_maxiter_50_N_v1-run_0"
     directory.mkdir(parents=True)
     metadata = {} if details is None else {"llm_config": {"model": "openai/org/qwen", "top_p": 1.0}, "details": details}
-    if noted_in == "metadata.json":
-        (directory / noted_in).write_text(json.dumps(metadata))
-    row = {"instance_id": "owner__adder-1", **({"metadata": metadata} if noted_in == "output.jsonl" else {})}
-    (directory / "output.jsonl").write_text(json.dumps(row) + "\n")
+    (directory / "metadata.json").write_text(json.dumps(metadata))
+    (directory / "output.jsonl").write_text('{"instance_id": "owner__adder-1"}\n')
     command = ["evaluate", str(rows), "--llm", "eval", "--config", str(config), "--out", str(tmp_path / "out")]
     assert main([*command, "--agent", "RLAgent", *words, "--dry-run"]) == (1 if said else 0)
     printed = capsys.readouterr()

@@ -17,12 +17,11 @@ from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
-from openhands_rl_plugin.evals.report.run_records import read_runs
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
-from openhands_rl_plugin.evals.runs.run_files import RunFiles
+from openhands_rl_plugin.evals.runs.run_files import RunFiles, read_runs
 from openhands_rl_plugin.evals.runs.suites import Suite, environment_tasks, find_suite, swe_task
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -19,8 +19,8 @@ from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report, 
 from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.report.figures import compare
-from openhands_rl_plugin.evals.report.run_records import RunRecord
 from openhands_rl_plugin.evals.runs.outcome import Outcome
+from openhands_rl_plugin.evals.runs.run_files import RunRecord
 from openhands_rl_plugin.evals.swe.types import VerdictKind
 from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, SamplePair, StageChange, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
