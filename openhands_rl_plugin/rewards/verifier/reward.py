@@ -99,7 +99,8 @@ class VerifierReward:
         if not valid:
             return [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
         prompts = await asyncio.to_thread(lambda: [self._prompts.of(trajectory) for trajectory in valid])
-        verdicts = await self._judge.judge([prompt.ids for prompt in prompts])
+        judge = await asyncio.to_thread(lambda: self._judge)
+        verdicts = await judge.judge([prompt.ids for prompt in prompts])
         found = iter([self._outcome(*each) for each in zip(valid, prompts, verdicts, strict=True)])
         return [trajectory.failure or next(found) for trajectory in trajectories]
 
@@ -136,8 +137,8 @@ class VerifierReward:
     def _judge(self) -> Judge:
         options = self._options
         if not options.base_url:
-            key = str(self._directory.resolve()), self._card.sha256, self._base, str(options.tokens_per_pass)
-            return _Here(*key)
+            with _LOADING:
+                return _loaded(str(self._directory.resolve()), self._card.sha256, self._base, options.tokens_per_pass)
         return ServedVerifier(
             options.base_url,
             options.served_model or self._directory.name,
@@ -152,21 +153,6 @@ class VerifierReward:
         return self._options.model or self._card.model
 
 
-class _Here:
-    """A model in this process, loaded at the first call."""
-
-    def __init__(self, *where: str) -> None:
-        self._where = where
-
-    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
-        return [*await asyncio.to_thread(lambda: self._shared.judge(prompts))]
-
-    @cached_property
-    def _shared(self) -> _SharedModel:
-        with _LOADING:
-            return _loaded(*self._where)
-
-
 class _SharedModel:
     """Scores all prompts that wait in one batch, from whatever thread and event loop."""
 
@@ -176,7 +162,10 @@ class _SharedModel:
         self._waiting: dict[int, Sequence[tuple[int, ...]]] = {}
         self._found: dict[int, list[VerifierOutput]] = {}
 
-    def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
+    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
+        return [*await asyncio.to_thread(self._judged, prompts)]
+
+    def _judged(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
         caller = threading.get_ident()
         self._waiting[caller] = prompts
         with self._turn:
@@ -196,14 +185,14 @@ _LOADING = threading.Lock()
 
 
 @lru_cache(maxsize=2)
-def _loaded(directory: str, sha256: str, base: str, tokens_per_pass: str) -> _SharedModel:
+def _loaded(directory: str, sha256: str, base: str, tokens_per_pass: int) -> _SharedModel:
     """The model that all rewards with the same weights share; the newest two are kept.
 
     Every episode has its own reward object, and so may every search.
     """
     with from_extra("train"):
         from openhands_rl_plugin.rewards.verifier.training import VerifierModel
-    return _SharedModel(VerifierModel(Path(directory), model=base, tokens_per_pass=int(tokens_per_pass)))
+    return _SharedModel(VerifierModel(Path(directory), model=base, tokens_per_pass=tokens_per_pass))
 
 
 def forget_models() -> None:

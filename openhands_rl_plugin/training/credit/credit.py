@@ -11,7 +11,7 @@ DAPO this is its dynamic sampling (Yu et al. 2025, arXiv 2503.14476) without the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate, pairwise
 
 from openhands_rl_plugin.config.rl import TrainingSettings
@@ -198,24 +198,29 @@ def credited_samples(
         whole = group_advantages(trajectories, rewards, settings)
         weighted = [(t, a) for t, a in zip(trajectories, whole, strict=True) if a is not None]
         return [s for t, a in weighted for s in samples_of(t, a)]
-    first, again = _node_advantages(trajectories, rewards, settings)
-    times = {index: times_sampled(trajectories[index]) for index in {*first, *again}}
+    advantages = {index: nodes for index, nodes in _node_advantages(trajectories, rewards, settings).items() if nodes}
+    # A search merges equal proposals; those were sampled as often, but never executed.
+    merged = settings.tree == "proposals"
+    times = {index: times_sampled(trajectories[index]) if merged else {} for index in advantages}
     if algorithm_of(settings).estimator.whitened:
-        first, again = _whitened(trajectories, first, again, times)
+        places = [(index, at) for index, nodes in advantages.items() for at in nodes]
+        lengths = [sampled_tokens(trajectories[index], at) * times[index].get(at, 1) for index, at in places]
+        whitened = whiten([advantages[index][at] for index, at in places], lengths)
+        for (index, at), value in zip(places, whitened, strict=True):
+            advantages[index][at] = value
     samples: list[Sample] = []
-    for index, of_nodes in first.items():
-        more = {at: (times[index][at] - 1, value) for at, value in again.get(index, {}).items()}
-        samples += samples_of_tree(trajectories[index], of_nodes, again=more)
+    for index, nodes in advantages.items():
+        again = {at: (often - 1, nodes[at]) for at, often in times[index].items() if at in nodes and often > 1}
+        samples += samples_of_tree(trajectories[index], nodes, again=again)
     return samples
 
 
 def _node_advantages(
     trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
-) -> tuple[dict[int, NodeAdvantages], dict[int, NodeAdvantages]]:
-    """``trajectory index -> node -> advantage``, before whitening; and of what was sampled again and merged into it."""
+) -> dict[int, NodeAdvantages]:
+    """``trajectory index -> node -> advantage``, before whitening."""
     if settings.tree == "proposals":
-        proposed = {index: proposal_advantages(each, settings) for index, each in enumerate(trajectories)}
-        return _filled(proposed), _sampled_again(trajectories, proposed)
+        return {index: proposal_advantages(each, settings) for index, each in enumerate(trajectories)}
     groups = groups_with_signal(trajectories, rewards, settings)
     if settings.step_rewards == "episode":
         whole = group_advantages(trajectories, rewards, settings, whitened=False)
@@ -229,41 +234,7 @@ def _node_advantages(
     if settings.state_weight:
         for index, more in turn_advantages(trajectories, rewards, groups, settings, by_state=True).items():
             nodes[index] = {at: nodes[index][at] + settings.state_weight * value for at, value in more.items()}
-    return _filled(nodes), {}
-
-
-def _filled(nodes: Mapping[int, NodeAdvantages]) -> dict[int, NodeAdvantages]:
-    return {index: of_nodes for index, of_nodes in nodes.items() if of_nodes}
-
-
-def _sampled_again(
-    trajectories: Sequence[Trajectory], proposed: Mapping[int, NodeAdvantages]
-) -> dict[int, NodeAdvantages]:
-    """The advantages of proposals that a search merged into the first of their kind; those were never acted on."""
-    times = {index: times_sampled(trajectories[index]) for index in proposed}
-    merged = {index: {at: v for at, v in nodes.items() if times[index][at] > 1} for index, nodes in proposed.items()}
-    return _filled(merged)
-
-
-def _whitened(
-    trajectories: Sequence[Trajectory],
-    first: dict[int, NodeAdvantages],
-    again: dict[int, NodeAdvantages],
-    times: Mapping[int, Mapping[int, int]],
-) -> tuple[dict[int, NodeAdvantages], dict[int, NodeAdvantages]]:
-    values: list[float] = []
-    lengths: list[int] = []
-    for part, nodes in enumerate((first, again)):
-        for index, of_nodes in nodes.items():
-            values += of_nodes.values()
-            lengths += [
-                sampled_tokens(trajectories[index], at) * (times[index][at] - 1 if part else 1) for at in of_nodes
-            ]
-    found = iter(whiten(values, lengths))
-    whitened = [
-        {index: {at: next(found) for at in of_nodes} for index, of_nodes in nodes.items()} for nodes in (first, again)
-    ]
-    return whitened[0], whitened[1]
+    return nodes
 
 
 def is_searched(trajectory: Trajectory) -> bool:
