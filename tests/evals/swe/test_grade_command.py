@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(make_sample(folder), folder)
 
 
-def write(file: Path, *rows: dict[str, object]) -> Path:
+def write(file: Path, *rows: Mapping[str, object]) -> Path:
     file.write_text("".join(json.dumps({"model_name_or_path": "org/m", **row}) + "\n" for row in rows))
     return file
 
