@@ -15,6 +15,7 @@ from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
 
+_COUNTED = ("submitted", "completed", "resolved", "unresolved", "empty_patch", "error")
 _TESTED = (VerdictKind.RESOLVED, VerdictKind.UNRESOLVED)
 
 
@@ -93,12 +94,7 @@ def run_report(verdicts: Mapping[str, PatchVerdict], instances: list[str], submi
     }
     return {
         "total_instances": len(instances),
-        "submitted_instances": len(submitted),
-        "completed_instances": len(completed),
-        "resolved_instances": len(resolved),
-        "unresolved_instances": len(unresolved),
-        "empty_patch_instances": len(empty),
-        "error_instances": len(errors),
+        **{f"{name}_instances": len(ids[f"{name}_ids"]) for name in _COUNTED},
         **{name: [*value] for name, value in ids.items()},
         "schema_version": 2,
         "unstopped_instances": 0,

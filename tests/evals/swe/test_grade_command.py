@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(make_sample(folder), folder)
 
 
-def write(file: Path, *rows: Mapping[str, object]) -> Path:
+def write(file: Path, *rows: dict) -> Path:
     file.write_text("".join(json.dumps({"model_name_or_path": "org/m", **row}) + "\n" for row in rows))
     return file
 

@@ -44,16 +44,9 @@ def find_python(version: str) -> Interpreter:
 
 @functools.cache
 def find_uv() -> Path:
-    """The program ``uv``. Raises ``ConfigError``."""
-    beside = Path(sys.executable).parent / "uv"
-    try:
-        from uv import find_uv_bin  # pyright: ignore[reportMissingImports]
-
-        return Path(find_uv_bin())
-    except (ImportError, FileNotFoundError):
-        pass
-    found = os.environ.get("UV") or shutil.which("uv") or (str(beside) if beside.exists() else None)
-    if found is None:
+    """The program ``uv``, that of this environment before others. Raises ``ConfigError``."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if (found := os.environ.get("UV") or shutil.which("uv", path=path)) is None:
         raise ConfigError("uv is not installed, which environments are made with; get it with: pip install uv")
     return Path(found).resolve()
 

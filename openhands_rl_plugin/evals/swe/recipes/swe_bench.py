@@ -5,6 +5,7 @@ The package is imported when a row needs it: that takes seconds.
 
 from __future__ import annotations
 
+import posixpath
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -93,14 +94,8 @@ def _files_from(read_file: ReadFile) -> Iterator[None]:
 
 def _parts(url: str) -> tuple[str, str, str]:
     """``https://raw.githubusercontent.com/OWNER/NAME/COMMIT/PATH``; the path may hold ``..``."""
-    owner, name, commit, *path = url.removeprefix(_RAW).split("/")
-    parts: list[str] = []
-    for part in path:
-        if part == "..":
-            parts = parts[:-1]
-        elif part not in ("", "."):
-            parts.append(part)
-    return f"{owner}/{name}", commit, "/".join(parts)
+    owner, name, commit, path = url.removeprefix(_RAW).split("/", 3)
+    return f"{owner}/{name}", commit, posixpath.normpath(path)
 
 
 Statuses = dict[str, str]
