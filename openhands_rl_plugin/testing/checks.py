@@ -1,6 +1,6 @@
 """Test doubles and conformance checks for people who write their own plugins.
 
-The doubles are real implementations of the seams, only small: ``ScriptedEngine`` says what it was told to say, with
+The doubles are small implementations of the interfaces: ``ScriptedEngine`` samples its answers from a script, with
 token ids that extend from turn to turn as a server's do, and ``GridEnvironment`` is a deterministic world that can be
 forked. The checks raise ``AssertionError`` with the rule that was broken:
 
@@ -23,8 +23,6 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
-    Failure,
-    FailureKind,
     JsonObject,
     Message,
     Observation,
@@ -38,6 +36,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
+from openhands_rl_plugin.testing.samples import GONE
 
 Script = Sequence[str] | Callable[[Sequence[Message]], str]
 
@@ -58,6 +57,21 @@ def encode(message: Message) -> tuple[int, ...]:
 def prompt_ids(messages: Sequence[Message]) -> tuple[int, ...]:
     """The whole prompt, up to where the assistant speaks."""
     return (*(token for message in messages for token in encode(message)), _ROLE_TOKENS["assistant"])
+
+
+def _sampled(
+    messages: Sequence[Message], text: str, policy: PolicyRef, sampling: SamplingParams | None = None
+) -> Completion:
+    prompt, message = prompt_ids(messages), _answer(text)
+    sampled = encode(message)[1:]
+    return Completion(
+        message=message,
+        tokens=Tokens.of(prompt, sampled, (_LOGPROB,) * len(sampled)),
+        finish_reason="stop",
+        usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(sampled), calls=1),
+        policy=policy,
+        sampling=sampling,
+    )
 
 
 class ScriptedEngine:
@@ -82,21 +96,9 @@ class ScriptedEngine:
     ) -> list[Completion]:
         """The next ``n`` texts of the script."""
         self.calls.append(tuple(messages))
-        return [self._completion(messages, sampling) for _ in range(n)]
-
-    def _completion(self, messages: Sequence[Message], sampling: SamplingParams | None) -> Completion:
-        text = self._script(messages) if callable(self._script) else self._next_text(self._script)
-        prompt = prompt_ids(messages)
-        message = Message(role="assistant", content=text)
-        sampled = encode(message)[1:]
-        return Completion(
-            message=message,
-            tokens=Tokens.of(prompt, sampled, (_LOGPROB,) * len(sampled)),
-            finish_reason="stop",
-            usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(sampled), calls=1),
-            policy=self._policy,
-            sampling=sampling,
-        )
+        script = self._script
+        texts = [script(messages) if callable(script) else self._next_text(script) for _ in range(n)]
+        return [_sampled(messages, text, self._policy, sampling) for text in texts]
 
     def _next_text(self, texts: Sequence[str]) -> str:
         if self._used >= len(texts):
@@ -114,9 +116,7 @@ class GridEnvironment:
 
     def __init__(self) -> None:
         self.closed = False
-        self._size = 3
-        self._goal = (2, 2)
-        self._at = (0, 0)
+        self._size, self._goal, self._at = 3, (2, 2), (0, 0)
         self._rewards: list[float] = []
 
     async def reset(self, task: Task) -> Observation:
@@ -124,8 +124,7 @@ class GridEnvironment:
         size, goal = task.data.get("size", 3), task.data.get("goal", [2, 2])
         if not isinstance(size, int) or not isinstance(goal, list) or len(goal) != 2:
             raise ValueError("a grid task needs a whole number 'size' and a 'goal' of two numbers")
-        self._size = size
-        self._goal = (int(str(goal[0])), int(str(goal[1])))
+        self._size, self._goal = size, (int(str(goal[0])), int(str(goal[1])))
         rules = f"Walk to {self._goal}. Answer with up, down, left or right. {task.instruction}".strip()
         return Observation(messages=(Message(role="system", content=rules), self._state()))
 
@@ -135,8 +134,8 @@ class GridEnvironment:
         move = self.MOVES.get(words[-1].strip(".!") if words else "")
         if move is None:
             self._rewards.append(0.0)
-            said = Message(role="user", content="Invalid action: the last word must be up, down, left or right.")
-            return Observation(messages=(said,))
+            refusal = Message(role="user", content="Invalid action: the last word must be up, down, left or right.")
+            return Observation(messages=(refusal,))
         self._at = tuple(min(max(at + by, 0), self._size - 1) for at, by in zip(self._at, move, strict=True))
         arrived = self._at == self._goal
         self._rewards.append(float(arrived))
@@ -161,22 +160,22 @@ class GridEnvironment:
 
 
 async def check_environment(make: Callable[[], Environment], task: Task, *, actions: Sequence[str]) -> None:
-    """Play ``actions`` (valid ones, that do not end the episode too early) in environments that ``make`` returns.
+    """Execute ``actions`` (valid ones, that do not end the episode too early) in environments that ``make`` returns.
 
     Asserts what sessions rely on: an opening, finite rewards, malformed actions answered, evidence that is JSON,
     repeatable close, episodes that do not disturb each other, and independent forks where forking is offered.
     """
     unused = make()
     await unused.close()
-    alone = await _played(make(), task, actions)
+    alone = await _rolled_out(make(), task, actions)
     first, second = make(), make()
     if first is second:
         _broken("make() returned the same environment twice; one object must be one episode")
     await first.reset(task)
     await second.reset(task)
     for action in actions:
-        await first.step(_said(action))
-    together = [await second.step(_said(action)) for action in actions]
+        await first.step(_answer(action))
+    together = [await second.step(_answer(action)) for action in actions]
     if [step.messages for step in together] != alone:
         _broken("two episodes of one task disturb each other, or the environment is not deterministic")
     for environment in (first, second):
@@ -188,7 +187,7 @@ async def check_environment(make: Callable[[], Environment], task: Task, *, acti
     await forkable.close()
 
 
-async def _played(environment: Environment, task: Task, actions: Sequence[str]) -> list[tuple[Message, ...]]:
+async def _rolled_out(environment: Environment, task: Task, actions: Sequence[str]) -> list[tuple[Message, ...]]:
     opening = await environment.reset(task)
     if not opening.messages:
         _broken("reset must return at least one message: it opens the conversation")
@@ -199,7 +198,7 @@ async def _played(environment: Environment, task: Task, actions: Sequence[str]) 
     for action in actions:
         if ended:
             raise ValueError(f"check_environment needs actions that go on: {action!r} comes after the end")
-        observation = await environment.step(_said(action))
+        observation = await environment.step(_answer(action))
         ended = observation.terminated or observation.truncated
         if not math.isfinite(observation.reward):
             _broken(f"step({action!r}) returned reward {observation.reward}; rewards must be finite")
@@ -222,7 +221,7 @@ async def _check_evidence(environment: Environment) -> None:
 async def _check_malformed(environment: Environment, task: Task) -> None:
     await environment.reset(task)
     for text in ("", "\N{REPLACEMENT CHARACTER}", "Thought: no action in here"):
-        observation = await environment.step(_said(text))
+        observation = await environment.step(_answer(text))
         if not observation.messages:
             _broken(f"step({text!r}) must say what was wrong with the action")
         if observation.terminated or observation.truncated:
@@ -236,11 +235,11 @@ async def _check_fork(environment: Forkable, task: Task, actions: Sequence[str])
     await original.reset(task)
     before = await original.evidence()
     twin = await environment.fork()
-    in_twin = [(await twin.step(_said(action))).messages for action in actions]
+    in_twin = [(await twin.step(_answer(action))).messages for action in actions]
     if await original.evidence() != before:
         _broken("a step in a fork changed the original")
     await twin.close()
-    if [(await original.step(_said(action))).messages for action in actions] != in_twin:
+    if [(await original.step(_answer(action))).messages for action in actions] != in_twin:
         _broken("the original went another way than its fork on the same actions, or closing the fork harmed it")
 
 
@@ -318,7 +317,7 @@ async def _check_away(engine: LLMEngine) -> None:
 
 
 async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None) -> None:
-    """Play a short grid episode with ``strategy``, which may fork the world, and look at the tree after every turn."""
+    """Roll out a short grid episode with ``strategy``, which may fork the world, and look at the tree after each turn."""
     world = GridEnvironment()
     engine = engine or ScriptedEngine(lambda messages: "right" if len(messages) // 2 % 2 else "down")
     tree = EpisodeTree()
@@ -374,38 +373,29 @@ def example_trajectory(at: int = 0) -> Trajectory:
     Others end at the goal when ``at`` is even and at the limit of turns when it is odd.
     """
     failed, arrived = at % 4 == 3, at % 2 == 0
-    engine_texts = ["right", "down"]
-    tree = EpisodeTree()
+    tree, policy = EpisodeTree(), PolicyRef(base_model="scripted")
     tree.observe(Observation(messages=(Message(role="user", content="You are at (0, 0)."),)))
-    for turn, text in enumerate(engine_texts):
-        tree.commit(tree.propose(_scripted(tree, text)))
+    for turn, text in enumerate(("right", "down")):
+        tree.commit(tree.propose(_sampled(tree.messages(), text, policy)))
         if failed and turn == 1:
             break
-        last = turn == len(engine_texts) - 1
+        ended = arrived and turn == 1
         message = Message(role="user", content=f"You took step {turn}.")
-        tree.observe(Observation(messages=(message,), reward=float(arrived and last), terminated=arrived and last))
+        tree.observe(Observation(messages=(message,), reward=float(ended), terminated=ended))
     task = Task(id=f"grid-{at}", environment="grid", split="train", data={"goal": [1, 1]})
-    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="the server went away", boundary="environment.step")
     return tree.freeze(
         EpisodeRequest(task=task, run_id="run", group_id=f"group-{at // 2}", sample=at),
         trajectory_id=f"00000000-0000-4000-8000-{at:012d}",
         strategy=StrategySpec(name="StandardReAct"),
-        policy=PolicyRef(base_model="scripted"),
+        policy=policy,
         stop=StopReason.ERROR if failed else StopReason.TERMINATED if arrived else StopReason.MAX_TURNS,
         times=Times(started=1000.0 + 10 * at, finished=1005.0 + 10 * at),
         evidence={"return": float(arrived), "steps": 1 if failed else 2},
-        failure=failure if failed else None,
+        failure=GONE if failed else None,
     )
 
 
-def _scripted(tree: EpisodeTree, text: str) -> Completion:
-    message = Message(role="assistant", content=text)
-    ids = encode(message)[1:]
-    tokens = Tokens.of(prompt_ids(tree.messages()), ids, (_LOGPROB,) * len(ids))
-    return Completion(message=message, tokens=tokens, policy=PolicyRef(base_model="scripted"))
-
-
-def _said(text: str) -> Message:
+def _answer(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
