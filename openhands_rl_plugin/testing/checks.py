@@ -317,7 +317,7 @@ async def _check_away(engine: LLMEngine) -> None:
 
 
 async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None) -> None:
-    """Roll out a short grid episode with ``strategy``, which may fork the world, and look at the tree after each turn."""
+    """Roll out a short grid episode with ``strategy``, which may fork the world; look at the tree after each turn."""
     world = GridEnvironment()
     engine = engine or ScriptedEngine(lambda messages: "right" if len(messages) // 2 % 2 else "down")
     tree = EpisodeTree()
