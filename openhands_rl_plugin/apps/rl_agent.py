@@ -518,13 +518,13 @@ class RLAgent:
             )
             total = len(plan.tasks) * plan.samples_per_task
             with progress_bar("episodes", total, shown=self._progress) as bar:
-                played = await roll_out(plan, runner, storage, on_finished=lambda _: bar.advance())
+                finished = await roll_out(plan, runner, storage, on_finished=lambda _: bar.advance())
         finally:
             if (close := getattr(engine, "aclose", None)) is not None:
                 await close()
-        outcomes = await judge_all(self._reward, played)
+        outcomes = await judge_all(self._reward, finished)
         await storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
-        return [result_of(trajectory, outcome) for trajectory, outcome in zip(played, outcomes, strict=True)]
+        return [result_of(trajectory, outcome) for trajectory, outcome in zip(finished, outcomes, strict=True)]
 
     async def _opening(self, task: Task) -> str:
         environment = make_environment(self.config)

@@ -257,11 +257,11 @@ async def open_store(
             raise
         raise DamagedError(f"{error}. --skip-damaged reads everything else") from error
     finally:
-        _tell(lost)
+        _print_lost(lost)
         await storage.close()
 
 
-def _tell(lost: Sequence[DamagedRecord]) -> None:
+def _print_lost(lost: Sequence[DamagedRecord]) -> None:
     """What was left out, by id, row and cause."""
     if not lost:
         return

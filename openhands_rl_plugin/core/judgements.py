@@ -93,11 +93,11 @@ def newest_outcome(scores: Iterable[Score]) -> Score | None:
 
 
 def opinions(scores: Iterable[Score]) -> dict[str, float]:
-    """What is said in the columns of ``OPINIONS``, of ``scores`` oldest first; columns of which nothing holds are not
+    """What stands in the columns of ``OPINIONS``, of ``scores`` oldest first; columns of which nothing holds are not
     there."""
     holding = _holding(scores)
-    said = {name: named_score(holding, name) for name in OPINIONS}
-    return {name: score.reward for name, score in said.items() if score is not None and score.reward is not None}
+    scored = {name: named_score(holding, name) for name in OPINIONS}
+    return {name: score.reward for name, score in scored.items() if score is not None and score.reward is not None}
 
 
 def named_score(scores: Iterable[Score], reward: str) -> Score | None:
@@ -140,38 +140,38 @@ class Consensus(Frozen):
 
 def verdicts(labels: Iterable[Label]) -> dict[str, float]:
     """Author -> the verdict that they gave last on the whole episode, of the labels of one episode."""
-    said: dict[str, float] = {}
+    by_author: dict[str, float] = {}
     for label in sorted(standing(labels), key=lambda label: label.at):
         if label.kind is LabelKind.VERDICT and label.node is None:
-            said.pop(label.author, None)
+            by_author.pop(label.author, None)
             if label.value is not None:
-                said[label.author] = label.value
-    return said
+                by_author[label.author] = label.value
+    return by_author
 
 
 def consensus(labels: Iterable[Label]) -> Consensus | None:
     """What the labellers of one episode say together; ``None`` where nobody gave a verdict."""
-    said = list(verdicts(labels).values())
-    if not said:
+    given = list(verdicts(labels).values())
+    if not given:
         return None
-    return Consensus(value=majority(said), labellers=len(said), agree=max(Counter(said).values()))
+    return Consensus(value=majority(given), labellers=len(given), agree=max(Counter(given).values()))
 
 
-def majority[Said](said: Sequence[Said]) -> Said | None:
+def majority[Vote](votes: Sequence[Vote]) -> Vote | None:
     """What more than half of them are; ``None`` where nothing is, as after a tie."""
-    found = Counter(said).most_common(1)
-    return found[0][0] if found and 2 * found[0][1] > len(said) else None
+    found = Counter(votes).most_common(1)
+    return found[0][0] if found and 2 * found[0][1] > len(votes) else None
 
 
 def preferences(labels: Iterable[Label]) -> Preferences:
     """What people said of each two episodes: each of them last, and together by ``majority``."""
-    said: dict[frozenset[str], dict[str, str | None]] = defaultdict(dict)
+    by_author: dict[frozenset[str], dict[str, str | None]] = defaultdict(dict)
     for label in sorted(standing(labels), key=lambda label: label.at):
         first, second, value = label.trajectory_id, label.other, label.value
         if label.kind is LabelKind.PREFERENCE and value is not None and second is not None and second != first:
             better = None if value == ALIKE else first if value > ALIKE else second
-            said[frozenset((first, second))][label.author] = better
-    return {both: majority([*words.values()]) for both, words in said.items()}
+            by_author[frozenset((first, second))][label.author] = better
+    return {both: majority([*words.values()]) for both, words in by_author.items()}
 
 
 async def labels_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
@@ -193,7 +193,7 @@ async def opinions_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str])
     found: dict[str, dict[str, float]] = {}
     for part in batched(trajectory_ids, _AT_ONCE):
         scores = await scores_of(storage, part)
-        found |= {identity: said for identity, each in scores.items() if (said := opinions(each))}
+        found |= {identity: known for identity, each in scores.items() if (known := opinions(each))}
     return found
 
 

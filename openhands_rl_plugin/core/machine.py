@@ -67,8 +67,8 @@ def free_memory() -> int | None:
     ``None`` where neither says so. Loads no torch.
     """
     try:
-        told = subprocess.run(_ASK_GPU, capture_output=True, text=True, timeout=10, check=True).stdout
-        return int(told.split()[0]) * 1024**2
+        printed = subprocess.run(_ASK_GPU, capture_output=True, text=True, timeout=10, check=True).stdout
+        return int(printed.split()[0]) * 1024**2
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         pass
     found = [_available(), *(_left_of(*files) for files in _LIMITS)]

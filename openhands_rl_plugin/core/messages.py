@@ -184,14 +184,14 @@ def to_message(wire: WireMessage) -> Message:
     Raises ``ValueError``, ``LookupError``, ``TypeError`` or ``AttributeError`` for another format.
     """
     calls = calls_in(wire)
-    said = Message(
+    made = Message(
         role=_ROLES.get(wire["role"], wire["role"]),
         content=text_in(wire, calls) or (None if calls else ""),
         tool_calls=calls,
         tool_call_id=_identity(wire.get("tool_call_id")),
         name=wire.get("name"),
     )
-    return whole_message(said)
+    return whole_message(made)
 
 
 def text_in(wire: WireMessage, calls: object) -> str | None:
@@ -350,8 +350,8 @@ def says(wire: WireMessage, message: Message) -> bool:
     """Whether both say the same. Hot: called for every message of every prompt, so it builds nothing."""
     if wire["role"] != message.role or wire.get("tool_call_id") != message.tool_call_id:
         return False
-    said, kept = text_in(wire, message.tool_calls), message.content
-    if said != kept and not _same(said or "", kept or ""):
+    sent, kept = text_in(wire, message.tool_calls), message.content
+    if sent != kept and not _same(sent or "", kept or ""):
         return False
     if not wire.get("tool_calls") and not wire.get("function_call"):
         return not message.tool_calls
@@ -410,8 +410,8 @@ def whole_observation(observation: Observation) -> Observation:
     return observation.model_copy(update={"messages": tuple(map(whole_message, observation.messages))})
 
 
-def _same(said: str, kept: str) -> bool:
-    return said == kept or whole_text(said) == kept
+def _same(sent: str, kept: str) -> bool:
+    return sent == kept or whole_text(sent) == kept
 
 
 FINISH = "finish"
@@ -430,13 +430,13 @@ def transcript_nodes(trajectory: Trajectory) -> Sequence[int]:
     """The nodes of ``transcript``. What a rewritten history repeats of the history before is left out: of the messages
     before its first answer those that stood there, in that order. Whatever else is said twice, such as two equal
     observations, stays."""
-    told: set[int] = set()
+    shown: set[int] = set()
     before: Sequence[int] = ()
     for end in trajectory.ends():
         path = trajectory.path(end)
-        told.update(_new(trajectory.nodes, path, before) - told)
+        shown.update(_new(trajectory.nodes, path, before) - shown)
         before = path
-    return sorted(told)
+    return sorted(shown)
 
 
 def _new(nodes: Sequence[Node], path: Sequence[int], before: Sequence[int]) -> set[int]:
@@ -478,9 +478,9 @@ def last_answer(trajectory: Trajectory) -> str | None:
 
 
 def _finish_message(calls: Sequence[ToolCall]) -> str | None:
-    said = next((call.arguments for call in calls if call.name == FINISH), None)
+    passed = next((call.arguments for call in calls if call.name == FINISH), None)
     try:
-        given = json.loads(said) if said is not None else None
+        given = json.loads(passed) if passed is not None else None
     except (ValueError, RecursionError):
         return None
     message = given.get("message") if isinstance(given, dict) else None

@@ -460,8 +460,8 @@ class Trajectory(Frozen):
         """``episode_return``; ``None`` for a failed episode, for one in which no step was rewarded, and where the
         environment pays no rewards."""
         rewarded = any(self.nodes[index].reward is not None for index in self._stepped())
-        paid = pays_rewards(self.task.environment, self.evidence) or self.episode_return
-        return self.episode_return if rewarded and paid and self.failure is None else None
+        reported = pays_rewards(self.task.environment, self.evidence) or self.episode_return
+        return self.episode_return if rewarded and reported and self.failure is None else None
 
     def _stepped(self) -> list[int]:
         return sorted({*self.path(), *acted_nodes(self.nodes, self.head)})

@@ -91,8 +91,8 @@ def _compact(tool: Mapping[str, Any]) -> Any:
 
 def _brief(name: str, schema: Mapping[str, Any], text: str) -> JsonObject:
     """The schema without its text, where the tool's or the system prompt's says what it is."""
-    told = re.search(rf"\b{re.escape(name)}\b", f"{text} {_RISK} {_SUMMARY}")
-    return {key: value for key, value in schema.items() if key != "description" or not told}
+    mentioned = re.search(rf"\b{re.escape(name)}\b", f"{text} {_RISK} {_SUMMARY}")
+    return {key: value for key, value in schema.items() if key != "description" or not mentioned}
 
 
 def _project(function: Mapping[str, Any]) -> str:
@@ -111,8 +111,8 @@ def _signature(function: Mapping[str, Any]) -> str:
 
 
 def _argument(name: str, schema: Mapping[str, Any], required: bool) -> str:
-    said = "|".join(map(str, schema.get("enum", ()))) or schema.get("description", "")
-    return f"{name}{'' if required else '?'}{f': {said}' if said else ''}"
+    values = "|".join(map(str, schema.get("enum", ()))) or schema.get("description", "")
+    return f"{name}{'' if required else '?'}{f': {values}' if values else ''}"
 
 
 def _with_suffix(content: Any, suffix: str) -> Any:

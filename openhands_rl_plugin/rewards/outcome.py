@@ -199,8 +199,8 @@ def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     if not rewards:
         raise GraderError(f"{trajectory.id} has no executed action ({trajectory.stop}), so no return")
     answered = [reward for reward in rewards if reward is not None]
-    paid = pays_rewards(trajectory.task.environment, trajectory.evidence) or trajectory.episode_return
-    if not paid or not (answered or trajectory.stop in _CUT_OFF):
+    rewarded = pays_rewards(trajectory.task.environment, trajectory.evidence) or trajectory.episode_return
+    if not rewarded or not (answered or trajectory.stop in _CUT_OFF):
         raise GraderError(UNJUDGED)
     if len(answered) < len(rewards):
         raise GraderError(f"{trajectory.id} holds an action that got no answer ({trajectory.stop})")

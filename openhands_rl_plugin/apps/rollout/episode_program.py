@@ -98,11 +98,11 @@ class EpisodeProgram:
                 base_model=base_model,
                 token_ids=True,
             )
-            played = await run_program(words, task if row else "", key=key, seconds=self._seconds)
-            if not isinstance(played, str):
-                valid = played.reward is not None and played.segments
-                return played if valid else "model: the episode has no reward or no token ids"
-            why = played
+            ran = await run_program(words, task if row else "", key=key, seconds=self._seconds)
+            if not isinstance(ran, str):
+                valid = ran.reward is not None and ran.segments
+                return ran if valid else "model: the episode has no reward or no token ids"
+            why = ran
             if not why.startswith("infrastructure: "):
                 break
         return why
@@ -173,17 +173,17 @@ def read_episode(exit_code: int, stdout: str, stderr: str) -> PlayedRollout | st
         if isinstance(printed, dict) and "trajectory_id" not in printed:
             failure = printed["failure"]
             return f"{failure['kind']}: {failure['message']}"
-        played = PlayedRollout.model_validate(printed, strict=False)
+        found = PlayedRollout.model_validate(printed, strict=False)
     except (ValueError, ValidationError, LookupError, TypeError):
         last = _last_line(stderr) or _last_line(stdout) or "it printed nothing"
         return f"infrastructure: openhands-rl rollout ended with exit code {exit_code}: {last}"
-    return played if played.failure is None else f"{played.failure.kind.value}: {played.failure.message}"
+    return found if found.failure is None else f"{found.failure.kind.value}: {found.failure.message}"
 
 
-def facts_of(played: PlayedRollout) -> JsonObject:
+def facts_of(rollout: PlayedRollout) -> JsonObject:
     """What a trace keeps of an episode beside its messages and tokens."""
     kept = {"trajectory_id", "task_id", "environment", "reward", "reward_version", "resolved", "stop", "cut_short"}
-    return played.model_dump(mode="json", include={*kept, "off_policy", "turns", "seconds"})
+    return rollout.model_dump(mode="json", include={*kept, "off_policy", "turns", "seconds"})
 
 
 @cache

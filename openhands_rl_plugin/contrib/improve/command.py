@@ -145,11 +145,11 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
     lengths, loop = check_room(settings, choice, gym.longest), settings.loop
     sizes = {"held_out": gym.counts[1], "tasks_per_iteration": min(loop.tasks_per_iteration, gym.counts[0])}
     settings = settings.model_copy(update={"loop": loop.model_copy(update=sizes)})
-    _say(args, *gym_lines(gym), f"model: {model}", *(f"  {reason}" for reason in choice.reasons))
+    _print(args, *gym_lines(gym), f"model: {model}", *(f"  {reason}" for reason in choice.reasons))
     with served_policy(settings, model, directory) as (served, weights):
         price = price_of(served, gym, weights, lengths)
         about = "the run costs at most (episodes that end earlier cost less)"
-        _say(args, about, *price_lines(price, gym.grading, machine()))
+        _print(args, about, *price_lines(price, gym.grading, machine()))
         found: JsonObject = {"tasks": gym.model_dump(mode="json"), "prompt": choice.model_dump(mode="json")}
         found["price"] = {**price}
         if args.dry_run:
@@ -192,7 +192,7 @@ def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -
     forget_unsurveyed(folder)
     claim(folder, there)
     of = pinned(repository, folder)
-    _say(args, *repository_lines(of, repository.commit))
+    _print(args, *repository_lines(of, repository.commit))
     with progress_bar("reading") as bar:
         return make_gym(of, options, folder, args.cache or default_cache(), bar)
 
@@ -232,7 +232,7 @@ def _train(
         result = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state))
     used = use_lines(result, model, adapters, server=settings.serving.base_url)
-    _say(args, *earned_lines(result), f"report: {result.report}", *used)
+    _print(args, *earned_lines(result), f"report: {result.report}", *used)
     return _done(args, {**found, "result": earned(result)})
 
 
@@ -247,7 +247,7 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
         await backend.close()
 
 
-def _say(args: argparse.Namespace, *lines: str) -> None:
+def _print(args: argparse.Namespace, *lines: str) -> None:
     """To people: on stdout, or beside the JSON."""
     print(sayable("\n".join(lines)), file=sys.stderr if args.json else sys.stdout, flush=True)
 

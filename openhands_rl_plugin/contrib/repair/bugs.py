@@ -389,9 +389,9 @@ class _Plain(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self._keep, keep = False, self._keep
-        said = ast.get_docstring(node)
-        body = node.body[1:] if said is not None else node.body
-        line = said.strip().partition("\n")[0].strip() if said and keep else ""
+        docstring = ast.get_docstring(node)
+        body = node.body[1:] if docstring is not None else node.body
+        line = docstring.strip().partition("\n")[0].strip() if docstring and keep else ""
         first: list[ast.stmt] = [ast.Expr(ast.Constant(line))] if 0 < len(line) <= 100 and line.isprintable() else []
         node.body = [*first, *body] or [ast.Pass()]
         node.returns = None

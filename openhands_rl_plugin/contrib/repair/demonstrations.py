@@ -124,12 +124,12 @@ def short_drill(episode: Trajectory, function: SlicedFunction, wrong: str) -> Tr
     repair (``is_told``)."""
     edit = line_edit(wrong, function.text)
     line = wrong.split("\n")[edit.first - 1].strip()
-    told = f"The bug is in line {edit.first}{function_told(wrong, function.name, line)}\n{line}\n"
+    statement_text = f"The bug is in line {edit.first}{function_told(wrong, function.name, line)}\n{line}\n"
     # As in a command of the other form.
     answer = f"<<'{END}'\n{sed_script(wrong, function.text)}\n{END}"
     nodes = (
         Node(parent=None, message=Message(role="system", content=_SYSTEM)),
-        Node(parent=0, message=Message(role="user", content=told)),
+        Node(parent=0, message=Message(role="user", content=statement_text)),
         Node(parent=1, message=Message(role="assistant", content=answer), sampled=True),
     )
     return episode.model_copy(update={"nodes": nodes, "head": 2})
@@ -211,16 +211,16 @@ def _drill(
     failures: Sequence[Node],
     choice: random.Random,
 ) -> Trajectory | None:
-    """``failures``: what was seen after edits that did not help. ``None`` where the line that is told is not enough, or
+    """``failures``: what was seen after edits that did not help. ``None`` where the line alone is not enough, or
     the episode does not show the file as ``cat -n`` does."""
     spec = spec_of(instance)
-    # Without the failing test that level 3 names there is nothing to be found: the function is told.
+    # Without the failing test that level 3 names there is nothing to be found: the function is given.
     edit = line_edit(wrong, function.text)
     place = {"path": function.path, "function": function.name, "line": edit.first, "files": {function.path: wrong}}
-    told = spec.model_copy(update=place)
+    placed = spec.model_copy(update=place)
     test = f"test_{function.name.strip('_')}.py::test_1"
     changed = {
-        instance.problem_statement: statement(told, 2 if level == 3 else level, [test]),
+        instance.problem_statement: statement(placed, 2 if level == 3 else level, [test]),
         _numbered(spec.files[spec.path]): _numbered(wrong),
         spec.path: function.path,
     }

@@ -55,8 +55,8 @@ class RepairOracle:
 
     def answer(self, conversation: Sequence[Mapping[str, str]]) -> str:
         """The next answer of a conversation, messages with ``role`` and ``content``. Raises ``ConfigError``."""
-        told = next((each["content"] for each in conversation if each["role"] == "user"), "")
-        same = next((each for text, each in self._instances.items() if text in told), None)
+        asked = next((each["content"] for each in conversation if each["role"] == "user"), "")
+        same = next((each for text, each in self._instances.items() if text in asked), None)
         if same is None:
             raise ConfigError("the oracle does not know the task of this conversation")
         seen = "\n".join(each["content"] for each in conversation)
@@ -81,8 +81,8 @@ def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleC
     choice = random.Random(f"{seed} {instance.instance_id}")
     wrong, right = spec.files[spec.path], fixed_text(instance)
     plan: list[OracleCall] = []
-    told = f" line {spec.line} of {spec.path}" in instance.problem_statement
-    if not told:
+    named = f" line {spec.line} of {spec.path}" in instance.problem_statement
+    if not named:
         look = _call(tools.editor, command="view", path=f"/workspace/{DIRECTORY}/{spec.path}", security_risk="LOW")
         plan += map(OracleCall, (*_search(instance, tools), _call(tools.shell, **_TESTS), look))
     others = other_edits(wrong, right, spec.function)
@@ -174,9 +174,9 @@ def serve_oracle(oracle: AnswerScript) -> Iterator[str]:
     async def chat(request: Request) -> JSONResponse:
         try:
             body = await request.json()
-            told = [{"role": each["role"], "content": text_of(each["content"]) or ""} for each in body["messages"]]
-            text = oracle.answer(told)
-            message = _with_call(text, len(told)) if body.get("tools") else {"role": "assistant", "content": text}
+            asked = [{"role": each["role"], "content": text_of(each["content"]) or ""} for each in body["messages"]]
+            text = oracle.answer(asked)
+            message = _with_call(text, len(asked)) if body.get("tools") else {"role": "assistant", "content": text}
         except (ConfigError, KeyError, TypeError, ValueError) as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
         choice = {"index": 0, "finish_reason": "stop", "message": message}

@@ -48,14 +48,14 @@ class Player:
             self._storage = self._storage or storage_at(self._where)
             options = request.options(self._service, sample, run_id)
             with boundary(FailureKind.INFRASTRUCTURE, "rollout.play"):
-                played = await play(request.task, options, storage=self._storage)
+                found = await play(request.task, options, storage=self._storage)
         except CaughtFailure as caught:
             return caught.failure.kind, caught.failure.message
         except StorageError as error:
             return FailureKind.INFRASTRUCTURE, str(error)
         except RLError as error:
             return "configuration", f"{error} (on {platform.node()})"
-        if (failure := played.failure) is not None:
+        if (failure := found.failure) is not None:
             # A failure names the option that is to be raised, which here is the task's.
             failure = failure.model_copy(update={"message": failure.message.replace("--timeout", "timeout_seconds")})
-        return played.model_copy(update={"failure": failure})
+        return found.model_copy(update={"failure": failure})

@@ -206,33 +206,33 @@ def session_result(
     return Result(status, json.dumps(body, allow_nan=False, separators=(",", ":")), usable)
 
 
-def _trace(played: PlayedRollout, at: int) -> dict[str, Any]:
+def _trace(rollout: PlayedRollout, at: int) -> dict[str, Any]:
     """The sequence number ``at``, with the messages on the last one.
 
     Completions that are no samples of the policy (``off_policy``) are masked, because every bridge reinforces what is
     not.
     """
-    sample, last = played.segments[at], at == len(played.segments) - 1
+    sample, last = rollout.segments[at], at == len(rollout.segments) - 1
     known = all(map(math.isfinite, sample.logprobs))
-    why = played.off_policy or ("" if known else "a logprob is not finite")
+    why = rollout.off_policy or ("" if known else "a logprob is not finite")
     metadata: JsonObject = {"policy": "" if sample.policy is None else sample.policy.served_name}
     if why:
         metadata["training_filter"] = {"masked": True, "reason": "off_policy", "detail": why}
     start = sample.mask.index(True)
-    said = played.messages if last else ()
-    first = next((at for at, each in enumerate(said) if each.role == "assistant"), len(said))
+    shown = rollout.messages if last else ()
+    first = next((at for at, each in enumerate(shown) if each.role == "assistant"), len(shown))
     # Polar takes a call in the text for one that its server could not parse, and the reward away from its trace.
-    answers = [_with_calls(message, played.tools) for message in said[first:]]
+    answers = [_with_calls(message, rollout.tools) for message in shown[first:]]
     return {
         "prompt_ids": [*sample.input_ids[:start]],
         "response_ids": [*sample.input_ids[start:]],
         "loss_mask": [int(own and not why) for own in sample.mask[start:]],
         "response_logprobs": [*sample.logprobs[start:]] if known else None,
-        "prompt_messages": [to_wire(message) for message in said[:first]],
+        "prompt_messages": [to_wire(message) for message in shown[:first]],
         "response_messages": [to_wire(message) for message in answers],
-        "tools": [*played.tools] or None,
-        "finish_reason": "length" if last and played.cut_short else "stop",
-        "reward": played.reward,
+        "tools": [*rollout.tools] or None,
+        "finish_reason": "length" if last and rollout.cut_short else "stop",
+        "reward": rollout.reward,
         "metadata": metadata,
     }
 

@@ -459,7 +459,7 @@ class EventResource:
             with suppress(StorageError):
                 if before is None or await storage.revision() != before.revision:
                     stores[name] = await _stored(storage)
-                    for kind, body in _told(name, before, stores[name]) if before else ():
+                    for kind, body in _changes_between(name, before, stores[name]) if before else ():
                         yield _event(kind, body)
 
 
@@ -472,7 +472,7 @@ async def _stored(storage: TrajectoryStorage) -> _Stored:
     return _Stored(revision, episodes, labels)
 
 
-def _told(store: str, before: _Stored, now: _Stored) -> Iterator[tuple[str, JsonObject]]:
+def _changes_between(store: str, before: _Stored, now: _Stored) -> Iterator[tuple[str, JsonObject]]:
     changes: dict[str, list[JsonValue]] = {kind: [] for kind in ("began", "grew", "ended", "scored", "label")}
     for identity, each in now.episodes.items():
         known, is_open = before.episodes.get(identity), each.stop is StopReason.UNFINISHED

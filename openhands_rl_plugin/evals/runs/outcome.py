@@ -111,8 +111,8 @@ def outcome_of(graded: GradedEpisode, run: int, model: EvaluatedModel) -> Outcom
 
 def is_stuck(error: JsonValue) -> bool:
     """Whether OpenHands' stuck detector ended the episode, by its error message."""
-    said = error.lower() if isinstance(error, str) else ""
-    return "stuck in a loop" in said or "stuckinloop" in said
+    text = error.lower() if isinstance(error, str) else ""
+    return "stuck in a loop" in text or "stuckinloop" in text
 
 
 def kind_of_failure(trajectory: Trajectory) -> VerdictKind | None:

@@ -216,8 +216,8 @@ def _run(command: list[str], what: str, *, checked: bool = True) -> None:
     except subprocess.TimeoutExpired as error:
         raise InfrastructureError(f"{what}: took more than {_INSTALLING} s; try again") from error
     if done.returncode and checked:
-        said = without_logins(" ".join(done.stderr.split()).encode()).decode("utf-8", "replace")[-300:]
-        raise InfrastructureError(f"{what}: no wheels that fit, or the package index is not within reach: {said}")
+        output = without_logins(" ".join(done.stderr.split()).encode()).decode("utf-8", "replace")[-300:]
+        raise InfrastructureError(f"{what}: no wheels that fit, or the package index is not within reach: {output}")
 
 
 _FETCHING = 600
@@ -283,8 +283,8 @@ def _download(name: str, version: str, folder: Path) -> Path:
         found = next(os.walk(scratch / "tmp" / "found"), ("", [], []))[2]
         files = [file for file in sorted(found) if re.search(r"\.(tar\.\w+|tgz)$", file)]
         if done.returncode or not files:
-            said = done.stderr.decode("utf-8", "replace").splitlines()
-            why = next((line.strip() for line in reversed(said) if "ERROR" in line), "there is none")
+            lines = done.stderr.decode("utf-8", "replace").splitlines()
+            why = next((line.strip() for line in reversed(lines) if "ERROR" in line), "there is none")
             raise InfrastructureError(f"{what} could not be fetched as a source archive: {why}")
         write_file(folder / files[0], read_left(scratch / "tmp", f"found/{files[0]}", MOST_BYTES), parents=True)
     return folder / files[0]
@@ -303,8 +303,8 @@ def open_git(package: Package, cache: Path) -> GitRepository:
             try:
                 run_git(clone_command(where, fresh, "--bare"))
             except subprocess.SubprocessError as error:
-                said = getattr(error, "stderr", None) or str(error).encode()
-                last = without_logins(said).decode("utf-8", "replace").strip().splitlines()[-1]
+                output = getattr(error, "stderr", None) or str(error).encode()
+                last = without_logins(output).decode("utf-8", "replace").strip().splitlines()[-1]
                 raise InfrastructureError(f"{where} could not be cloned: {last}") from error
             fresh.rename(copy)
     return GitRepository(copy)

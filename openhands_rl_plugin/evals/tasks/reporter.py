@@ -48,8 +48,8 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        said = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
-        _broken[report.nodeid] = said[-1][:_MOST_TEXT] if said else ""
+        errors = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+        _broken[report.nodeid] = errors[-1][:_MOST_TEXT] if errors else ""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -209,8 +209,8 @@ class GitRepository:
         try:
             return run_git(command, stdin)
         except subprocess.CalledProcessError as error:
-            said = error.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {error.returncode}"]
-            raise ConfigError(f"git {arguments[0]} failed in {self.path}: {said[0]}") from error
+            lines = error.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {error.returncode}"]
+            raise ConfigError(f"git {arguments[0]} failed in {self.path}: {lines[0]}") from error
         except subprocess.TimeoutExpired as error:
             raise InfrastructureError(f"git {arguments[0]} took more than {error.timeout} s in {self.path}") from error
 
@@ -250,8 +250,8 @@ def apply_patch(tree: SourceTree, patch: str, folder: Path) -> str:
     try:
         run_git(git_command(None, OTHER, script=script, other=folder))
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode("utf-8", "replace").strip().splitlines()
-        return (said or ["git apply failed"])[-1][:300]
+        lines = error.stderr.decode("utf-8", "replace").strip().splitlines()
+        return (lines or ["git apply failed"])[-1][:300]
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InfrastructureError(f"the patch could not be tried: {describe(error)}") from error
     return ""

@@ -97,8 +97,8 @@ def answered(complete: Complete, asked: Mapping[str, Any]) -> ModelResponse:
         if error is None:
             raise
         if error.status == 200:  # OpenHands asks again
-            told = parse_object(error.body) or {}
-            kept = {name: told[name] for name in ("id", "created", "model", "usage") if told.get(name)}
+            found = parse_object(error.body) or {}
+            kept = {name: found[name] for name in ("id", "created", "model", "usage") if found.get(name)}
             return ModelResponse(**kept, choices=[])
         raise _litellms_error(error, provider, body["model"]) from caught
     return response_of(document)
@@ -112,12 +112,12 @@ def response_of(document: Json) -> ModelResponse:
             response = convert(response_object=document)
     except CaughtFailure:
         choice, usage = document["choices"][0], usage_to_wire(usage_in(document.get("usage")))
-        said = to_wire(to_message({**choice["message"], "role": "assistant"}))
-        for function in (call["function"] for call in said.get("tool_calls") or ()):
+        sent = to_wire(to_message({**choice["message"], "role": "assistant"}))
+        for function in (call["function"] for call in sent.get("tool_calls") or ()):
             if not is_json_object(function["arguments"]):  # too deep for the host, too
                 function["arguments"] = function["arguments"][:_SHOWN]
-        said["reasoning_content"] = reasoning_in(choice["message"])
-        kept = {"message": said, "finish_reason": finish_in(choice) or "stop"}
+        sent["reasoning_content"] = reasoning_in(choice["message"])
+        kept = {"message": sent, "finish_reason": finish_in(choice) or "stop"}
         response = convert(response_object={"model": document.get("model"), "choices": [kept], "usage": usage})
     assert isinstance(response, ModelResponse)
     return response
@@ -165,7 +165,7 @@ def _litellms_error(error: ServerError, provider: str, model: str) -> OpenAIErro
     """The exception that litellm raises for it."""
     if isinstance(error.__cause__, OpenAIError):
         return error.__cause__
-    about = (told := parse_object(error.body) or {}).get("error", told)
+    about = (found := parse_object(error.body) or {}).get("error", found)
     servers = ServersError(error.status, str(error), body=about if isinstance(about, dict) else None)
     try:
         exception_type(model=model, original_exception=servers, custom_llm_provider=provider)

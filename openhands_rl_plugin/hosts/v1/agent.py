@@ -216,8 +216,8 @@ def said_finish(events: Sequence[Event]) -> bool:
 
 
 def _last_words(events: Sequence[Event]) -> Event | None:
-    said = (event for event in reversed(events) if isinstance(event, ActionEvent | MessageEvent))
-    return next((event for event in said if event.source == "agent"), None)
+    spoken = (event for event in reversed(events) if isinstance(event, ActionEvent | MessageEvent))
+    return next((event for event in spoken if event.source == "agent"), None)
 
 
 def _from_user(event: Event) -> bool:
@@ -276,8 +276,8 @@ class ConversationEpisode:
         """The session, what stores it where no runner does, and whether ``[rl]`` may say what samples for it."""
         llm, named = agent.llm, split_provider(agent.llm.model)[1]
         asked = next(filter(_from_user, reversed(conversation.state.events)), None)
-        said = asked.llm_message.content if isinstance(asked, MessageEvent) else ()
-        instruction = "\n".join(part.text for part in said if isinstance(part, TextContent))
+        parts = asked.llm_message.content if isinstance(asked, MessageEvent) else ()
+        instruction = "\n".join(part.text for part in parts if isinstance(part, TextContent))
         if agent._parent is not None:
             by, kind = agent._parent
             live = by.conversation()

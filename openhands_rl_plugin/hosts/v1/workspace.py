@@ -201,29 +201,29 @@ class Terminal(_Executor):
         threading.Thread(target=run, name="rl-terminal", daemon=True).start()
         return ended
 
-    def _wait(self, said: str, seconds: float) -> TerminalObservation:
+    def _wait(self, shown: str, seconds: float) -> TerminalObservation:
         assert self.running is not None
         command, ended = self.running
         try:
             result = ended.result(seconds)
         except TimeoutError:
             suffix = f"\n[The command timed out after {seconds} seconds. {TIMEOUT_MESSAGE_TEMPLATE}]"
-            return _observation(said, "", suffix=suffix)
+            return _observation(shown, "", suffix=suffix)
         except BaseException as error:
             self.running = None
             if isinstance(error, SandboxEndedError):
-                return _observation(said, "", suffix=ENDED, working_dir=self._workspace.start)
+                return _observation(shown, "", suffix=ENDED, working_dir=self._workspace.start)
             raise
         self.running = None
         code = -1 if result.exit_code is None else result.exit_code
-        sent = " CTRL+C was sent." if said == _INTERRUPT else ""
+        sent = " CTRL+C was sent." if shown == _INTERRUPT else ""
         return _observation(
-            said,
+            shown,
             result.output,
             exit_code=code,
             working_dir=result.cwd,
             py_interpreter_path=result.python,
-            prefix=earlier_output(result) if said == command else "[Below is the output of the previous command.]\n",
+            prefix=earlier_output(result) if shown == command else "[Below is the output of the previous command.]\n",
             suffix=f"\n[The command completed with exit code {code}.{sent}]",
         )
 
@@ -271,8 +271,8 @@ class ConversationEditor(_Executor):
             path = action.path if absolute else f"{self._inside}/{action.path}"
             return self._renamed(self.copies.edit(path, call))
         except OSError as error:
-            said = str(error) if isinstance(error, PermissionError) else f"{action.path}: {error.strerror}"
-            return FileEditorObservation.from_text(text=said, path=action.path, **about)
+            reason = str(error) if isinstance(error, PermissionError) else f"{action.path}: {error.strerror}"
+            return FileEditorObservation.from_text(text=reason, path=action.path, **about)
 
     def _renamed(self, result: FileEditorObservation) -> FileEditorObservation:
         copies = str(self.copies.copies)

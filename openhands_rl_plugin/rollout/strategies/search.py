@@ -582,7 +582,7 @@ class Search:
 
     def _add(self, parent: int | None, completion: Completion) -> int:
         self._charge(completion)
-        same = next((at for at in self.tree.children(parent) if self._says(at, completion.message)), None)
+        same = next((at for at in self.tree.children(parent) if self._has_message(at, completion.message)), None)
         if same is None:
             return self.tree.propose(completion, parent=parent)
         self.tree.usage += completion.usage
@@ -591,7 +591,7 @@ class Search:
         seen["merged"] = times_merged(seen) + 1
         return same
 
-    def _says(self, index: int, message: Message) -> bool:
+    def _has_message(self, index: int, message: Message) -> bool:
         node = self.tree.nodes[index]
         return node.sampled and action_key(node.message) == action_key(message)
 

@@ -206,13 +206,13 @@ class RewardValue:
         self._unfinished = (options or RewardValueOptions()).unfinished
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
-        """Judge once; ``None`` if it cannot be judged. Rewards that were paid are not counted twice."""
+        """Judge once; ``None`` if it cannot be judged. Rewards of earlier steps are not counted twice."""
         found = await self.estimate_end(search, state)
         if found is None or not self._unfinished:
             return found
-        paid = earned(search, state)
-        score = found.value + paid
-        return ValueEstimate(score + self._unfinished * (1 - 2 * score) - paid)
+        reward = earned(search, state)
+        score = found.value + reward
+        return ValueEstimate(score + self._unfinished * (1 - 2 * score) - reward)
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
         """As for any other state, but finished."""
