@@ -12,7 +12,7 @@ Request = Callable[[str], dict[str, object]]
 
 @dataclass
 class Load:
-    """The version that clients ask for now, and how it went. They end after ``wanted`` requests, or when told to."""
+    """The version that clients request, and the results. Clients end after ``wanted`` requests, or when ``stopped``."""
 
     model: str
     wanted: int | None = None

@@ -498,7 +498,7 @@ class Supervisor:
         sys.exit("no process could be started")
 
     def collect(self, pipe: int) -> bool:
-        """Read the available bytes; false when there are no more for now."""
+        """Read the available bytes; false when the pipe is empty."""
         sink = self.output if pipe == self.pipe else self.background
         try:
             data = os.read(pipe, CHUNK)

@@ -114,7 +114,7 @@ class SeededEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
+        """Sample ``n`` completions. Raises ``InfrastructureError`` or ``ModelError``."""
         seed = None if self._seed is None else (self._seed + self._seeds.next(messages)) % _SEEDS
         wanted = merge_sampling(sampling, self._sampling.model_copy(update={"seed": seed}))
         return await self._engine.complete(messages, tools=tools, n=n, sampling=wanted)
@@ -172,7 +172,7 @@ class OpenAIEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers. Raises ``InfrastructureError`` or ``ModelError``."""
+        """Sample ``n`` completions. Raises ``InfrastructureError`` or ``ModelError``."""
         wanted = merge_sampling(sampling, self._sampling)
 
         async def one(at: int) -> Completion:
