@@ -229,14 +229,14 @@ def test_plugins_of_one_folder_do_not_import_each_other() -> None:
     """Files of one plugin may share helpers; two plugins may not share each other, with the named exceptions."""
     plugins = {
         "rollout/strategies": {"react", "tot", "mcts", "best_of_n"},
-        "environments": {"http", "agentgym", "nemo_gym", "openenv", "tools", "workspace", "webshop"},
+        "environments": {"http", "agentgym", "openenv", "tools", "workspace", "webshop"},
         "models/engines": {"openai", "transformers"},
         "trajectories": {"sqlite", "mongodb"},
         "rewards": {"matching", "outcome", "tests", "verifier"},
     }
     named = {
         ("agentgym", "http"),
-        ("nemo_gym", "http"),
+        ("http"),
         ("openenv", "http"),
         ("webshop", "http"),
         ("transformers", "openai"),

@@ -8,7 +8,7 @@ suites:
   FILE                  rows in SWE-bench's columns: .jsonl, .json or .parquet
   webshop               the embedded shop, started for the run
   environment           the environment and server that [rl] of --config names: "agentgym/textcraft", "openenv/...",
-                        "nemo-gym/..."; from task 0 on (--tasks), or rows (.jsonl) with --dataset-file
+                        "gymnasium/..."; from task 0 on (--tasks), or rows (.jsonl) with --dataset-file
 
 examples:
   openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4

@@ -5,7 +5,7 @@ examples:
   openhands-rl rollout --task swe-tasks.jsonl --id pytest-dev__pytest-7373 --base-url URL --model trl-policy-v3 \\
       --host v1 --max-turns 30 --json >episode.json
   openhands-rl rollout --task 17 --config config.toml          # task 17 of [rl] env_name, at [rl.serving]
-  echo '{"id": "a", "environment": "textarena/Wordle-v0", "data": {"idx": 4}}' \\
+  echo '{"id": "a", "environment": "gymnasium/FrozenLake-v1", "data": {"idx": 4}}' \\
       | openhands-rl rollout --task - --config config.toml --strategy BestOfN --json
 
 A FILE has rows in SWE-bench's columns, tasks (id, environment, instruction, data), or rows of the environment that [rl]

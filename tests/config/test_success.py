@@ -29,7 +29,7 @@ ENDED, CUT = StopReason.TERMINATED, StopReason.MAX_TURNS
         ("gymnasium/Taxi-v3", 8.0, CUT, False),
         ("gymnasium/FrozenLake-v1", 0.0, ENDED, False),
         ("os:system/FrozenLake-v1", 0.99, ENDED, False),
-        ("nemo-gym/workplace_assistant", sum([0.1] * 10), ENDED, True),
+        ("web/own", sum([0.1] * 10), ENDED, True),
     ],
 )
 def test_each_environment_has_its_criterion(environment: str, total: float, stop: StopReason, success: bool):

@@ -165,9 +165,9 @@ def test_the_command_prints_one_object(
 
 
 def test_what_a_task_is(tmp_path: Path):
-    own, none = RLSettings(env_name="textarena/Wordle-v0"), PlayOptions()
+    own, none = RLSettings(env_name="gymnasium/Walk-v0"), PlayOptions()
     assert find_task("7", none, own).entry.task.data == {"idx": 7}
-    assert find_task("textarena__Wordle-v0-7", none, own).entry.task.id == "textarena__Wordle-v0-7"
+    assert find_task("gymnasium__Walk-v0-7", none, own).entry.task.id == "gymnasium__Walk-v0-7"
     task = Task(id="x", environment="gymnasium/FrozenLake-v1", data={"idx": 2})
     assert find_task(task, none, own).settings.env_name == task.environment
     assert find_task(task.model_dump(mode="json"), none, own).entry.task == task
@@ -181,7 +181,7 @@ def test_what_a_task_is(tmp_path: Path):
     assert find_task(str(file), none, own).entry.task == task
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"id": "a", "word": "x"}\n{"id": "b", "word": "y"}\n')
-    chosen = find_task(rows, PlayOptions(id="textarena__Wordle-v0-b"), own)
+    chosen = find_task(rows, PlayOptions(id="gymnasium__Walk-v0-b"), own)
     assert chosen.entry.task.data == {"idx": 1, "row": {"id": "b", "word": "y"}}
     with pytest.raises(ConfigError, match="the task: id: must be a valid string"):
         find_task({"id": 3, "environment": "webshop"}, none, own)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nemo_gym_wire import counter
 from openenv_wire import Socket, openenv_server
 
 from evaluation.performance.hosts.instant_model import instant_model, script
@@ -79,26 +77,6 @@ async def test_openenv(model: str, tmp_path: Path):
     assert {each.kind for each in outcomes} == {VerdictKind.UNRESOLVED}
     resets = [message["data"]["seed"] for message in server.messages if message["type"] == "reset"]
     assert sorted(resets) == [0, 1, 2]
-
-
-async def test_nemo_gym_with_the_rows_of_a_data_set(model: str, tmp_path: Path):
-    answers = script([{"text": "42"}])
-    rows = [
-        {"responses_create_params": {"input": [{"role": "user", "content": answers}]}, "expected_answer": expected}
-        for expected in ("42", "41", "40")
-    ]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    async with counter(verifies=True) as server:
-        lines = ['env_name = "nemo-gym/answers"', f'env_server_base = "{server.url}"', "react_format = false"]
-        entries = environment_tasks(SUITE, "nemo-gym/answers", 2, file)
-        outcomes = await outcomes_of(write_config(tmp_path, *lines), model, entries, tmp_path / "out")
-    assert [(each.kind, each.reward) for each in outcomes] == [
-        (VerdictKind.RESOLVED, 1.0),
-        (VerdictKind.UNRESOLVED, 0.0),
-    ]
-    row = json.loads(next((tmp_path / "out").rglob("output.jsonl")).read_text().splitlines()[0])
-    assert row["instance"]["row"]["expected_answer"] in ("42", "41")
 
 
 async def test_episodes_of_a_served_adapter_are_those_of_its_base_model(model: str, tmp_path: Path):
