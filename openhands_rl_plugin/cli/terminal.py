@@ -133,7 +133,7 @@ def wait_until_stopped(ended: threading.Event | None = None) -> None:
 
 def add_access_log(parser: argparse.ArgumentParser) -> None:
     """``--access-log``, the same for every server."""
-    about = "print a line for each request: address, method, path, status, seconds; no bodies, no keys"
+    about = "print a line for each request: address, method, path, status; no bodies, no keys"
     parser.add_argument("--access-log", action="store_true", help=about)
 
 

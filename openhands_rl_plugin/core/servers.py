@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _LOG = redacting_logger(__name__)
-ACCESS = "openhands_rl_plugin.access"
+ACCESS = "uvicorn.access"
 API_KEY = "OPENHANDS_RL_API_KEY"
 """The environment variable of the key that clients of a server must send, unless an option names another."""
-HEALTH, METRICS = "/health", "/metrics"
+HEALTH = "/health"
 MIB = 1024**2
 BACKLOG = 1024
 MOST_CONNECTIONS = 1024
@@ -57,9 +57,6 @@ STOP_SECONDS = 5
 _START_SECONDS = 30.0
 """Far more than a start takes; until then a lifespan may open its store."""
 _LONG_BODY = 256 * 1024
-_LONGEST_PATH = 200
-_LEFT = 499
-_METHODS = frozenset({"GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 _KEY_REMEDY = "start the server with a key and send it"
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:@/\s]+))(?::\d*)?")
@@ -176,56 +173,13 @@ async def read_body[T](body: bytes, parse: Callable[[bytes], T]) -> T:
     return parse(body) if len(body) <= _LONG_BODY else await asyncio.to_thread(parse, body)
 
 
-class RequestMetrics:
-    """Requests by method, route and status, and the access log, without bodies and keys.
-
-    ``routes``: the paths that metrics tell apart; any other is ``none``.
-    """
-
-    def __init__(self, routes: Collection[str] = ()) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-
-        self._registry = CollectorRegistry()
-        self._routes = frozenset(routes)
-        self._log = redacting_logger(ACCESS)
-        ProcessCollector(registry=self._registry)
-        labels = ("method", "handler")
-        self._count = Counter("http_requests", "Requests.", (*labels, "status"), registry=self._registry)
-        about = "Seconds to the end of the response."
-        bounds = (0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
-        self._seconds = Histogram(
-            "http_request_duration_seconds", about, labels, buckets=bounds, registry=self._registry
-        )
-
-    def response(self) -> Response:
-        """All samples in Prometheus' text format."""
-        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-        from starlette.responses import Response
-
-        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    def ended(self, method: str, path: str, status: int, seconds: float, peer: object, route: str = "") -> None:
-        """One request is over. ``path``: without its query, where a key may stand. ``status`` 499: the client left."""
-        handler = route or (path if path in self._routes else "none")
-        method = method if method in _METHODS else "OTHER"
-        self._count.labels(method, handler, f"{status // 100}xx").inc()
-        self._seconds.labels(method, handler).observe(seconds)
-        if self._log.isEnabledFor(logging.INFO):
-            # As ASCII: no control characters reach a terminal or break the line.
-            shown = path[:_LONGEST_PATH].encode("ascii", "backslashreplace").decode()
-            shown = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in shown)
-            client = peer[0] if isinstance(peer, list | tuple) and peer else "-"
-            self._log.info("%s %s %s %d %.3f s", client, method, shown, status, seconds)
-
-
 def log_accesses() -> None:
-    """Print the access log to standard error."""
+    """Print a line for each request to standard error, with uvicorn's access log: address, method, path, status."""
     logger = redacting_logger(ACCESS)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     logger.propagate = False
 
 
@@ -243,29 +197,21 @@ def note_failure(error: BaseException) -> str:
 
 
 class GuardMiddleware:
-    """Starlette middleware: access, bodies of bounded size, errors in OpenAI's form, ``/metrics`` and the access log.
+    """Starlette middleware: access, bodies of bounded size, and errors in OpenAI's form.
 
-    The application gets a request when its body has arrived. One that routes by itself writes ``scope["rl_route"]``, by
-    which ``/metrics`` tells its requests apart.
+    The application gets a request when its body has arrived.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        access: AccessRules | None = None,
-        *,
-        max_body_bytes: int = 16 * MIB,
-    ) -> None:
+    def __init__(self, app: ASGIApp, access: AccessRules | None = None, *, max_body_bytes: int = 16 * MIB) -> None:
         self._app = app
         self._access = access or AccessRules()
         self._limit = max_body_bytes
-        self._metrics = RequestMetrics([getattr(route, "path", "") for route in getattr(app, "routes", ())])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), _LEFT
+        status = 0
         failed: list[Message] = []
 
         async def observed(message: Message) -> None:
@@ -285,19 +231,13 @@ class GuardMiddleware:
                 await send(message)
         except RLError as error:
             reason = note_failure(error.__cause__ if isinstance(error, CaughtFailure) and error.__cause__ else error)
-            if status in (_LEFT, 500):
-                status = 500
+            if status in (0, 500):
                 await error_response(500, reason, "InternalServerError")(scope, receive, send)
         except asyncio.CancelledError:
             # The server stops, and waits no longer; what a client has half of is cut off.
-            if status == _LEFT:
-                status = 503
+            if not status:
                 stopping = error_response(503, "The server is stopping.", "ServiceUnavailableError")
                 await stopping(scope, receive, send)
-        finally:
-            seconds = time.perf_counter() - started
-            route = scope.get("rl_route", "")
-            self._metrics.ended(scope["method"], scope["path"], status, seconds, scope.get("client"), route)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[str, str] = {}
@@ -306,8 +246,6 @@ class GuardMiddleware:
             headers[key] = f"{headers[key]},{text}" if key in headers else text
         if (refused := self._access.refusal(scope["method"], scope["path"], headers)) is not None:
             return await error_response(refused.status, refused.message, refused.kind)(scope, receive, send)
-        if scope["path"] == METRICS and scope["method"] in ("GET", "HEAD"):
-            return await self._metrics.response()(scope, receive, send)
         body, more = bytearray(), True
         while more:
             message = await receive()
@@ -430,7 +368,7 @@ def _server(
 
     common: dict[str, Any] = {
         "log_level": "warning",
-        "access_log": False,
+        "log_config": None,
         "timeout_graceful_shutdown": STOP_SECONDS,
         "timeout_keep_alive": IDLE_SECONDS,
         "limit_concurrency": MOST_CONNECTIONS,
@@ -442,4 +380,7 @@ def _server(
         **options,
     }
     guard = GuardMiddleware(app, access, max_body_bytes=max_body_bytes)
-    return Server(uvicorn.Config(guard, **common))
+    server = Server(uvicorn.Config(guard, **common))
+    if (access_log := logging.getLogger(ACCESS)).handlers:
+        access_log.setLevel(logging.INFO)
+    return server

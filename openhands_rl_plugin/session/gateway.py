@@ -25,7 +25,6 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HOST_EVIDENCE
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import (
-    HEALTH,
     Receive,
     Scope,
     Send,
@@ -188,15 +187,12 @@ class Gateway:
         scope = request.scope
         match scope["method"], request.path:
             case "GET" | "HEAD", ["health"]:
-                scope["rl_route"] = HEALTH
                 # Counters since the start, and the fields that models refuse.
                 now = {"status": "ok", "sessions": len(self.sessions), "refused": self._upstream.extensions.refused()}
                 return Reply(200, dump_object({**now, **vars(self._counts)}))
             case "POST", ["session"]:
-                scope["rl_route"] = "/session"
                 return await self._open(request.body)
             case "POST", ["session", name, "end"]:
-                scope["rl_route"] = "/session/{session}/end"
                 return await self._end(unquote(name), request.body)
             case _, ["session", name, version, *rest] if rest and unquote(version) == "v1":
                 return await self._forwarded(request, unquote(name), "/".join(rest))
@@ -243,8 +239,6 @@ class Gateway:
         """Any request below ``/v1``. ``sent``: the path as it was sent; a part of it may contain ``%2F``."""
         path, posted = unquote(sent), request.scope["method"] == "POST"
         protocol = _PROTOCOLS.get(path) if posted else None
-        prefix = "/session/{session}" if name else ""
-        request.scope["rl_route"] = f"{prefix}/v1/{path if protocol is not None else '{path}'}"
         if protocol is not None:
             return await self._complete(request, protocol, name)
         if not posted or path not in _UNRECORDED:
