@@ -15,10 +15,10 @@ import copy
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from openhands_rl_plugin.core.errors import GraderError, InfrastructureError, ModelError
-from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, Reward, Strategy, StreamingEngine
+from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward, Strategy, StreamingEngine
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -36,7 +36,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
-from openhands_rl_plugin.testing.samples import GONE
+from openhands_rl_plugin.testing.storage import GONE
 
 Script = Sequence[str] | Callable[[Sequence[Message]], str]
 
@@ -121,10 +121,8 @@ class GridEnvironment:
 
     async def reset(self, task: Task) -> Observation:
         """Stand in the corner."""
-        size, goal = task.data.get("size", 3), task.data.get("goal", [2, 2])
-        if not isinstance(size, int) or not isinstance(goal, list) or len(goal) != 2:
-            raise ValueError("a grid task needs a whole number 'size' and a 'goal' of two numbers")
-        self._size, self._goal = size, (int(str(goal[0])), int(str(goal[1])))
+        data: dict[str, Any] = {"size": 3, "goal": (2, 2), **task.data}
+        self._size, self._goal = data["size"], tuple(data["goal"])
         rules = f"Walk to {self._goal}. Answer with up, down, left or right. {task.instruction}".strip()
         return Observation(messages=(Message(role="system", content=rules), self._state()))
 
@@ -165,82 +163,49 @@ async def check_environment(make: Callable[[], Environment], task: Task, *, acti
     Asserts what sessions rely on: an opening, finite rewards, malformed actions answered, evidence that is JSON,
     repeatable close, episodes that do not disturb each other, and independent forks where forking is offered.
     """
-    unused = make()
-    await unused.close()
-    alone = await _rolled_out(make(), task, actions)
-    first, second = make(), make()
-    if first is second:
-        _broken("make() returned the same environment twice; one object must be one episode")
+    await make().close()
+    alone, first, second = make(), make(), make()
+    opening = await alone.reset(task)
+    assert {message.role for message in opening.messages} - {"assistant"}, "reset must return at least one message"
+    steps = await _stepped(alone, actions)
+    await _check_evidence(alone)
+    await alone.close()
     await first.reset(task)
     await second.reset(task)
-    for action in actions:
-        await first.step(_answer(action))
-    together = [await second.step(_answer(action)) for action in actions]
-    if [step.messages for step in together] != alone:
-        _broken("two episodes of one task disturb each other, or the environment is not deterministic")
+    await _stepped(first, actions)
+    assert await _stepped(second, actions) == steps, "two episodes disturb each other, or are not deterministic"
     for environment in (first, second):
         await environment.close()
         await environment.close()
-    await _check_malformed(make(), task)
-    if isinstance(forkable := make(), Forkable):
-        await _check_fork(forkable, task, actions)
-    await forkable.close()
+    malformed = make()
+    await malformed.reset(task)
+    for text in ("", "\N{REPLACEMENT CHARACTER}", "Thought: no action in here"):
+        observation = await malformed.step(_answer(text))
+        assert observation.messages, f"step({text!r}) must say what was wrong with the action"
+        if observation.terminated or observation.truncated:
+            break
+    await _check_evidence(malformed)
+    await malformed.close()
+    forked: Any = make()
+    if hasattr(forked, "fork"):
+        await forked.reset(task)
+        before, twin = await forked.evidence(), await forked.fork()
+        in_twin = await _stepped(twin, actions)
+        assert await forked.evidence() == before, "a step in a fork changed the original"
+        await twin.close()
+        assert await _stepped(forked, actions) == in_twin, "the original goes another way than its fork"
+    await forked.close()
 
 
-async def _rolled_out(environment: Environment, task: Task, actions: Sequence[str]) -> list[tuple[Message, ...]]:
-    opening = await environment.reset(task)
-    if not opening.messages:
-        _broken("reset must return at least one message: it opens the conversation")
-    if all(message.role == "assistant" for message in opening.messages):
-        _broken("the opening must not be made of assistant messages only: nothing would be asked")
-    steps = []
-    ended = False
-    for action in actions:
-        if ended:
-            raise ValueError(f"check_environment needs actions that go on: {action!r} comes after the end")
-        observation = await environment.step(_answer(action))
-        ended = observation.terminated or observation.truncated
-        if not math.isfinite(observation.reward):
-            _broken(f"step({action!r}) returned reward {observation.reward}; rewards must be finite")
-        steps.append(observation.messages)
-    await _check_evidence(environment)
-    await environment.close()
-    return steps
+async def _stepped(environment: Any, actions: Sequence[str]) -> list[tuple[Message, ...]]:
+    steps = [await environment.step(_answer(action)) for action in actions]
+    assert all(math.isfinite(step.reward) for step in steps), "rewards must be finite"
+    return [step.messages for step in steps]
 
 
 async def _check_evidence(environment: Environment) -> None:
     evidence = await environment.evidence()
-    try:
-        text = json.dumps(evidence, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise AssertionError(f"evidence() must be JSON without NaN: {error}") from error
-    if json.loads(text) != evidence:
-        _broken("evidence() must come back equal from JSON (string keys, lists instead of tuples)")
-
-
-async def _check_malformed(environment: Environment, task: Task) -> None:
-    await environment.reset(task)
-    for text in ("", "\N{REPLACEMENT CHARACTER}", "Thought: no action in here"):
-        observation = await environment.step(_answer(text))
-        if not observation.messages:
-            _broken(f"step({text!r}) must say what was wrong with the action")
-        if observation.terminated or observation.truncated:
-            break
-    await _check_evidence(environment)
-    await environment.close()
-
-
-async def _check_fork(environment: Forkable, task: Task, actions: Sequence[str]) -> None:
-    original: Environment = environment  # pyright: ignore[reportAssignmentType]  (every Forkable is an environment)
-    await original.reset(task)
-    before = await original.evidence()
-    twin = await environment.fork()
-    in_twin = [(await twin.step(_answer(action))).messages for action in actions]
-    if await original.evidence() != before:
-        _broken("a step in a fork changed the original")
-    await twin.close()
-    if [(await original.step(_answer(action))).messages for action in actions] != in_twin:
-        _broken("the original went another way than its fork on the same actions, or closing the fork harmed it")
+    assert json.loads(json.dumps(evidence, allow_nan=False)) == evidence, "evidence() must come back equal from JSON"
 
 
 async def check_engine(engine: LLMEngine, *, away: LLMEngine | None = None) -> None:
@@ -254,66 +219,43 @@ async def check_engine(engine: LLMEngine, *, away: LLMEngine | None = None) -> N
     (answer,) = await _asked(engine, _ASKED, 1)
     await _asked(engine, _ASKED, 3)
     await asyncio.gather(_asked(engine, _ASKED, 1), _asked(engine, _ASKED, 2))
-    after = (*_ASKED, answer.message, Message(role="user", content="Another one."))
-    (later,) = await _asked(engine, after, 1)
-    if answer.tokens and later.tokens and len(later.tokens.prompt_ids) <= len(answer.tokens.prompt_ids):
-        _broken("the prompt of a longer conversation is not longer; prompt_ids is the whole prompt, with extends false")
+    (later,) = await _asked(engine, (*_ASKED, answer.message, Message(role="user", content="Another one.")), 1)
+    if answer.tokens and later.tokens:
+        longer = len(later.tokens.prompt_ids) > len(answer.tokens.prompt_ids)
+        assert longer, "the prompt of a longer conversation is not longer; prompt_ids is the whole prompt"
     if isinstance(engine, StreamingEngine):
-        await _check_stream(engine)
+        *texts, whole = [part async for part in engine.stream(_ASKED, sampling=_SAMPLING)]
+        assert isinstance(whole, Completion), "stream() must yield a Completion last"
+        _check_completion(whole)
+        same = whole.message.tool_calls or "".join(map(str, texts)) == (whole.message.content or "")
+        assert same, "the streamed texts are not the text of the completion"
     if away is not None:
-        await _check_away(away)
+        (outcome,) = await asyncio.gather(away.complete(_ASKED, sampling=_SAMPLING), return_exceptions=True)
+        assert isinstance(outcome, BaseException), "the engine answered without its server"
+        known = isinstance(outcome, InfrastructureError | ModelError)
+        assert known, f"without its server the engine raised {outcome!r}; raise InfrastructureError or ModelError"
 
 
 async def _asked(engine: LLMEngine, messages: tuple[Message, ...], n: int) -> list[Completion]:
     answers = await engine.complete(messages, n=n, sampling=_SAMPLING)
-    if not isinstance(answers, list) or len(answers) != n:
-        _broken(f"complete(n={n}) must return a list of {n} completions")
+    assert len(answers) == n, f"complete(n={n}) must return a list of {n} completions"
     for answer in answers:
         _check_completion(answer)
     return answers
 
 
 def _check_completion(answer: Completion) -> None:
-    if answer.message.role != "assistant":
-        _broken(f"a completion's message has the role {answer.message.role!r}; it must be 'assistant'")
-    if answer.policy is None:
-        _broken("a completion must name its policy: the base model, and the adapter that it was sampled from")
-    if answer.sampling is None or answer.sampling.temperature != _SAMPLING.temperature:
-        _broken("a completion must say what it was sampled with (sampling): training needs to know the temperature")
-    if _SAMPLING.max_tokens is not None and answer.usage.completion_tokens > _SAMPLING.max_tokens:
-        _broken(f"max_tokens was {_SAMPLING.max_tokens}, and {answer.usage.completion_tokens} tokens were sampled")
-    if answer.tokens is not None:
-        _check_tokens(answer.tokens)
-
-
-def _check_tokens(tokens: Tokens) -> None:
-    if tokens.extends:
-        _broken("an engine gives the whole prompt (extends false); the tree finds what a prompt adds")
-    if not tokens.prompt_ids or not tokens.sampled_ids:
-        _broken("tokens need both prompt_ids and sampled_ids; where the server gives none, tokens is None")
-    if len(tokens.logprobs) not in (0, len(tokens.sampled_ids)):
-        _broken("there must be a logprob for each sampled id, or none at all")
-    if any(math.isnan(logprob) or logprob > 1e-3 for logprob in tokens.logprobs):
-        _broken("a logprob is a natural logarithm of a probability: at most 0, and not NaN")
-
-
-async def _check_stream(engine: StreamingEngine) -> None:
-    parts = [part async for part in engine.stream(_ASKED, sampling=_SAMPLING)]
-    if not parts or not isinstance(whole := parts[-1], Completion):
-        _broken("stream() must yield a Completion last")
-    if any(not isinstance(part, str) for part in parts[:-1]):
-        _broken("stream() must yield texts before the Completion")
-    _check_completion(whole)
-    if not whole.message.tool_calls and "".join(map(str, parts[:-1])) != (whole.message.content or ""):
-        _broken("the streamed texts are not the text of the completion")
-
-
-async def _check_away(engine: LLMEngine) -> None:
-    (outcome,) = await asyncio.gather(engine.complete(_ASKED, sampling=_SAMPLING), return_exceptions=True)
-    if not isinstance(outcome, BaseException):
-        _broken("the engine answered without its server; is `away` really away?")
-    if not isinstance(outcome, InfrastructureError | ModelError):
-        _broken(f"without its server the engine raised {outcome!r}; raise InfrastructureError or ModelError")
+    assert answer.message.role == "assistant", "the message of a completion is the assistant's"
+    assert answer.policy is not None, "a completion must name its policy"
+    sampling, tokens = answer.sampling, answer.tokens
+    assert sampling is not None and sampling.temperature == 1.0, "a completion must say what it was sampled with"
+    assert answer.usage.completion_tokens <= 16, "max_tokens was 16"
+    if tokens is not None:
+        assert not tokens.extends, "an engine gives the whole prompt (extends false); the tree finds what a prompt adds"
+        assert tokens.prompt_ids and tokens.sampled_ids, "where the server gives no ids, tokens is None"
+        complete = len(tokens.logprobs) in (0, len(tokens.sampled_ids))
+        assert complete, "there must be a logprob for each sampled id, or none at all"
+        assert all(each <= 1e-3 for each in tokens.logprobs), "a logprob is at most 0, and not NaN"
 
 
 async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None) -> None:
@@ -323,19 +265,13 @@ async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None)
     tree = EpisodeTree()
     tree.observe(await world.reset(Task(id="grid", environment="grid")))
     for _ in range(3):
-        head, known = tree.head, len(tree.nodes)
-        before, standing = [node.message for node in tree.nodes], await world.evidence()
+        head, before, standing = tree.head, [node.message for node in tree.nodes], await world.evidence()
         chosen = await strategy.decide(tree, engine, world)
-        if tree.head != head:
-            _broken("decide() must not move tree.head; the session commits the node that is returned")
-        if [node.message for node in tree.nodes[:known]] != before:
-            _broken("decide() changed messages that were already in the tree")
-        if not 0 <= chosen < len(tree.nodes) or not tree.nodes[chosen].sampled:
-            _broken(f"decide() returned {chosen}, which is not a sampled node; use tree.propose()")
-        if tree.nodes[chosen].parent != head:
-            _broken("decide() must return a node directly below tree.head: it is executed next")
-        if await world.evidence() != standing:
-            _broken("decide() stepped the real world; search must work in forks of it")
+        assert tree.head == head, "decide() must not move tree.head; the session commits the node that is returned"
+        assert [node.message for node in tree.nodes[: len(before)]] == before, "decide() changed messages in the tree"
+        proposed = tree.nodes[chosen].sampled and tree.nodes[chosen].parent == head
+        assert proposed, "decide() must return a node of tree.propose() directly below tree.head"
+        assert await world.evidence() == standing, "decide() stepped the real world; search must work in forks of it"
         tree.commit(chosen)
         tree.observe(await world.step(tree.action))
         if tree.terminated:
@@ -344,27 +280,20 @@ async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None)
 
 async def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> None:
     """Score ``trajectories`` twice, and a failed one, which must not get a number."""
-    if not reward.version:
-        _broken("a reward needs a version, which changes whenever the same trajectory could get another score")
+    assert reward.version, "a reward needs a version"
     for trajectory in trajectories:
         before = trajectory.model_dump_json()
         score = await reward(trajectory)
-        if score.trajectory_id != trajectory.id:
-            _broken("the score names another trajectory")
-        if score.reward_version != reward.version:
-            _broken(f"the score says version {score.reward_version!r}, the reward {reward.version!r}")
-        if score.reward is not None and not math.isfinite(score.reward):
-            _broken(f"the score is {score.reward}; raise GraderError instead")
-        if await reward(trajectory) != score:
-            _broken("the same trajectory got two scores; a reward must be a pure function")
-        if trajectory.model_dump_json() != before:
-            _broken("the reward changed the trajectory")
+        assert score.trajectory_id == trajectory.id, "the score names another trajectory"
+        assert score.reward_version == reward.version, "the score is of another version"
+        assert score.reward is None or math.isfinite(score.reward), f"the score is {score.reward}; raise GraderError"
+        assert await reward(trajectory) == score, "the same trajectory got two scores"
+        assert trajectory.model_dump_json() == before, "the reward changed the trajectory"
     try:
         unscorable = await reward(example_trajectory(3))
     except GraderError:
         return
-    if unscorable.reward is not None:
-        _broken("an episode that failed got a number; raise GraderError (or leave the reward None)")
+    assert unscorable.reward is None, "an episode that failed got a number; raise GraderError instead"
 
 
 def example_trajectory(at: int = 0) -> Trajectory:
@@ -397,7 +326,3 @@ def example_trajectory(at: int = 0) -> Trajectory:
 
 def _answer(text: str) -> Message:
     return Message(role="assistant", content=text)
-
-
-def _broken(rule: str) -> NoReturn:
-    raise AssertionError(rule)

@@ -12,7 +12,7 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.records import LabelKind
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.rollout.scoring import add_label
-from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.testing.storage import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from openhands_rl_plugin.cli.jobs import studio_beside
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.testing.storage import sample_episode
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -23,7 +23,7 @@ from openhands_rl_plugin.rollout.scoring import (
     stored_rewards,
     undo,
 )
-from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.testing.storage import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 IDS = ("paid", "graded", "silent")

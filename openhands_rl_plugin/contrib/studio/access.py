@@ -14,7 +14,6 @@ from pydantic import Field
 from openhands_rl_plugin.config.rl import VariableName
 from openhands_rl_plugin.core.servers import (
     API_KEY,
-    METRICS,
     AccessRules,
     Refusal,
     host_name,
@@ -79,7 +78,7 @@ class Tickets:
 class StudioAccess(AccessRules):
     """``names``: hosts that it may be called by, beside addresses; ``bound``: the address that it listens on.
 
-    The document and its modules hold no data, so they are shown to all; ``/api`` and ``/metrics`` need a session's
+    The document and its modules hold no data, so they are shown to all; ``/api`` needs a session's
     cookie or the key. Whatever is sent may come from the studio's own pages only: ``Origin`` and ``Sec-Fetch-Site``
     have to say so where they are there, and one of them, or the key, has to be.
     """
@@ -98,7 +97,7 @@ class StudioAccess(AccessRules):
             return Refusal(403, "Forbidden", "Web pages of other origins are refused.")
         if method not in _READS and not is_json(headers.get("content-type", "")):
             return Refusal(415, "UnsupportedMediaType", "The body has to be sent as Content-Type: application/json.")
-        private = path.startswith("/api/") or path == METRICS
+        private = path.startswith("/api/")
         if private and path != SIGN_IN and not keyed and not self.tickets.knows(headers.get("cookie", "")):
             return Refusal(401, "Unauthorized", "Open the link that `openhands-rl studio` printed; it works once.")
         return None

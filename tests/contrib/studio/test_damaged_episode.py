@@ -10,7 +10,7 @@ import pytest
 from studio_client import Client
 from train_store import store_of
 
-from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.testing.storage import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 

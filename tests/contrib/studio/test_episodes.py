@@ -15,7 +15,7 @@ from tiny_model import write_tokenizer
 
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef
-from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.testing.storage import sample_episode
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

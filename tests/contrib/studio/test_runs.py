@@ -18,7 +18,7 @@ from openhands_rl_plugin.contrib.studio.server import running_studio
 from openhands_rl_plugin.core.records import EpisodeStart, Label, LabelKind
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.testing.samples import sample_episode, sample_score
+from openhands_rl_plugin.testing.storage import sample_episode, sample_score
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

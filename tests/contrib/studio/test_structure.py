@@ -5,7 +5,7 @@ from __future__ import annotations
 from studio_client import Client, Opener, fill
 
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.testing.samples import GONE, sample_episode
+from openhands_rl_plugin.testing.storage import GONE, sample_episode
 
 
 def test_a_group_is_one_tree_that_branches_at_the_first_difference(opener: Opener, client: Client) -> None:

@@ -15,7 +15,7 @@ from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.types import Severity
-from openhands_rl_plugin.testing.samples import sample_episode
+from openhands_rl_plugin.testing.storage import sample_episode
 
 pytestmark = pytest.mark.contract
 

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, Node, Trajectory
 from openhands_rl_plugin.testing import check_storage
-from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.mongodb import storage as module
 from openhands_rl_plugin.trajectories.mongodb.storage import PART_BYTES, MongoDBTrajectoryStorage
 

@@ -14,7 +14,7 @@ from stored_samples import play, trajectory
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Failure, FailureKind, StopReason
-from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.records import (
     TrajectoryOrder,
 )
 from openhands_rl_plugin.core.types import Message, Node, StopReason, Trajectory, Usage
-from openhands_rl_plugin.testing.samples import sample_episode, sample_score
+from openhands_rl_plugin.testing.storage import sample_episode, sample_score
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 

@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.records import (
     Label,
     LabelKind,
 )
-from openhands_rl_plugin.testing.samples import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
