@@ -1,18 +1,15 @@
-"""Bugs in functions: functions cut out of packages, kinds of bugs, the edits that make and mend them."""
+"""Functions cut out of modules, the bugs in them, and the edits that make and mend these."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import difflib
-import itertools
 import keyword
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.tasks.bugs import Edit, Mutation, PythonSource, blocks, mutations, own_nodes, parse
+from openhands_rl_plugin.evals.tasks.bugs import PythonSource, bugs_of
 
 _WORDS = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"|\w+|\s+|[=!<>]=|\*\*|//|.")
 _SPECIAL = re.compile(r"[\\*\[\]^$]")
@@ -45,12 +42,6 @@ def line_edit(old: str, new: str) -> LineEdit:
         else:
             first, start = first - 1, start - 1
     return LineEdit(first=first + 1, last=last, lines=tuple(after[start:end]))
-
-
-def patch_of(path: str, old: str, new: str) -> str:
-    """The change of a file as a patch in git's form."""
-    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}")
-    return f"diff --git a/{path} b/{path}\n" + "".join(lines)
 
 
 def sed_script(old: str, new: str) -> str:
@@ -134,261 +125,45 @@ def is_told(wrong: str, right: str, name: str) -> bool:
     return known.issuperset(_NAME.findall(edit.lines[0]))
 
 
-_MOST_OTHERS = 3
-_OTHER_TEXT = dict(zip(("", " ", *"_-,./:0"), (" ", "", *"-_;,.;1"), strict=True))
-_OTHER_DEFAULT = {"": "' '", " ": "''", "_": "'-'", "-": "'_'", ",": "';'", None: "0"}
-
-
-def _own_mutations(source: PythonSource, function: ast.FunctionDef) -> Iterator[Mutation]:
-    """Kinds that only functions of a few lines have."""
-    arguments = function.args
-    known = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    nodes = [*own_nodes(function)]
-    known += [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    names = list(dict.fromkeys(known))
-
-    def bug(kind: str, node: ast.expr, text: str) -> Mutation:
-        return Mutation(kind, node.lineno, (source.replaced(node, text),))
-
-    for node in nodes:
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()) if name in names:
-                for other in [other for other in names if other != name][:_MOST_OTHERS]:
-                    yield bug("other_variable", node, other)
-            case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper, step=None)) if not (lower and upper):
-                if bound := lower or upper:
-                    text = source.text(bound)
-                    yield bug("other_index", node.slice, f"{text}:" if upper else f":{text}")
-            case ast.Subscript(slice=ast.Constant() | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()) as index):
-                at = ast.literal_eval(index)
-                if type(at) is int:
-                    for other in {0: (1, -1), -1: (0, -2)}.get(at, (at - 1, at + 1)):
-                        yield bug("other_index", index, str(other))
-            case ast.Constant(value=str() as text) if text in _OTHER_TEXT:
-                yield bug("other_text", node, repr(_OTHER_TEXT[text]))
-    for statement in itertools.chain.from_iterable(blocks(function)):
-        if isinstance(statement, ast.Return) and statement.value and not isinstance(statement.value, ast.Constant):
-            start, end = source.span(statement)[0], source.span(statement.value)[0]
-            yield Mutation("drop_return", statement.lineno, (Edit(start, end, ""),))
-    for default in (*arguments.defaults, *arguments.kw_defaults):
-        if (
-            isinstance(default, ast.Constant)
-            and isinstance(text := default.value, str | None)
-            and text in _OTHER_DEFAULT
-        ):
-            yield bug("other_default", default, _OTHER_DEFAULT[text])
-
-
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "operator": ("swap_operator", "swap_boolean_operator"),
-    "comparison": ("move_boundary",),
-    "off by one": ("miss_by_one",),
-    "constant": ("shift_number", "flip_boolean", "other_text"),
-    "wrong variable": ("other_variable",),
-    "missing return": ("drop_return",),
-    "swapped arguments": ("swap_arguments", "swap_operands"),
-    "inverted condition": ("negate_condition", "swap_branches"),
-    "missing case": ("drop_guard", "drop_clause", "drop_assignment"),
-    "wrong index": ("other_index",),
-    "wrong method": ("swap_name", "drop_conversion"),
-    "wrong default": ("change_default", "other_default"),
-}
-"""Kind -> the kinds of mutations that make it."""
-
-
-def bugs_in(text: str, name: str) -> Iterator[tuple[str, str]]:
+def bugs_in(text: str, name: str) -> list[tuple[str, str]]:
     """``(kind, text with the bug)`` for every bug of the module's function ``name``, without repetitions."""
     source = PythonSource(text)
-    node = next(each for each in source.tree.body if isinstance(each, ast.FunctionDef) and each.name == name)
-    found = [*mutations(source, node), *_own_mutations(source, node)]
-    seen = {ast.dump(source.tree)}
-    for kind, makers in KINDS.items():
-        for mutation in sorted(
-            (each for each in found if each.kind in makers), key=lambda each: makers.index(each.kind)
-        ):
-            try:
-                changed = source.apply(mutation.edits)
-                meaning = ast.dump(parse(changed))
-                compile(changed, "bug", "exec")
-            except (SyntaxError, ValueError):
-                continue
-            if meaning not in seen:
-                seen.add(meaning)
-                yield kind, changed
+    return [(bug.kind, source.apply(bug.edits)) for bug in bugs_of("", text) if bug.function == name]
 
 
-LONGEST_FUNCTION, LEAST_FUNCTION = 25, 3
-LONGEST_MODULE, MOST_CHARACTERS = 44, 1600
-_MODULES = frozenset(
-    (
-        *("abc", "base64", "binascii", "bisect", "calendar", "codecs", "collections", "colorsys", "copy", "decimal"),
-        *("difflib", "fractions", "functools", "hashlib", "heapq", "html", "itertools", "json", "keyword", "math"),
-        *("numbers", "operator", "posixpath", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
-        *("unicodedata", "urllib", "warnings", "zlib"),
-    )
-)
-"""Modules of the standard library whose functions depend on their arguments alone."""
-_BUILTINS = frozenset(dir(builtins))
-_KNOWN = frozenset({"__name__", "__doc__", "__file__"})
+LONGEST_FUNCTION, LEAST_FUNCTION, MOST_CHARACTERS = 25, 3, 1600
 
 
-class SlicedFunction(Frozen):
-    """A module with one function and what it needs. ``path`` as in the package, below its folder of imports."""
+class LoneFunction(Frozen):
+    """A module of one function, with the path of the module that it was cut out of."""
 
     path: str
     name: str
     text: str
 
 
-class _NoSliceError(Exception):
-    """A function that cannot stand alone, or is too long."""
+def lone_function(path: str, node: ast.FunctionDef) -> LoneFunction | None:
+    """A function or a method as a module of its own, without what it needs; ``None`` for one that is too long or too
+    short.
 
-
-@dataclass
-class _Module:
-    path: str
-    names: dict[str, ast.stmt]
-    stars: bool
-
-
-@dataclass
-class _Slice:
-    imports: dict[str, None] = field(default_factory=dict)
-    parts: dict[str, str] = field(default_factory=dict)
-    """Name -> text of the statement, in the order of definition."""
-    origin: dict[str, ast.stmt] = field(default_factory=dict)
-    open: set[str] = field(default_factory=set)
-
-
-class PackageSlicer:
-    """Slices functions out of a package's modules: path below the folder of imports -> text."""
-
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-        self._modules: dict[str, _Module | None] = {}
-
-    def slice(self, path: str, name: str) -> SlicedFunction | None:
-        """The function as a module; ``None`` when it needs what cannot come along, or is too long or too short.
-
-        The text is normalised: no comments, no annotations, of docstrings the first line.
-        """
-        module = self._module(path)
-        if module is None or not isinstance(node := module.names.get(name), ast.FunctionDef) or node.decorator_list:
-            return None
-        found = _Slice()
-        try:
-            self._add(found, module, name)
-            text = _written(found)
-        except (_NoSliceError, RecursionError, SyntaxError):
-            return None
-        lines = found.parts[name].count("\n") + 1
-        fits = LEAST_FUNCTION <= lines <= LONGEST_FUNCTION and len(text.splitlines()) <= LONGEST_MODULE
-        return SlicedFunction(path=path, name=name, text=text) if fits and len(text) <= MOST_CHARACTERS else None
-
-    def _module(self, path: str) -> _Module | None:
-        if path not in self._modules:
-            self._modules[path] = _indexed(path, self._texts.get(path))
-        return self._modules[path]
-
-    def _add(self, found: _Slice, module: _Module, name: str) -> None:
-        if name not in module.names:
-            raise _NoSliceError(name)
-        node = module.names[name]
-        if name in found.origin:
-            if found.origin[name] is not node:
-                raise _NoSliceError(f"two meanings of {name}")
-            return
-        found.origin[name] = node
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            self._add_import(found, module, node, name)
-            return
-        plain = _plain(node, keep=not found.open)
-        found.open.add(name)
-        for needed in sorted(_free_names(plain)):
-            if needed in module.names:
-                self._add(found, module, needed)
-            elif needed not in _BUILTINS | _KNOWN or module.stars:
-                raise _NoSliceError(needed)
-        found.parts[name] = ast.unparse(ast.fix_missing_locations(plain))
-        if len(found.parts) > 8 or sum(map(len, found.parts.values())) > MOST_CHARACTERS:
-            raise _NoSliceError("too long")
-
-    def _add_import(self, found: _Slice, module: _Module, node: ast.Import | ast.ImportFrom, name: str) -> None:
-        alias = next(each for each in node.names if (each.asname or each.name.partition(".")[0]) == name)
-        top = (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
-        level = node.level if isinstance(node, ast.ImportFrom) else 0
-        if level == 0 and top.partition(".")[0] in _MODULES:
-            only = ast.ImportFrom(node.module, [alias], 0) if isinstance(node, ast.ImportFrom) else ast.Import([alias])
-            found.imports[ast.unparse(only)] = None
-            return
-        if not isinstance(node, ast.ImportFrom) or alias.asname not in (None, alias.name):
-            raise _NoSliceError(f"import of {top}")
-        there = self._from(module, node)
-        if there is None:
-            raise _NoSliceError(f"import of {top}")
-        del found.origin[name]
-        self._add(found, there, alias.name)
-
-    def _from(self, module: _Module, node: ast.ImportFrom) -> _Module | None:
-        folders = module.path.split("/")[:-1]
-        if node.level > len(folders):
-            return None
-        base = folders[: len(folders) - node.level + 1] if node.level else []
-        stem = "/".join([*base, *(node.module or "").split(".")]).strip("/")
-        return self._module(f"{stem}.py") or self._module(f"{stem}/__init__.py")
-
-
-def lone_function(path: str, node: ast.FunctionDef) -> SlicedFunction | None:
-    """A function or a method as a module of its own, without what it needs; ``None`` as for ``PackageSlicer.slice``."""
+    The text is normalised: no comments, no annotations, of docstrings the first line.
+    """
     try:
-        text = ast.unparse(_plain(node, keep=True)) + "\n"
+        text = ast.unparse(ast.fix_missing_locations(_Plain().visit(ast.parse(ast.unparse(node)).body[0]))) + "\n"
         compile(text, "function", "exec")
-    except (_NoSliceError, RecursionError, SyntaxError):
+    except (RecursionError, SyntaxError):
         return None
     fits = LEAST_FUNCTION <= text.count("\n") <= LONGEST_FUNCTION and len(text) <= MOST_CHARACTERS
-    return SlicedFunction(path=path, name=node.name, text=text) if fits else None
-
-
-def _indexed(path: str, text: str | None) -> _Module | None:
-    if text is None:
-        return None
-    try:
-        tree = parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    names: dict[str, ast.stmt] = {}
-    twice: set[str] = set()
-    stars = False
-    for node in tree.body:
-        bound = list(_bound(node))
-        stars = stars or "*" in bound
-        for name in bound:
-            if name in names:
-                twice.add(name)
-            names[name] = node
-    return _Module(path, {name: node for name, node in names.items() if name not in twice}, stars)
-
-
-def _bound(node: ast.stmt) -> Iterator[str]:
-    """The names that a top-level statement binds in a way that a slice can repeat."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (each.asname or each.name.partition(".")[0] for each in node.names)
-    elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-        yield node.targets[0].id
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-        yield node.target.id
+    return LoneFunction(path=path, name=node.name, text=text) if fits else None
 
 
 class _Plain(ast.NodeTransformer):
-    """Drops annotations and docstrings; of the outermost docstring the first line stays if ``keep``."""
+    """Drops annotations and docstrings; of the outermost docstring the first line stays."""
 
-    def __init__(self, keep: bool) -> None:
-        self._keep = keep
+    _outermost = True
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        self._keep, keep = False, self._keep
+        self._outermost, keep = False, self._outermost
         docstring = ast.get_docstring(node)
         body = node.body[1:] if docstring is not None else node.body
         line = docstring.strip().partition("\n")[0].strip() if docstring and keep else ""
@@ -398,75 +173,10 @@ class _Plain(ast.NodeTransformer):
         self.generic_visit(node)
         return node
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        raise _NoSliceError("async")
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        raise _NoSliceError("a class")
-
-    def visit_Global(self, node: ast.Global) -> ast.AST:
-        raise _NoSliceError("global state")
-
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None
         return node
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)
-        if node.value is None:
-            return ast.Pass()
-        return ast.Assign([node.target], node.value)
-
-
-def _plain(node: ast.stmt, *, keep: bool) -> ast.stmt:
-    copied = ast.parse(ast.unparse(node)).body[0]
-    changed = _Plain(keep).visit(copied)
-    return ast.fix_missing_locations(changed)
-
-
-def _free_names(node: ast.stmt) -> set[str]:
-    """Names that a statement reads and does not bind anywhere within it."""
-    read: set[str] = set()
-    bound: set[str] = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name):
-            (read if isinstance(each.ctx, ast.Load) else bound).add(each.id)
-        elif isinstance(each, ast.arg):
-            bound.add(each.arg)
-        elif isinstance(each, ast.FunctionDef | ast.ExceptHandler) and each.name:
-            bound.add(each.name)
-        elif isinstance(each, ast.Import | ast.ImportFrom):
-            _check_stdlib(each)
-            bound |= {alias.asname or alias.name.partition(".")[0] for alias in each.names}
-    if isinstance(node, ast.FunctionDef):
-        outer = ast.Module([*map(ast.Expr, _outer_parts(node))], [])
-        read |= {each.id for each in ast.walk(outer) if isinstance(each, ast.Name)}
-        return {name for name in read if name not in bound or name in _names_of(_outer_parts(node))} - {node.name}
-    return read - bound if not isinstance(node, ast.Assign) else read
-
-
-def _outer_parts(node: ast.FunctionDef) -> Sequence[ast.expr]:
-    """What is evaluated where the function is defined."""
-    return [*node.decorator_list, *node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
-
-
-def _names_of(parts: Sequence[ast.expr]) -> set[str]:
-    return {each.id for part in parts for each in ast.walk(part) if isinstance(each, ast.Name)}
-
-
-def _check_stdlib(node: ast.Import | ast.ImportFrom) -> None:
-    tops = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
-    relative = isinstance(node, ast.ImportFrom) and node.level
-    if relative or any(top.partition(".")[0] not in _MODULES for top in tops):
-        raise _NoSliceError("an import within the function")
-
-
-def _written(found: _Slice) -> str:
-    head = "\n".join(sorted(found.imports))
-    body = ""
-    for text in found.parts.values():
-        lone = not text.startswith(("def ", "@"))
-        body = body + text + "\n" if lone else body.rstrip("\n") + ("\n\n" if body else "") + text + "\n\n"
-    text = (head + "\n\n" if head else "") + body.rstrip("\n") + "\n"
-    compile(text, "slice", "exec")
-    return text
+        return ast.Pass() if node.value is None else ast.Assign([node.target], node.value)

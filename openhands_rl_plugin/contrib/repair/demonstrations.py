@@ -18,8 +18,7 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.host import TOOLS, ToolNames, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.repair.bugs import (
-    PackageSlicer,
-    SlicedFunction,
+    LoneFunction,
     bugs_in,
     function_told,
     is_told,
@@ -46,25 +45,23 @@ from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs import parse
 from openhands_rl_plugin.training.loop.loop import Lessons, LoopListener
 
-_Bugs = tuple[SlicedFunction, tuple[tuple[str, str], ...]]
+_Bugs = tuple[LoneFunction, tuple[tuple[str, str], ...]]
 """A function, and of each bug the kind and the text with it."""
 _LEFT_OUT = ("test/", "idlelib/", "lib2to3/", "turtledemo/", "ensurepip/", "site-packages/", "dist-packages/")
 _MOST_OF_A_FUNCTION = 8
 _MOST_OF_A_MODULE = 8
-"""Where methods count, too: the functions of one module are alike."""
+"""The functions of one module are alike."""
 
 
-def library_bugs(
-    source: random.Random, *, strange: frozenset[str], alone: bool
-) -> Iterator[tuple[SlicedFunction, str]]:
+def library_bugs(source: random.Random, *, strange: frozenset[str]) -> Iterator[tuple[LoneFunction, str]]:
     """Functions, and of each a text with a bug: one of every function before any has a second, and every kind of bug
-    about as often. ``alone``: see ``library_functions``; else the repair can be told. None has a name in ``strange``.
+    about as often. Line and head are enough for each repair. None has a name in ``strange``.
     """
     known: list[_Bugs] = []
     kinds: Counter[str] = Counter()
     used: set[str] = set()
     for turn in range(_MOST_OF_A_FUNCTION):
-        for function, found in known if turn else _functions(source, strange, alone):
+        for function, found in known if turn else _functions(source, strange):
             if not turn:
                 known.append((function, found))
             bugs: dict[str, list[str]] = {}
@@ -81,17 +78,17 @@ def library_bugs(
             yield function, wrong
 
 
-def _functions(source: random.Random, strange: frozenset[str], alone: bool) -> Iterator[_Bugs]:
+def _functions(source: random.Random, strange: frozenset[str]) -> Iterator[_Bugs]:
     """With all bugs of each, which take a tenth of a second to find."""
-    for function in library_functions(source, alone=alone):
+    for function in library_functions(source):
         if function.name not in strange:
             bugs = bugs_in(function.text, function.name)
-            yield function, tuple(bug for bug in bugs if alone or is_told(bug[1], function.text, function.name))
+            yield function, tuple(bug for bug in bugs if is_told(bug[1], function.text, function.name))
 
 
-def library_functions(source: random.Random, *, alone: bool) -> Iterator[SlicedFunction]:
-    """The functions of this Python's standard library that are short and, if ``alone``, need nothing else; else also
-    methods. Module by module in the order of ``source``: all of them take seconds to read."""
+def library_functions(source: random.Random) -> Iterator[LoneFunction]:
+    """Short functions and methods of this Python's standard library. Module by module in the order of ``source``: all
+    of them take seconds to read."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
     kept = [path for path in paths if not path.startswith(_LEFT_OUT) and "/test" not in path]
@@ -105,20 +102,15 @@ def library_functions(source: random.Random, *, alone: bool) -> Iterator[SlicedF
             tree = parse(text)
         except (SyntaxError, ValueError, RecursionError):
             continue
-        if alone:
-            slicer = PackageSlicer({path: text})
-            names = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-            yield from filter(None, (slicer.slice(path, name) for name in names))
-        else:
-            nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-            chosen = source.sample(nodes, min(_MOST_OF_A_MODULE, len(nodes)))
-            yield from filter(None, (lone_function(path, node) for node in chosen))
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        chosen = source.sample(nodes, min(_MOST_OF_A_MODULE, len(nodes)))
+        yield from filter(None, (lone_function(path, node) for node in chosen))
 
 
 _SYSTEM = "Repair the line."
 
 
-def short_drill(episode: Trajectory, function: SlicedFunction, wrong: str) -> Trajectory:
+def short_drill(episode: Trajectory, function: LoneFunction, wrong: str) -> Trajectory:
     """An episode of one answer, the script of ``sed`` that makes the function's text of ``wrong``. ``episode``: any
     demonstration, which says what is not of the conversation. Line and head of the function must be enough for the
     repair (``is_told``)."""
@@ -165,10 +157,8 @@ def lessons(
     right = [_without_errors(each, instance, tools, seed) for each, instance in known]
     forms = [(each, instance) for each, (_, instance) in zip(right, known, strict=True)]
     source = random.Random(f"{seed} drills")
-    bugs = library_bugs(source, strange=strange, alone=level > 1)
+    bugs = library_bugs(source, strange=strange)
     made = [*islice(_drills(forms, bugs, tools, level, source), drills)]
-    if level > 1:
-        bugs = library_bugs(random.Random(f"{seed} short drills"), strange=strange, alone=False)
     made += (short_drill(right[0], function, wrong) for function, wrong in islice(bugs, short_drills))
     return [*right, *(each.model_copy(update={"id": f"drill-{seed}-{at}"}) for at, each in enumerate(made))]
 
@@ -186,7 +176,7 @@ def _without_errors(episode: Trajectory, instance: Instance, tools: ToolNames, s
 
 def _drills(
     known: Sequence[tuple[Trajectory, Instance]],
-    bugs: Iterator[tuple[SlicedFunction, str]],
+    bugs: Iterator[tuple[LoneFunction, str]],
     tools: ToolNames,
     level: Level,
     choice: random.Random,
@@ -205,7 +195,7 @@ def _drill(
     episode: Trajectory,
     tools: ToolNames,
     instance: Instance,
-    function: SlicedFunction,
+    function: LoneFunction,
     wrong: str,
     level: Level,
     failures: Sequence[Node],

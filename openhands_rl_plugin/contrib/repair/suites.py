@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.contrib.repair.bugs import LineEdit, patch_of
+from openhands_rl_plugin.contrib.repair.bugs import LineEdit
 from openhands_rl_plugin.contrib.repair.calling import LONGEST
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
 from openhands_rl_plugin.contrib.repair.rows import (
@@ -40,6 +40,7 @@ from openhands_rl_plugin.evals.swe.backends.interpreters import with_own_interpr
 from openhands_rl_plugin.evals.swe.grading import grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
+from openhands_rl_plugin.evals.tasks.bugs import patch_of
 from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
 from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile, apply_patch, make_repository
 

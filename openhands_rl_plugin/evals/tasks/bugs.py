@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -130,9 +132,6 @@ def blocks(function: Function) -> Iterator[list[ast.stmt]]:
                 yield inner
 
 
-type _Found = Iterator[tuple[str, tuple[Edit, ...]]]
-
-
 class Mutation(NamedTuple):
     """One possible bug: its kind, the line (from 1) that has to be executed for it to show, and the edits."""
 
@@ -141,6 +140,11 @@ class Mutation(NamedTuple):
     edits: tuple[Edit, ...]
 
 
+KINDS = (
+    *("operator", "comparison", "off by one", "constant", "wrong variable", "missing return", "swapped arguments"),
+    *("inverted condition", "missing case", "wrong index", "wrong method", "wrong default"),
+)
+"""The kinds of bugs."""
 _BOUNDARY = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 _OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 _OPPOSITE |= {"in": "not in", "not in": "in", "is": "is not", "is not": "is"}
@@ -156,84 +160,106 @@ _CONVERSIONS = {
     *("str", "int", "list", "tuple", "set", "sorted", "reversed", "abs", "bool", "float", "dict"),
     *("strip", "lstrip", "rstrip", "lower", "upper", "title", "capitalize", "copy", "casefold"),
 }
+_OTHER_TEXT = dict(zip(("", " ", *"_-,./:0"), (" ", "", *"-_;,.;1"), strict=True))
+_OTHER_DEFAULT = {"": "' '", " ": "''", "_": "'-'", "-": "'_'", ",": "';'", None: "0"}
+_MOST_OTHERS = 3
 _SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 _ATOMS = (*_SIMPLE, ast.Constant)
 
 
 def mutations(source: PythonSource, function: Function) -> Iterator[Mutation]:
     """The bugs of the kinds ``KINDS`` in a function. Some do not parse, or do not change what the function does."""
-    for node in own_nodes(function):
+    known = {argument.arg: None for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+    nodes = [*own_nodes(function)]
+    stored = (node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    names = [*(known | dict.fromkeys(stored))]
+    for node in nodes:
         if isinstance(node, ast.expr | ast.stmt):
-            for kind, edits in _of_node(source, node):
-                yield Mutation(kind, node.lineno, edits)
-    known = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+            for kind, *edits in _of_node(source, node, names):
+                yield Mutation(kind, node.lineno, tuple(edits))
     for block in blocks(function):
         for statement in block:
-            kind = _droppable(statement, known, inner=block[0] is not function.body[0])
-            if kind and source.stands_alone(statement) and not source.text(statement).startswith("elif"):
-                start, end = source.lines(statement)
-                line = statement.body[0].lineno if isinstance(statement, ast.For | ast.While) else statement.lineno
+            alone = source.stands_alone(statement) and not source.text(statement).startswith("elif")
+            if _droppable(statement, known) and alone:
                 put = f"{source.indentation(statement)}pass\n" if len(block) == 1 else ""
-                yield Mutation(kind, line, (Edit(start, end, put),))
+                yield Mutation("missing case", statement.lineno, (Edit(*source.lines(statement), put),))
     for default in (*function.args.defaults, *function.args.kw_defaults):
-        if isinstance(default, ast.Constant) and (other := [*_constants(source, default)]):
-            yield Mutation("change_default", function.body[-1].lineno, (source.replaced(default, other[0]),))
+        if isinstance(default, ast.Constant):
+            text = default.value if isinstance(default.value, str | None) else 0
+            others = [_OTHER_DEFAULT[text]] if text in _OTHER_DEFAULT else [*_constants(source, default)][:1]
+            for other in others:
+                yield Mutation("wrong default", function.body[-1].lineno, (source.replaced(default, other),))
 
 
-def _of_node(source: PythonSource, node: ast.expr | ast.stmt) -> _Found:
-    """``(kind, edits)`` for what is wrong in one place."""
+def _of_node(
+    source: PythonSource, node: ast.expr | ast.stmt, names: Sequence[str]
+) -> Iterator[tuple[str, *tuple[Edit, ...]]]:
+    """``(kind, edit, ...)`` for what is wrong in one place. ``names``: those of the function."""
     text, replaced = source.text, source.replaced
 
-    def operator(kind: str, left: ast.expr, right: ast.expr, others: Mapping[str, str]) -> _Found:
+    def operator(kind: str, left: ast.expr, right: ast.expr, others: Mapping[str, str]) -> Iterator[tuple[str, Edit]]:
         start, end = source.span(left)[1], source.span(right)[0]
         gap = source.between(start, end)
         if new := others.get(old := gap.strip("() \t\n")):
-            yield kind, (Edit(start, end, gap.replace(old, new)),)
+            yield kind, Edit(start, end, gap.replace(old, new))
 
-    def exchange(kind: str, first: ast.expr, second: ast.expr) -> _Found:
+    def exchange(first: ast.expr, second: ast.expr) -> Iterator[tuple[str, Edit, Edit]]:
         one, other = text(first), text(second)
         if isinstance(first, _ATOMS) and isinstance(second, _ATOMS) and one != other and "\n" not in one + other:
-            yield kind, (replaced(first, other), replaced(second, one))
+            yield "swapped arguments", replaced(first, other), replaced(second, one)
 
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         match node.test:
             case ast.Compare(ops=[_], left=left, comparators=[right]):
-                yield from operator("negate_condition", left, right, _OPPOSITE)
+                yield from operator("inverted condition", left, right, _OPPOSITE)
             case ast.UnaryOp(op=ast.Not(), operand=operand) if isinstance(operand, _SIMPLE):
-                yield "negate_condition", (replaced(node.test, text(operand)),)
+                yield "inverted condition", replaced(node.test, text(operand))
             case test if isinstance(test, _SIMPLE):
-                yield "negate_condition", (replaced(test, f"not {text(test)}"),)
+                yield "inverted condition", replaced(test, f"not {text(test)}")
     match node:
         case ast.IfExp(body=body, orelse=other):
-            yield "swap_branches", (replaced(body, text(other)), replaced(other, text(body)))
+            yield "inverted condition", replaced(body, text(other)), replaced(other, text(body))
         case ast.If(body=body, orelse=[_, *_] as other) if not text(other[0]).startswith("elif"):
             if all(map(source.stands_alone, (*body, *other))):
                 first, second = source.lines(body[0], body[-1]), source.lines(other[0], other[-1])
                 edits = Edit(*first, source.between(*second)), Edit(*second, source.between(*first))
-                yield "swap_branches", edits
+                yield "inverted condition", *edits
         case ast.Compare(ops=[op], left=left, comparators=[right]):
-            yield from operator("move_boundary", left, right, _BOUNDARY)
+            yield from operator("comparison", left, right, _BOUNDARY)
             if not isinstance(op, ast.Eq | ast.NotEq | ast.Is | ast.IsNot) and not _has_number(left, right):
-                yield from exchange("swap_operands", left, right)
+                yield from exchange(left, right)
         case ast.BinOp(left=left, op=op, right=right):
             if not isinstance(left, ast.JoinedStr) and not (
                 isinstance(left, ast.Constant) and isinstance(left.value, str | bytes)
             ):
-                yield from operator("swap_operator", left, right, _OPERATORS)
+                yield from operator("operator", left, right, _OPERATORS)
             if isinstance(op, ast.Add | ast.Sub | ast.Div | ast.FloorDiv | ast.Mod) and not _has_number(left, right):
-                yield from exchange("swap_operands", left, right)
+                yield from exchange(left, right)
         case ast.BoolOp(values=values):
             if len(values) == 2:
-                yield from operator("swap_boolean_operator", values[0], values[1], _LOGIC)
+                yield from operator("operator", values[0], values[1], _LOGIC)
             spans = [source.span(value) for value in values]
             for at, ((start, end), (following, last)) in enumerate(pairwise(spans)):
                 if source.between(end, following).strip() in _LOGIC:
-                    yield "drop_clause", (Edit(end, last, ""),)
+                    yield "missing case", Edit(end, last, "")
                     if at == 0:
-                        yield "drop_clause", (Edit(start, following, ""),)
+                        yield "missing case", Edit(start, following, "")
+        case ast.Constant(value=str() as value) if value in _OTHER_TEXT:
+            yield "constant", replaced(node, repr(_OTHER_TEXT[value]))
         case ast.Constant():
-            kind = "flip_boolean" if isinstance(node.value, bool) else "shift_number"
-            yield from ((kind, (replaced(node, other),)) for other in _constants(source, node))
+            yield from (("constant", replaced(node, other)) for other in _constants(source, node))
+        case ast.Name(id=name, ctx=ast.Load()) if name in names:
+            for other in [other for other in names if other != name][:_MOST_OTHERS]:
+                yield "wrong variable", replaced(node, other)
+        case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper, step=None) as index) if not (lower and upper):
+            if bound := lower or upper:
+                yield "wrong index", replaced(index, f"{text(bound)}:" if upper else f":{text(bound)}")
+        case ast.Subscript(slice=ast.Constant() | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()) as index):
+            if type(at := ast.literal_eval(index)) is int:
+                for other in {0: (1, -1), -1: (0, -2)}.get(at, (at - 1, at + 1)):
+                    yield "wrong index", replaced(index, str(other))
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            yield "missing return", Edit(source.span(node)[0], source.span(value)[0], "")
         case ast.Slice(lower=lower, upper=upper):
             yield from _off_by_one(source, (lower, upper))
         case ast.Call(func=function, args=arguments):
@@ -241,15 +267,15 @@ def _of_node(source: PythonSource, node: ast.expr | ast.stmt) -> _Found:
             if isinstance(function, ast.Name) and name == "range":
                 yield from _off_by_one(source, arguments[:2])
             elif isinstance(function, ast.Name) and name == "len":
-                yield "miss_by_one", (replaced(node, f"{text(node)} - 1"),)
+                yield "off by one", replaced(node, f"{text(node)} - 1")
             if name in _OTHER_NAME:
                 end = source.span(function)[1]
-                yield "swap_name", (Edit(end - len(name), end, _OTHER_NAME[name]),)
+                yield "wrong method", Edit(end - len(name), end, _OTHER_NAME[name])
             inner = function.value if isinstance(function, ast.Attribute) else arguments[0] if arguments else None
             if name in _CONVERSIONS and isinstance(inner, _ATOMS) and not node.keywords and len(arguments) < 2:
-                yield "drop_conversion", (replaced(node, text(inner)),)
+                yield "wrong method", replaced(node, text(inner))
             for first, second in pairwise(arguments):
-                yield from exchange("swap_arguments", first, second)
+                yield from exchange(first, second)
 
 
 def _has_number(*nodes: ast.expr) -> bool:
@@ -264,56 +290,38 @@ def _constants(source: PythonSource, node: ast.Constant) -> Iterator[str]:
         yield from map(str, (node.value + 1, *([node.value - 1] if node.value else [])))
 
 
-def _off_by_one(source: PythonSource, bounds: Iterable[ast.expr | None]) -> _Found:
+def _off_by_one(source: PythonSource, bounds: Iterable[ast.expr | None]) -> Iterator[tuple[str, Edit]]:
     for bound in bounds:
         if isinstance(bound, _SIMPLE):
             for change in ("- 1", "+ 1"):
-                yield "miss_by_one", (source.replaced(bound, f"{source.text(bound)} {change}"),)
+                yield "off by one", source.replaced(bound, f"{source.text(bound)} {change}")
 
 
-def _droppable(statement: ast.stmt, known: set[str], *, inner: bool) -> str:
-    """The kind of bug that leaving a statement out is; empty where nothing stands in for it.
-
-    ``known``: names with a value so far; those that the statement assigns are added. ``inner``: in a branch or a loop.
-    """
+def _droppable(statement: ast.stmt, known: dict[str, None]) -> bool:
+    """Whether a bug may leave a statement out. ``known``: names with a value so far; it adds those that it assigns."""
     match statement:
-        case ast.If(orelse=[]):
-            return "drop_guard"
-        case ast.For() | ast.While():
-            return "drop_loop"
-        case ast.Expr(value=ast.Call()):
-            return "drop_call"
-        case ast.Return(value=ast.expr()) if inner:
-            return "drop_result"
-        case ast.AugAssign():
-            return "drop_assignment"
+        case ast.If(orelse=[]) | ast.Expr(value=ast.Call()) | ast.AugAssign():
+            return True
         case ast.Assign(targets=[target]):
             kept = not isinstance(target, ast.Name) or target.id in known
-            known |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
-            return "drop_assignment" if kept else ""
-    return ""
-
-
-KINDS = (
-    *("negate_condition", "move_boundary", "swap_branches", "swap_boolean_operator", "drop_clause", "swap_operator"),
-    *("swap_operands", "shift_number", "flip_boolean", "miss_by_one", "change_default", "drop_conversion"),
-    *("swap_name", "swap_arguments", "drop_guard", "drop_loop", "drop_call", "drop_result", "drop_assignment"),
-)
-"""The kinds of bugs."""
+            known.update({name.id: None for name in ast.walk(target) if isinstance(name, ast.Name)})
+            return kept
+    return False
 
 
 class Bug(NamedTuple):
     """A change of one file. ``line`` (from 1, before the change) has to be executed for the bug to show."""
 
     path: str
-    modifier: str
+    kind: str
     function: str
     line: int
     edits: tuple[Edit, ...]
 
 
 def bugs_of(path: str, text: str) -> Iterator[Bug]:
-    """Every bug that can be put into the functions of a file; each parses and changes what the file means.
+    """Every bug that can be put into the functions of a file, without repetitions; each compiles and changes what the
+    file means.
 
     A file that cannot be edited by position has none.
     """
@@ -323,9 +331,10 @@ def bugs_of(path: str, text: str) -> Iterator[Bug]:
         return
     for name, node in definitions(source.tree):
         if isinstance(node, FUNCTIONS):
-            meaning = _meaning(source, node, ())
+            seen = {_meaning(source, node, ()), None}
             for kind, line, edits in mutations(source, node):
-                if _meaning(source, node, edits) not in (None, meaning):
+                if (meaning := _meaning(source, node, edits)) not in seen:
+                    seen.add(meaning)
                     yield Bug(path, kind, name, line, edits)
 
 
@@ -336,6 +345,22 @@ def _meaning(source: PythonSource, node: Function, edits: tuple[Edit, ...]) -> s
     try:
         text = source.apply(edits).encode()
         text = text[start : len(text) - shift].decode()
-        return ast.dump(parse(f"if True:\n{text}" if node.col_offset else text))
+        tree = parse(f"if True:\n{text}" if node.col_offset else text)
+        compile(tree, "bug", "exec", dont_inherit=True)
+        return ast.dump(tree)
     except (SyntaxError, ValueError):
         return None
+
+
+def patch_of(path: str, old: str | None, new: str) -> str:
+    """The change of a file, or with ``None`` a new one, as a patch in git's form."""
+    lines = difflib.unified_diff(
+        _lines(old or ""), _lines(new), f"a/{path}" if old is not None else "/dev/null", f"b/{path}"
+    )
+    ended = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return "".join([f"diff --git a/{path} b/{path}\n", *(["new file mode 100644\n"] if old is None else []), *ended])
+
+
+def _lines(text: str) -> list[str]:
+    """As git counts them: only a line feed ends one."""
+    return io.StringIO(text, newline="\n").readlines()

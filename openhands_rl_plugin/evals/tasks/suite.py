@@ -166,7 +166,7 @@ def candidates(prepared: PreparedPackage) -> list[Bug]:
         lines = covered.get(path, {})
         for bug in bugs_of(path, prepared.tree.text(path) or ""):
             if not covered or lines.get(bug.line, 0) >= least:
-                by_kind.setdefault(bug.modifier, []).append(bug)
+                by_kind.setdefault(bug.kind, []).append(bug)
     groups = [by_kind[kind] for kind in sorted(by_kind)]
     for bugs in groups:
         order.shuffle(bugs)
@@ -230,7 +230,7 @@ def try_change(prepared: PreparedPackage, key: str, bug: Bug, tree: SourceTree) 
     lineage = TaskLineage(
         instance_id=instance.instance_id,
         source=prepared.origin.source,
-        modifier=bug.modifier,
+        modifier=bug.kind,
         seed=prepared.plan.seed if bug.edits else None,
         path=bug.path,
         function=bug.function,

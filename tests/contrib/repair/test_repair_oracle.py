@@ -59,6 +59,8 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
                 again = f"Undone. Line {spec.line} of {spec.path}:\n{line}\n"
                 assert done.stdout.endswith(again) != passed and "FAILED" not in done.stdout
                 assert ((folder / spec.path).read_text() == spec.files[spec.path]) != passed, done.stdout
+                if passed:
+                    break
         exactly += (folder / spec.path).read_text().rstrip("\n") == fixed_text(each).rstrip("\n")
     assert exactly >= 5  # another edit may repair, too
 

@@ -9,7 +9,7 @@ import pytest
 from broken_repository import commit_of
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.contrib.repair.bugs import KINDS, LONGEST_FUNCTION, PackageSlicer, bugs_in
+from openhands_rl_plugin.contrib.repair.bugs import LONGEST_FUNCTION, bugs_in
 from openhands_rl_plugin.contrib.repair.calling import apart
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
 from openhands_rl_plugin.contrib.repair.rows import (
@@ -22,49 +22,8 @@ from openhands_rl_plugin.contrib.repair.rows import (
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend, more_instances, same
 from openhands_rl_plugin.evals.runs.suites import find_suite, instruction_of, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.tasks.bugs import KINDS
 from openhands_rl_plugin.evals.tasks.gate import NO_OP
-
-EVERY_KIND = '''def shorten(text, width=10, mark='...', keep=True):
-    """Shorten a text."""
-    words = text.split()
-    if not words:
-        return ''
-    result = words[0]
-    for index in range(1, len(words)):
-        if len(result) + len(words[index]) < width and keep:
-            result = ' '.join([result, words[index]])
-    rest = max(width, len(mark))
-    return result[:rest - len(mark)] + mark
-'''
-
-
-def test_there_is_a_bug_of_every_kind_and_each_changes_the_function():
-    found = list(bugs_in(EVERY_KIND, "shorten"))
-    assert {kind for kind, _ in found} == set(KINDS) and len(KINDS) == 12
-    meanings = [ast.dump(ast.parse(text)) for _, text in found]
-    assert len({*meanings, ast.dump(ast.parse(EVERY_KIND))}) == len(found) + 1
-
-
-def test_a_function_comes_with_what_it_needs_from_other_modules():
-    slicer = PackageSlicer(
-        {
-            "pack/one.py": (
-                "import re\nimport os\nfrom .two import strip\nFOUND = re.compile('a+')\n\n"
-                "def first(text: str) -> str:\n    '''The first.\n\n    More.\n    '''\n    text = strip(text)  # why\n"
-                "    found = FOUND.search(text)\n    return found[0] if found else ''\n\n"
-                "def outside(text):\n    text = text\n    here = os.getcwd()\n    return here\n"
-            ),
-            "pack/two.py": "def strip(text):\n    return text.strip()\n\nclass Big:\n    pass\n",
-        }
-    )
-    cut = slicer.slice("pack/one.py", "first")
-    assert cut is not None and "#" not in cut.text and ": str" not in cut.text and "More" not in cut.text
-    space: dict[str, object] = {}
-    exec(cut.text, space)
-    first = space["first"]
-    assert callable(first) and first(" baab ") == "aa"
-    assert slicer.slice("pack/one.py", "outside") is None, "it depends on more than its arguments"
-    assert slicer.slice("pack/two.py", "Big") is None
 
 
 @pytest.fixture(scope="module")
