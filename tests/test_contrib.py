@@ -68,7 +68,7 @@ def test_no_folder_imports_another() -> None:
         *((f"{name} --help", f"command '{name}'") for name in ("studio", "demo", "watch")),
         (f"evaluate repair-1 {MODEL}", "suite 'repair-1'"),
         ("import one.traj --format swe-agent --into store", "format 'swe-agent'"),
-        ("config check watch.toml", "section 'watch'"),
+        ("doctor --show --config watch.toml", "section 'watch'"),
     ],
 )
 def test_what_is_not_there_is_one_line(without: dict[str, str], words: str, what: str) -> None:
@@ -81,7 +81,7 @@ def test_what_is_not_there_is_one_line(without: dict[str, str], words: str, what
 
 @pytest.mark.parametrize(
     ("words", "shown"),
-    [("--help", "not installed"), (f"evaluate swe-local {MODEL}", ""), ("config init", "wrote config.toml")],
+    [("--help", "not installed"), (f"evaluate swe-local {MODEL}", ""), ("doctor --init", "wrote config.toml")],
 )
 def test_the_rest_works(without: dict[str, str], words: str, shown: str) -> None:
     ran = openhands_rl(without, *words.split())

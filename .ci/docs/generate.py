@@ -36,9 +36,7 @@ def cli() -> None:
 
     parsers: list[tuple[str, argparse.ArgumentParser, str, int]] = []
     for name, text in commands().items():
-        parents = parser_of(name)
-        (below,) = (each for each in parents._actions if isinstance(each, argparse._SubParsersAction))
-        parsers += _nested(f"openhands-rl {name}", below.choices[name], text, 2)
+        parsers += _nested(f"openhands-rl {name}", parser_of(name), text, 2)
     counts = Counter(row for _, parser, _, _ in parsers for row in set(_rows(parser)) if row[0].startswith("`--"))
     shared = {row for row, count in counts.items() if count >= SHARED_BY}
     cog.outl("\n## Options of several commands\n\n| argument | meaning |\n|---|---|")

@@ -1,8 +1,10 @@
-"""``openhands-rl doctor``: check the installation, the settings, stores and services; find the causes of drift.
+"""``openhands-rl doctor``: write a configuration, check it and the installation; find the causes of drift.
 
 examples:
+  openhands-rl doctor --init --model model --base-url http://127.0.0.1:8100/v1 --workspace ./my-repository
   openhands-rl doctor
   openhands-rl doctor --config config.toml --probe
+  openhands-rl doctor --config config.toml --show
   openhands-rl doctor drift ~/.openhands/rl_trajectories
   openhands-rl doctor drift ~/.openhands/rl_trajectories --run demo --tokenizer ./Qwen3-0.6B
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import stat
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +28,11 @@ from rich.console import Console
 from rich.text import Text
 
 from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, load_tokenizer, open_store
-from openhands_rl_plugin.config.build import check_environment_server, open_storage
+from openhands_rl_plugin.config.build import check_plugins, open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, installed_hosts, version_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.config.toml import load_settings, read_document, table_of
+from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config
+from openhands_rl_plugin.config.work import DEFAULT_FILE
 from openhands_rl_plugin.core.errors import (
     ConfigError,
     EpisodeError,
@@ -52,11 +55,6 @@ REGISTRATION_SECONDS = 180.0
 """Importing OpenHands takes 10 seconds, 20 before its files are compiled; slow disks need more."""
 SECONDS, PROBE_SECONDS = 10.0, 60.0
 
-_INSTRUCTIONS = {
-    "standard": "OpenHands' own ([rl.workspace] prompt): a model needs a context of 16,384 tokens or more",
-    "compact": "RLAgent's short ones ([rl.workspace] prompt), under 700 tokens",
-}
-_OF_ENVIRONMENTS = {"env_name", "env_port", "env_server_base", "environment"}
 _OWN = "openhands_rl_plugin"
 _OF_EXTRA = re.compile(r"(?P<package>[A-Za-z0-9._-]+).*;.*extra == ['\"](?P<extra>[\w-]+)['\"]")
 _NOT_LISTED = {"all", "openhands", "sdk"}
@@ -89,29 +87,32 @@ class Finding(NamedTuple):
 
 
 async def check_all(config: Path | None, *, probe: bool = False, registration: bool = True) -> list[Finding]:
-    """Every check. Servers are checked only with a ``config``; without it the other checks use the defaults.
-
-    The environment is checked where ``config`` names one and its ``[core] runtime`` is not a workspace.
-    """
+    """Every check. The model server is checked only with a ``config``; without it the others use the defaults."""
     findings = list(check_installation(registration=registration))
     settings = RLSettings()
     if config is not None:
         try:
-            settings = load_settings(config)
+            settings = checked_settings(config)
         except ConfigError as error:
             return [*findings, *(Finding("fail", "configuration", line) for line in str(error).splitlines())]
-        instructions = Finding("ok", "instructions", _INSTRUCTIONS[settings.workspace.prompt])
-        findings += [Finding("ok", "configuration", str(config)), instructions]
+        findings.append(Finding("ok", "configuration", str(config)))
     findings += await check_storage(settings)
     findings.append(check_adapters(settings.serving.adapters_directory, settings.serving.adapter))
-    if config is None:
-        return findings
-    if settings.serving.base_url:
+    if config is not None and settings.serving.base_url:
         findings += await check_model_server(settings.serving, probe=probe)
-    runtime = (table_of(read_document(config), ("core",)) or {}).get("runtime")
-    if settings.model_fields_set & _OF_ENVIRONMENTS and not str(runtime).endswith("WorkspaceRuntime"):
-        findings.append(check_environment(settings))
     return findings
+
+
+def checked_settings(config: Path) -> RLSettings:
+    """The settings of a file that has some, whose plugins can be loaded. Raises ``ConfigError``."""
+    settings = load_settings(config)
+    try:
+        if not has_settings(config):
+            raise ConfigError("there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl])")
+        check_plugins(settings)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{config}: {line}" for line in str(error).splitlines())) from error
+    return settings
 
 
 def check_installation(*, registration: bool = True) -> Iterator[Finding]:
@@ -177,7 +178,7 @@ def _registration(host: str) -> Finding:
 
 
 async def check_storage(settings: RLSettings) -> list[Finding]:
-    """Whether the store can be written and read, and who else may read it."""
+    """Whether the store can be written and read."""
     findings, where = [], settings.storage_backend
     try:
         storage = open_storage(settings)
@@ -187,10 +188,6 @@ async def check_storage(settings: RLSettings) -> list[Finding]:
             findings.append(_writable("storage", folder))
             if not folder.exists():
                 return findings
-            # The mode of the folder itself protects everything in it.
-            if (mode := stat.S_IMODE(folder.stat().st_mode)) & (stat.S_IRWXG | stat.S_IRWXO):
-                others = f"others may read {folder} ({mode:04o})"
-                findings.append(Finding("warn", "permissions of the storage", others, f"chmod 700 {folder}"))
         finished = await storage.count(TrajectoryFilter())
         unfinished = await storage.count(TrajectoryFilter(finished=False))
         found = f"{finished:,} and {unfinished:,} unfinished in {where}"
@@ -261,17 +258,6 @@ async def _probe(engine: OpenAIEngine) -> Finding:
     return Finding("ok", what, "come with every completion, and so do logprobs")
 
 
-def check_environment(settings: RLSettings) -> Finding:
-    """Whether the environment of ``[rl] env_name`` can be used: its server listens, or its library is installed."""
-    what = f"environment {settings.env_name}"
-    try:
-        check_environment_server(settings)
-    except RLError as error:
-        here = is_loopback(urlsplit(settings.environment_url).hostname or "")
-        return Finding("warn" if here else "fail", what, str(error))
-    return Finding("ok", what, "can be used")
-
-
 def print_findings(out: Console, findings: Sequence[Finding]) -> None:
     """Print a line for each finding, and its remedy under it."""
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -304,13 +290,20 @@ def print_drift(out: Console, report: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The checks of the installation, or ``drift STORE``."""
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="also check the paths and servers of this config.toml"
-    )
+    """The checks of the installation, a new configuration, or ``drift STORE``."""
+    file = "also check the paths and servers of this config.toml; with --init the file to write (default: config.toml)"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=file)
+    parser.add_argument("--show", action="store_true", help="print the effective settings of --config as JSON")
     parser.add_argument("--probe", action="store_true", help="request one token and check for its ids and logprobs")
     parser.add_argument("--quick", action="store_true", help="skip importing OpenHands (10 seconds)")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    new = parser.add_argument_group("a new configuration")
+    new.add_argument("--init", action="store_true", help="write a config.toml to start from")
+    new.add_argument("--model", default="model", metavar="NAME", help="name of the model on its server")
+    server = "OpenAI-compatible server of the model, up to and including /v1"
+    new.add_argument("--base-url", default="http://127.0.0.1:8100/v1", metavar="URL", help=server)
+    new.add_argument("--workspace", default="./workspace", metavar="DIR", help="folder that the agent works in")
+    short = "compact: short instructions, for models with a context of less than 16,384 tokens"
+    new.add_argument("--prompt", choices=["standard", "compact"], default="standard", help=short)
     about = "find turns that do not extend the previous one: cause, cost, setting"
     drift = parser.add_subparsers(dest="what", metavar="drift").add_parser("drift", help=about, description=about)
     add_store(drift)
@@ -321,22 +314,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Print the findings; exit code 1 when a check failed. Raises ``RLError`` when the store or a filter is wrong."""
+    """Print the findings; exit code 1 when a check failed. Raises ``RLError`` when a file, store or filter is wrong."""
     if args.what == "drift":
         return await _drift(args)
+    if args.init:
+        return _init(args, args.config or DEFAULT_FILE)
+    if args.show:
+        print_json({"rl": checked_settings(args.config or DEFAULT_FILE).model_dump(mode="json")})
+        return 0
     findings = await check_all(args.config, probe=args.probe, registration=not args.quick)
-    if args.json:
-        print_json([each._asdict() for each in findings])
-    else:
-        print_findings(console(), findings)
+    print_findings(console(), findings)
     return int(any(each.level == "fail" for each in findings))
+
+
+def _init(args: argparse.Namespace, file: Path) -> int:
+    text = starting_config(model=args.model, base_url=args.base_url, workspace=args.workspace, prompt=args.prompt)
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}; it stays as it is") from error
+    load_settings(file)
+    options = shlex.join(["--config", str(file), "--workspace", args.workspace])
+    print(f"wrote {file}; start the model's server, then:\n  openhands-rl run {options} -t 'What is to be done'")
+    return 0
 
 
 async def _drift(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.view import drift_of
 
-    if args.config or args.probe or args.quick:
-        raise ConfigError("--config, --probe and --quick check the installation; leave them out with `drift`")
     decode = None
     if args.tokenizer is not None:
         decode = partial(load_tokenizer(args.tokenizer).decode, skip_special_tokens=False)

@@ -1,21 +1,20 @@
-"""``openhands-rl rollout``: one episode against an endpoint, as one JSON object, for the trainer of others.
+"""``python -m openhands_rl_plugin.cli.rollout``: one episode against an endpoint, as one JSON object, for trainers.
 
 examples:
-  openhands-rl rollout --task webshop-3 --base-url http://127.0.0.1:8100/v1 --model policy --json
-  openhands-rl rollout --task swe-tasks.jsonl --id pytest-dev__pytest-7373 --base-url URL --model trl-policy-v3 \\
-      --host v1 --max-turns 30 --json >episode.json
-  openhands-rl rollout --task 17 --config config.toml          # task 17 of [rl] env_name, at [rl.serving]
+  python -m openhands_rl_plugin.cli.rollout --task webshop-3 --base-url http://127.0.0.1:8100/v1 --model policy
+  python -m openhands_rl_plugin.cli.rollout --task swe-tasks.jsonl --id pytest-dev__pytest-7373 --base-url URL \\
+      --model trl-policy-v3 --host v1 --max-turns 30 >episode.json
   echo '{"id": "a", "environment": "gymnasium/FrozenLake-v1", "data": {"idx": 4}}' \\
-      | openhands-rl rollout --task - --config config.toml --strategy BestOfN --json
+      | python -m openhands_rl_plugin.cli.rollout --task - --config config.toml --strategy BestOfN
 
 A FILE has rows in SWE-bench's columns, tasks (id, environment, instruction, data), or rows of the environment that [rl]
 names: .jsonl, .json or .parquet. An ID is one of swe-local or repair-1, -2, -3 (another suite: --suite), webshop-N, or
-a number. -: one row as JSON on standard input.
+a number: the task of [rl] env_name in --config. -: one row as JSON on standard input.
 
-With --json one object goes to standard output, everything else to standard error: reward, segments (input_ids, mask,
-logprobs), messages; or failure with its kind: infrastructure (worth a retry), environment, model, grader, configuration
-(the command has to be changed). Exit code 0: a valid episode, whatever its reward; 3: none, and no reward. The episode
-is stored; with --run-id, --group-id and --sample it is played once, however often the command is run.
+The object goes to standard output, everything else to standard error: reward, segments (input_ids, mask, logprobs),
+messages; or failure with its kind: infrastructure (worth a retry), environment, model, grader, configuration (the
+command has to be changed). Exit code 0: a valid episode, whatever its reward; 3: none, and no reward. The episode is
+stored; with --run-id, --group-id and --sample it is rolled out once, however often the command is run.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli import Parser, program, run_command
 from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, open_store, read_fields
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.rollout import PlayOptions
-from openhands_rl_plugin.core.errors import EpisodeError, RLError
+from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.rollout.play import GivenTask
     from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
-    from openhands_rl_plugin.core.types import JsonObject
 
 INVALID = 3
 """The exit code without a valid episode."""
@@ -46,29 +46,30 @@ RESUME = "nothing is reported for this episode; run the command again"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The task, and one option for each field of ``PlayOptions``."""
     parser.add_argument("--task", required=True, metavar="FILE|ID|-", help="the task: an id, or a file with its row")
-    parser.add_argument("--json", action="store_true", help="print the episode as one JSON object")
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: [rl.storage])")
     add_fields(parser, PlayOptions, lists="words")
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Roll out one episode; the exit code is 3 without a valid one."""
+    parser = Parser(prog="python -m openhands_rl_plugin.cli.rollout", description=__doc__)
+    add_arguments(parser)
+    return run_command(sys.modules[__name__], parser, argv)
+
+
 async def run(args: argparse.Namespace) -> int:
-    """Play it; exit code 3 without a valid episode."""
+    """Roll it out; exit code 3 without a valid episode."""
     # Otherwise OpenHands logs every step.
     os.environ.setdefault("LOG_LEVEL", "ERROR")
     try:
         with redirect_stdout(sys.stderr):
             rollout = await _play(args)
     except RLError as error:
-        return _refused(error, args)
+        return _refused(error)
     if (failure := rollout.failure) is not None:  # errors of others repeat addresses with passwords
         shown = failure.model_copy(update={"message": sayable(failure.message)})
         rollout = rollout.model_copy(update={"failure": shown})
-    if args.json:
-        print(rollout.model_dump_json())
-    else:
-        print(sayable(_described(rollout)))
-    if rollout.failure is not None and not args.json:
-        print(sayable(f"error: {rollout.failure.message}"), file=sys.stderr)
+    print(rollout.model_dump_json())
     return 0 if rollout.failure is None else INVALID
 
 
@@ -83,8 +84,6 @@ async def _play(args: argparse.Namespace) -> PlayedRollout:
 
 
 def _source(task: str) -> GivenTask:
-    from openhands_rl_plugin.core.errors import ConfigError
-
     if task != "-":
         return task
     try:
@@ -96,29 +95,14 @@ def _source(task: str) -> GivenTask:
     return row
 
 
-def _refused(error: RLError, args: argparse.Namespace) -> int:
-    """Nothing was rollout, or nothing could be stored: the reason, as the failure of an episode has it."""
-    message = str(error)
+def _refused(error: RLError) -> int:
+    """Nothing was rolled out, or nothing could be stored: the reason, as the failure of an episode has it."""
     kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
-    if args.json:
-        failure: JsonObject = {"kind": kind, "message": sayable(message), "boundary": "rollout.start"}
-        print(json.dumps({"schema_version": 1, "reward": None, "failure": failure, "segments": []}))
-    for line in message.splitlines():
-        print(sayable(f"error: {line}"), file=sys.stderr)
+    failure = {"kind": kind, "message": sayable(str(error)), "boundary": "rollout.start"}
+    print(json.dumps({"schema_version": 1, "reward": None, "failure": failure, "segments": []}))
+    print("\n".join(f"error: {line}" for line in sayable(str(error)).splitlines()), file=sys.stderr)
     return INVALID
 
 
-def _described(rollout: PlayedRollout) -> str:
-    """A few lines for a person."""
-    sizes = ", ".join(f"{len(each.input_ids):,} tokens ({sum(each.mask):,} sampled)" for each in rollout.segments)
-    reward = "none" if rollout.reward is None else f"{rollout.reward:g} ({rollout.reward_version})"
-    lines = [
-        f"{rollout.task_id}: reward {reward}, {rollout.turns} turns, {rollout.stop.value}, {rollout.seconds:.1f} s",
-        f"  policy: {rollout.policy.served_name}; segments: {sizes or 'none'}",
-        f"  recorded as {rollout.trajectory_id}",
-    ]
-    if rollout.off_policy:
-        lines.append(f"  not to be reinforced: {rollout.off_policy}")
-    if rollout.shortened:
-        lines.append("  what came after a secret is left out")
-    return "\n".join(lines)
+if __name__ == "__main__":
+    sys.exit(program(main))

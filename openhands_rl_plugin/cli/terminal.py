@@ -122,7 +122,7 @@ def sayable(text: str) -> str:
 
 def typed(args: argparse.Namespace) -> str:
     """The command line, without secrets."""
-    return sayable(shlex.join(["openhands-rl", *args.words]))
+    return sayable(shlex.join(args.words))
 
 
 def wait_until_stopped(ended: threading.Event | None = None) -> None:

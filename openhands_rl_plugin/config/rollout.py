@@ -1,4 +1,4 @@
-"""What ``openhands-rl rollout`` and ``play`` are told: an endpoint, and how one episode is played against it."""
+"""The options of ``cli.rollout`` and ``play``: an endpoint, and how one episode is played against it."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def read_document(path: Path) -> Table:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError("there is no such file; write one with: openhands-rl config init") from error
+        raise ConfigError("there is no such file; write one with: openhands-rl doctor --init") from error
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

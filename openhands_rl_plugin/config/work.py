@@ -65,7 +65,7 @@ def work_of(options: WorkOptions, environ: Mapping[str, str] | None = None, *, n
     llm = _llm_with(options, llm, os.environ if environ is None else environ)
     if needs_model and not llm.get("model"):
         raise ConfigError(
-            "which model? give --model NAME --base-url URL, or a file with an [llm] section: openhands-rl config init"
+            "which model? give --model NAME --base-url URL, or a file with an [llm] section: openhands-rl doctor --init"
         )
     given = {"model": options.model, "base_url": options.base_url, "api_key_env": options.api_key_env}
     serving = {**_table(rl, "serving"), **{key: value for key, value in given.items() if value}}

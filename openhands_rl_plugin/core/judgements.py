@@ -42,8 +42,7 @@ VERDICT = "verdict-1"
 """The reward version of a score that a person stored by hand (``score --value``)."""
 
 UNJUDGED = (
-    "say one: openhands-rl score STORE --id ID --value 1, or go through them, openhands-rl score STORE --ask, and take "
-    "--reward human"
+    "say one: openhands-rl score STORE --id ID --value 1, or go through them in the studio, and take --reward human"
 )
 """The remedy where nobody judged an episode, in place of a grader's reason."""
 

@@ -176,7 +176,7 @@ class HumanReward(_Reward):
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Raises ``GraderError``: an episode itself does not say what people think of it."""
-        raise GraderError("nobody gave a verdict that counts: openhands-rl score STORE --ask, or the studio")
+        raise GraderError("nobody gave a verdict that counts: label it in the studio")
 
     def from_labels(self, trajectory_id: str, labels: Sequence[Label]) -> Score | None:
         """As in ``JudgesLabels``."""

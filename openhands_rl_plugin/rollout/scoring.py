@@ -109,7 +109,7 @@ async def judge_all(reward: Reward, trajectories: Sequence[Trajectory]) -> list[
 
 AT_ONCE = 32
 """Episodes that are judged and stored together; attempts at one task are neighbours."""
-UNLABELLED = "nobody gave a verdict on it: openhands-rl score STORE --ask, or the studio"
+UNLABELLED = "nobody gave a verdict on it: label it in the studio"
 DIVIDED = "no more than half of its labellers said the same"
 _LABELS_AT_ONCE = 500
 
@@ -218,9 +218,6 @@ async def _by_task(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[
         found.append((summary.environment, summary.task_id, len(found), summary.id))
     return [name for *_, name in sorted(found)]
 
-
-SKIPPED = "skipped"
-"""The tag of an episode, or of two, that somebody looked at without a verdict."""
 
 _BEHIND = "label"
 """In the detail of a score by hand: the id of the verdict behind it."""

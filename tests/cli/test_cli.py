@@ -46,23 +46,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == version("openhands_rl_plugin")
 
 
-@pytest.mark.parametrize("words", [["config"], ["config", "chekc"], ["env", "atari"]])
+@pytest.mark.parametrize("words", [["score"], ["tasks", "chekc"], ["env", "atari"], ["list", "store", "--dsc"]])
 def test_wrong_usage_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["lst", "store"], "unknown command 'lst'; did you mean 'list'?"),
-        (["list", "store", "--dsc"], "unknown option --dsc; did you mean --desc?"),
-        (["doctor", "drift", "store", "--tokeniser=x"], "unknown option --tokeniser=x; did you mean --tokenizer?"),
-    ],
-)
-def test_an_unknown_word_names_the_nearest(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 2
-    assert hint in capsys.readouterr().err
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lst", "store"]) == 2
+    assert "unknown command 'lst'; did you mean 'list'?" in capsys.readouterr().err
 
 
 def test_the_list_of_commands_imports_none_of_them() -> None:
@@ -73,10 +65,10 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
 
 
 def test_an_error_is_one_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "check", str(tmp_path / "none.toml")]) == 1
+    assert cli.main(["doctor", "--show", "--config", str(tmp_path / "none.toml")]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    remedy = "write one with: openhands-rl config init"
+    remedy = "write one with: openhands-rl doctor --init"
     assert captured.err == f"error: {tmp_path}/none.toml: there is no such file; {remedy}\n"
 
 
@@ -95,8 +87,8 @@ def test_an_unforeseen_error_is_one_line_unless_the_place_is_asked_for(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_config_check_prints_what_it_read_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "check", str(ROOT / "config.toml.example")]) == 0
+def test_doctor_prints_what_it_read_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--show", "--config", str(ROOT / "config.toml.example")]) == 0
     text = re.sub(r"# (seed = 0 +# of the run)", r"\1", (ROOT / "config.toml.example").read_text())
     assert json.loads(capsys.readouterr().out) == {"rl": tomllib.loads(text)["rl"]}
 

@@ -68,7 +68,7 @@ def test_a_configuration_that_cannot_work(
 ) -> None:
     file = tmp_path / "config.toml"
     file.write_text(text)
-    line = the_line(capsys, ["config", "check", str(file)])
+    line = the_line(capsys, ["doctor", "--show", "--config", str(file)])
     assert line.startswith(f"error: {file}: ") and said in line
 
 

@@ -86,7 +86,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-COMMANDS = {
+COMMANDS: dict[str, list[str]] = {
     "list": ["list", "STORE"],
     "list, sorted": ["list", "STORE", "--sort", "reward", "--desc"],
     "list as JSON": ["list", "STORE", "--json"],
@@ -101,7 +101,6 @@ COMMANDS = {
     "doctor as JSON": ["doctor", "drift", "STORE", "--json"],
     "score": ["score", "STORE", "--reward", "test_hostile_terminal:HostileReward"],
     "score by hand": ["score", "STORE", "--id", "hostile-1", "--value", "1", "--note", TEXT],
-    "labels": ["score", "STORE", "--ask", "--again"],
     "export": ["export", "STORE", "--format", "sft", "--out", "OUT.jsonl"],
     "export preferences": ["export", "STORE", "--format", "preferences", "--out", "OUT2.jsonl"],
     "doctor": ["doctor", "drift", "STORE"],
@@ -119,9 +118,8 @@ WRONG = {"an unknown command", "an unknown option", "a wrong value"}
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_hands_a_terminal_what_it_would_obey(
-    name: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("s\n" * 20 + "q\n"))
     row = {"instance_id": TEXT, "repo": "a/b", "base_commit": "c", "version": TEXT, "patch": "", "test_patch": ""}
     row |= {"problem_statement": TEXT, "FAIL_TO_PASS": "[]", "PASS_TO_PASS": "[]", "split": TEXT}
     row |= {"model_name_or_path": TEXT, "model_patch": TEXT}

@@ -1,10 +1,9 @@
 """``score --value`` is the outcome, a label is not: ``score --reward human`` makes scores of what people labelled.
-All of it may be withdrawn, and is asked for once. So is which of two attempts is better."""
+All of it may be withdrawn. So may a preference between two attempts."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import pytest
 from train_store import episode, store_of
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.judgements import opinions, preferences
+from openhands_rl_plugin.core.judgements import opinions
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, Message, Score, Task, Trajectory
+from openhands_rl_plugin.rollout.scoring import add_label
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SESSION = Task(id="session", environment="workspace", instruction="Mend the parser.")
@@ -93,11 +93,6 @@ def test_a_wrong_score_leaves_nothing(
     assert rewards(store, capsys)["run-0"] is None
 
 
-def label(store: Path, typed: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    return cli.main(["score", str(store), "--ask", *words])
-
-
 def human(store: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float | None]:
     """What ``score --reward human`` makes of the labels."""
     assert cli.main(["score", str(store), "--reward", "human"]) == 0
@@ -106,74 +101,26 @@ def human(store: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float | 
     return {name: opinions(each).get("human") for name, each in scores.items()}
 
 
-def test_episodes_are_labelled_one_after_another_and_each_once(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_newest_label_is_taken_back_and_the_one_before_holds_again(
+    store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = rewards(store, capsys)
-    assert label(store, "y tests pass\nq\n", monkeypatch) == 0
-    said = capsys.readouterr().out
-    assert "Mend the parser." in said and "+line 0" in said and "assistant: !" in said
-    assert said.count("solved? [y]es, [n]o, a number") == 2 and "which is better" not in said
-    assert "1 labelled" in said
-    assert label(store, "maybe\ns\n0.25\n", monkeypatch) == 0, "the end of the input quits"
-    said = capsys.readouterr().out
-    assert "'maybe' is none of y, n, s, u, m, q or a number" in said and "+line 0" not in said and "1 labelled" in said
-    scores, labels = read(store)
-    assert rewards(store, capsys) == before and all(not scores[f"run-{at}"] for at in range(3)), "a label is no reward"
-    assert {(each.kind, each.text) for each in labels if each.trajectory_id == "run-1"} == {(LabelKind.TAG, "skipped")}
-    assert label(store, "", monkeypatch) == 0
-    assert "0 labelled of 4 that match, 4 judged before;" in capsys.readouterr().out, "nothing is left to ask"
-    assert human(store, capsys) == {"run-0": 1.0, "run-1": None, "run-2": 0.25, "run-3": None, "failed": None}
-    assert rewards(store, capsys) == before, "what people think stands in a column of its own"
-    assert label(store, "n\n", monkeypatch, "--again", "--task", "session") == 0
-    assert human(store, capsys)["run-0"] == 0.0
+    async def label() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            await add_label(storage, "run-0", LabelKind.VERDICT, value=1.0, author="ann")
 
-
-def test_the_last_label_is_taken_back_and_the_one_before_holds_again(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert label(store, "1\nn\nu\ny fine after all\nm look at the tests\ns\nq\n", monkeypatch) == 0
-    assert "taken back: verdict 0 of run-1" in (said := capsys.readouterr().out) and said.count("+line 1") == 2
-    assert human(store, capsys) == {"run-0": 1.0, "run-1": 1.0, "run-2": None, "run-3": None, "failed": None}
-    assert cli.main(["show", str(store), "run-2"]) == 0
-    assert "look at the tests" in capsys.readouterr().out
-    assert cli.main(["score", str(store), "--undo"]) == 0
-    assert "taken back: skipped of run-2" in capsys.readouterr().out
-    assert label(store, "n\nq\n", monkeypatch) == 0
-    assert human(store, capsys)["run-2"] == 0.0
-    assert cli.main(["score", str(store), "--id", "run-0", "--value", "0.25"]) == 0
+    asyncio.run(label())
+    own = ["score", str(store), "--author", "ann"]
+    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (None, 1.0), "a label is no reward"
+    assert cli.main([*own, "--id", "run-0", "--value", "0.25"]) == 0
     assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (0.25, 0.25)
-    assert cli.main(["score", str(store), "--undo"]) == 0
-    assert "taken back: verdict 0.25 of run-0" in capsys.readouterr().out
-    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (None, 1.0), "what was said before"
-    for _ in range(4):  # of run-2 the verdict and the comment, of run-1 and run-0 the verdicts
-        assert cli.main(["score", str(store), "--undo"]) == 0
+    assert cli.main([*own, "--undo"]) == 0
+    assert "taken back: verdict of run-0" in capsys.readouterr().out
+    assert (rewards(store, capsys)["run-0"], human(store, capsys)["run-0"]) == (None, 1.0)
+    assert cli.main([*own, "--undo"]) == 0
     assert cli.main(["score", str(store), "--reward", "human", "--dry-run"]) == 0
-    assert "human-1: 0 to score, 0 already, 3 to withdraw" in capsys.readouterr().out
-    assert set(human(store, capsys).values()) == {None}
-    assert cli.main(["score", str(store), "--undo"]) == 1
+    assert "human-1: 0 to score, 0 already, 1 to withdraw" in capsys.readouterr().out
+    assert cli.main([*own, "--undo"]) == 1
     assert "nothing to take back" in capsys.readouterr().out
-    assert cli.main(["show", str(store), "run-2"]) == 0
-    assert "look at the tests" not in capsys.readouterr().out
-    assert set(rewards(store, capsys).values()) == {None, 1.0}
-
-
-def test_attempts_at_one_task_are_compared_and_each_pair_once(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert label(store, "1 shorter\n=\nu\n3\n2\nq\n", monkeypatch, "pairs") == 0
-    said = capsys.readouterr().out
-    assert "which is better? [1], [2], [=] alike" in said and "solved?" not in said
-    assert "3 of 3: 2" in said and "policy" not in said and "'3' is none of 1, 2, =, s, u, q" in said
-    assert "taken back: preference 0.5" in said and "2 labelled" in said
-    found = preferences(read(store)[1])
-    assert set(found) == {frozenset(("run-0", "run-1")), frozenset(("run-1", "run-2"))} and None not in found.values()
-    assert label(store, "s\n", monkeypatch, "pairs") == 0
-    assert "3 of 3: 2" in capsys.readouterr().out
-    assert label(store, "", monkeypatch, "pairs") == 0
-    assert "which is better" not in capsys.readouterr().out, "nothing is left to ask"
-    assert label(store, "", monkeypatch) == 0
-    assert "1 of 4" in capsys.readouterr().out, "two that were skipped are still asked for one by one"
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,11 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
     return {
         "adapters": [["adapters", what, *configured] for what in ("list", "publish", "rollback")],
         "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],
-        "config": [["config", "check", config], ["config", "check", rows]],
         "demo": [["demo", "--model", url, "--run-dir", str(folder / "demo")]],
         "doctor": [
             ["doctor", *configured, "--quick"],
-            ["doctor", *configured, "--quick", "--json"],
+            ["doctor", *configured, "--show"],
+            ["doctor", "--config", rows, "--show"],
             ["doctor", "drift", mongodb],
         ],
         "env": [["env", "webshop", "--host", url, "--port", "0"]],
@@ -127,10 +127,6 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "improve": [["improve", "--repo", str(folder), *configured, "--run-dir", str(folder / "improve")]],
         "list": [["list", store], ["list", store, "--by"], ["list", mongodb], ["list", "OPENAI_API_KEY"]],
         "loop": [["loop", "environment", *configured, "--tasks", "4", "--run-dir", str(folder / "loop")]],
-        "rollout": [
-            ["rollout", "--task", rows, *model, "--json"],
-            ["rollout", "--task", rows, "--base-url", url, "--model", "planted", "--api-key-env", "MY_SERVER_KEY"],
-        ],
         "rollouts": [
             ["rollouts", "serve", *model, "--listen", url, "--store", str(folder / "queue")],
             ["rollouts", "serve", *configured, "--api-key-env", KEYS["prompt"], "--port", "0"],

@@ -38,7 +38,7 @@ NOT_RUN = {
     r"openhands-rl watch ": "a model server with episodes; tests/contrib/watch has what is behind it",
     r"openhands-rl (train|score) .*verif": "judged episodes of many tasks",
     r"openhands-rl train .* --teacher ": "a second model server; tests/training/trainer/test_teacher.py has one",
-    r"openhands-rl (train .* --task|score .*pairs|export .* preferences)": "attempts; tests/hosts/v1 makes them",
+    r"openhands-rl (train .* --task|score .*better|export .* preferences)": "attempts; tests/hosts/v1 makes them",
     r"openhands-rl run ": "a terminal or an editor; tests/hosts/v1 has what is behind them",
     r"OPENHANDS_RL_API_KEY=": "an address of the network",
     r"openhands-rl grade preds.jsonl ": "images; tests/evals/swe/test_containers.py has what is behind it",
@@ -123,7 +123,7 @@ def test_what_a_program_imports_is_there(example: Example) -> None:
             assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
-def test_the_settings_for_v0_are_a_part_of_what_config_init_writes() -> None:
+def test_the_settings_for_v0_are_a_part_of_what_doctor_writes() -> None:
     (shown,) = (tomllib.loads(each.parsed) for each in of("toml") if Path(each.path) == DOCS / "openhands-v0.md")
     text = starting_config(model="model", base_url="http://127.0.0.1:8100/v1", workspace="./workspace")
     written = tomllib.loads(text)
@@ -141,7 +141,7 @@ def test_commands_are_commands(line: str) -> None:
         case ["openhands-rl", "--version"] | ["pip", "install", "torch", "--index-url", _]:
             pass
         case ["openhands-rl", command, *rest]:
-            cli.parser_of(command).parse_args([command, *_alone(rest)])
+            cli.parser_of(command).parse_args(_alone(rest))
         case ["python", "-m", "openhands.core.main", *rest]:
             if NEEDS["v0"]:
                 from openhands.core.config.arg_utils import get_headless_parser
@@ -155,7 +155,7 @@ def test_commands_are_commands(line: str) -> None:
         case ["torchrun", *rest]:
             at = rest.index("openhands_rl_plugin.cli")
             assert rest[at - 1] == "-m"
-            cli.parser_of(rest[at + 1]).parse_args(rest[at + 1 :])
+            cli.parser_of(rest[at + 1]).parse_args(rest[at + 2 :])
         case ["vllm", "serve", _, *rest]:
             # The options with which tests and benchmarks start a real vLLM (``make test-vllm``).
             served = (ROOT / "evaluation/performance/serving/vllm_server.py").read_text()

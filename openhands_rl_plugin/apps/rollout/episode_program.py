@@ -1,4 +1,4 @@
-"""``openhands-rl rollout`` as a program of the Python that has OpenHands, for trainers whose own Python has not."""
+"""A rollout as a program of the Python that has OpenHands, for trainers whose own Python has not."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from openhands_rl_plugin.config.rollout import options_from_trainer
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import JsonObject
 
+PROGRAM = "openhands_rl_plugin.cli.rollout"
 VARIABLE = "OPENHANDS_RL_PYTHON"
 """The environment variable that names the Python with OpenHands."""
 SECRET = "OPENHANDS_RL_ROLLOUT_SECRET"
@@ -147,13 +148,13 @@ def rollout_command(
     base_model: str = "",
     token_ids: bool = False,
 ) -> list[str]:
-    """``openhands-rl rollout`` of the task that the options ``task`` choose, against an endpoint that records it.
+    """The rollout of the task that the options ``task`` choose, against an endpoint that records it.
 
     ``options``: fields of ``PlayOptions``. Paths are those of this process; the program has another working folder.
     The endpoint's key is in the variable ``SECRET``. ``base_model``: where it is not ``model`` itself. ``token_ids``:
     ask for them, where the endpoint keeps none itself.
     """
-    words = [python, "-P", "-m", "openhands_rl_plugin", "rollout", *task, "--json", "--token-ids", _word(token_ids)]
+    words = [python, "-P", "-m", PROGRAM, *task, "--token-ids", _word(token_ids)]
     words += ["--base-url", base_url, "--model", model, "--base-model", base_model or model, "--api-key-env", SECRET]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", _word(value)]
@@ -176,7 +177,7 @@ def read_episode(exit_code: int, stdout: str, stderr: str) -> PlayedRollout | st
         found = PlayedRollout.model_validate(printed, strict=False)
     except (ValueError, ValidationError, LookupError, TypeError):
         last = _last_line(stderr) or _last_line(stdout) or "it printed nothing"
-        return f"infrastructure: openhands-rl rollout ended with exit code {exit_code}: {last}"
+        return f"infrastructure: the rollout ended with exit code {exit_code}: {last}"
     return found if found.failure is None else f"{found.failure.kind.value}: {found.failure.message}"
 
 

@@ -19,14 +19,14 @@ from openhands_rl_plugin.core.errors import ConfigError
 TASK = "OPENHANDS_RL_TASK"
 """The environment variable with the task, by ``env_map``: an id, or a row as JSON."""
 OPTIONS = "OPENHANDS_RL_OPTIONS"
-"""The environment variable with further options of ``openhands-rl rollout``, such as ``--max-turns 20``."""
+"""The environment variable with further options of ``cli.rollout``, such as ``--max-turns 20``."""
 
 _MODEL = "policy"  # the proxy puts its own name of the model, and its temperature, into every request
 _TRIES, _SECONDS = 3, 60.0
 
 
 class OpenHandsAgent:
-    """Plays the task of one rollout by ``openhands-rl rollout``, in the Python that ``OPENHANDS_RL_PYTHON`` names.
+    """Plays the task of one rollout by ``cli.rollout``, in the Python that ``OPENHANDS_RL_PYTHON`` names.
 
     A failed episode ends the process with its reason, in one line, and without a reward.
     """

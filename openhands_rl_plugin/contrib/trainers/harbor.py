@@ -63,7 +63,7 @@ class OpenHandsHarborAgent(BaseAgent):
     ``model_name`` is ``PROVIDER/NAME``, of an endpoint with OpenAI's protocol at Harbor's ``base_url`` or ``api_base``.
     ``collect_rollout_details``: for training. Ids and logprobs are requested, and an episode fails without them, or
     where its completions are not samples of the policy. ``store``: a folder that keeps the episodes, in which
-    ``session_id`` names the run. The other arguments are options of ``openhands-rl rollout``, with underscores.
+    ``session_id`` names the run. The other arguments are options of ``cli.rollout``, with underscores.
     """
 
     capabilities = AgentCapabilities(atif=True, base_url=True)

@@ -104,7 +104,7 @@ class OpenHandsConfig(BaseConfig):
     """``openhands.*``."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """How an episode is rolled out: the options of `openhands-rl rollout`, with underscores."""
+    """How an episode is rolled out: the options of `cli.rollout`, with underscores."""
     concurrency: int = 32
     """Episodes at the same time."""
     tries: int = 2

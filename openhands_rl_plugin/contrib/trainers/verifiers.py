@@ -108,7 +108,7 @@ class OpenHandsHarnessConfig(vf.HarnessConfig):
     store: Path | None = None
     """A folder in which episodes are kept as well; by default they go with the runtime."""
     episode: EpisodeConfig = EpisodeConfig()
-    """How an episode is rolled out: the options of `openhands-rl rollout`, over [rl] of the file `config`."""
+    """How an episode is rolled out: the options of `cli.rollout`, over [rl] of the file `config`."""
 
 
 class OpenHandsTasksetConfig(vf.TasksetConfig):
@@ -137,7 +137,7 @@ class OpenHandsTasksetConfig(vf.TasksetConfig):
 
 
 class OpenHandsTaskData(vf.TaskData):
-    """``options`` choose the task on the command line of ``openhands-rl rollout``."""
+    """``options`` choose the task on the command line of ``cli.rollout``."""
 
     options: tuple[str, ...]
 
@@ -173,7 +173,7 @@ class OpenHandsTaskset(vf.Taskset[OpenHandsTask, OpenHandsTasksetConfig]):
 
 
 class OpenHandsHarness(vf.Harness[OpenHandsHarnessConfig]):
-    """Plays a task of ``OpenHandsTaskset`` by ``openhands-rl rollout``, whose model calls all go to the endpoint given.
+    """Plays a task of ``OpenHandsTaskset`` by ``cli.rollout``, whose model calls all go to the endpoint given.
 
     No container is needed: the agent's commands run in the sandbox of the workspace (bubblewrap).
     """

@@ -130,7 +130,7 @@ _ENDPOINT = PolicyEndpoint()
 
 
 class OpenHandsAgentLoop(AgentLoopBase):
-    """Rolls out the task of a row by ``openhands-rl rollout``, in the Python that ``OPENHANDS_RL_PYTHON`` names.
+    """Rolls out the task of a row by ``cli.rollout``, in the Python that ``OPENHANDS_RL_PYTHON`` names.
 
     ``options``: those of the command, with underscores. ``tries``, ``store``: see ``EpisodeProgram``. Raises
     ``ConfigError`` for what would be trained wrongly.

@@ -313,7 +313,7 @@ def group_summary(recorded: Sequence[tuple[Trajectory, tuple[Score, ...]]], sett
     judged = [(episode, reward) for episode, scores in valid if (reward := _reward(episode, scores)) is not None]
     line = f"{len(valid)} attempts at {task.id}: "
     if len(judged) < len(valid):
-        return f"{line}{len(judged)} scored; openhands-rl score {store} --ask pairs --task {task.id}"
+        return f"{line}{len(judged)} scored; openhands-rl studio {store} compares them"
     rule = success_rule(task.environment, settings.reward)
     won, tried = sum(rule.holds(reward, episode.stop) for episode, reward in judged), len(judged)
     passes = ", ".join(f"pass@{k} {pass_at_k(tried, won, k):.2f}" for k in sorted({1, tried}))

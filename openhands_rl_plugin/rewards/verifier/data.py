@@ -74,7 +74,7 @@ _CAUSES = {
     "of_held_out_splits": "held out (of evaluation splits: name one with --split)",
     "failed": "failed (an error of the run, which says nothing about the policy)",
     "unlabelled": "without a label (grade them, or name a reward whose scores are labels with --label; "
-    "openhands-rl score STORE --ask makes labels for --label human)",
+    "the studio makes labels for --label human)",
     "balance": "more failures than --negatives wants for each success",
 }
 

@@ -203,7 +203,7 @@ CAUSES = {
     "their defaults and the temperature above 0, or imitate them)",
     "shortened": "in part (from the first secret on, which was taken out of text and token ids)",
     "partial": "in part (without answers before a rewritten history that have no token ids)",
-    "presumed": "judged by nobody and imitated all the same, as imports are (judge them by openhands-rl score --ask; "
+    "presumed": "judged by nobody and imitated all the same, as imports are (judge them by openhands-rl score --value; "
     "and take it: --reward human)",
     "no_signal": "without a signal (no attempt at the same task with another reward, or not among the best)",
 }

@@ -468,7 +468,7 @@ FORMATS: Mapping[str, Format] = {
         ),
         Format(
             "preferences",
-            "chosen and rejected: actions of a state by search, attempts by `score --ask pairs`",
+            "chosen and rejected: actions of a state by search, attempts by `score --better-than`",
             rows=preference_rows,
             columns=(*PREFERENCE, *IDENTITY),
             conversations=("prompt", "chosen", "rejected"),

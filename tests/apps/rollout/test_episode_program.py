@@ -50,7 +50,7 @@ def program(given: dict[str, Any], **settings: Any) -> EpisodeProgram:
 
 
 def stand_in(path: Path, text: str) -> Path:
-    """A Python that says that it has OpenHands, and is ``text`` as ``openhands-rl rollout``."""
+    """A Python that says that it has OpenHands, and is ``text`` as ``cli.rollout``."""
     path.write_text(
         f'#!/bin/sh\ncase "$*" in *rollout*) ;; *) exec {checked_interpreter()} "$@";; esac\n{text}\n', encoding="utf-8"
     )

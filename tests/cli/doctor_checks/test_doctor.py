@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from small_shop import running_shop
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -121,29 +120,12 @@ async def test_a_server_of_this_machine_may_start_later() -> None:
         assert finding.level == level and "openhands-rl serve" in finding.remedy
 
 
-async def test_the_file_that_init_writes_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_that_init_writes_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cli.main(["config", "init"]) == 0
-    found = await check_all(Path("config.toml"), registration=False)
-    assert not [each for each in found if each.level == "fail" or each.what.startswith("environment")]
-
-
-@pytest.mark.parametrize(
-    ("section", "level"),
-    [
-        ("[rl]\nenv_port = 9", "warn"),
-        ('[rl]\nenv_server_base = "http://shop.invalid"', "fail"),
-        ('[rl]\nenv_server_base = "SHOP"', "ok"),
-        ('[rl]\nenv_name = "gymnasium/FrozenLake-v1"', "ok"),
-    ],
-)
-async def test_an_environment_is_checked_where_one_is_used(tmp_path: Path, section: str, level: str) -> None:
-    config = tmp_path / "config.toml"
-    with running_shop() as url:
-        config.write_text(f'{section.replace("SHOP", url)}\n[rl.storage]\npath = "{tmp_path}/store"\n')
-        found = await check_all(config, registration=False)
-    assert [each.level for each in found if each.what.startswith("environment")] == [level]
+    assert cli.main(["doctor", "--init"]) == 0
+    found = asyncio.run(check_all(Path("config.toml"), registration=False))
+    assert not [each for each in found if each.level == "fail"]
 
 
 def published(root: Path) -> AdapterStore:
@@ -164,19 +146,13 @@ def test_an_adapter_is_followed_from_the_pointer_to_the_weights(tmp_path: Path) 
     assert check_adapters(tmp_path, "policy").level == "fail"
 
 
-async def test_the_store_is_counted_and_its_permissions_are_looked_at(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    async with FileTrajectoryStorage(folder) as storage:
+async def test_the_store_is_counted(tmp_path: Path) -> None:
+    async with FileTrajectoryStorage(tmp_path / "store") as storage:
         await storage.add(example_trajectory(0))
     config = tmp_path / "config.toml"
-    config.write_text(f'[rl.storage]\npath = "{folder}"\n[rl.serving]\nadapters_path = "{tmp_path}/adapters"\n')
-    folder.chmod(0o700)
+    config.write_text(f'[rl.storage]\npath = "{tmp_path}/store"\n[rl.serving]\nadapters_path = "{tmp_path}/adapters"\n')
     findings = await check_all(config, registration=False)
     assert of(findings, "stored episodes").found.startswith("1 and 0 unfinished")
-    assert not [each for each in findings if each.what.startswith("permissions")]
-    folder.chmod(0o755)
-    told = of(await check_all(config, registration=False), "permissions")
-    assert told.level == "warn" and told.remedy == f"chmod 700 {folder}"
 
 
 async def test_a_wrong_configuration_is_told_line_by_line(tmp_path: Path) -> None:
@@ -184,12 +160,6 @@ async def test_a_wrong_configuration_is_told_line_by_line(tmp_path: Path) -> Non
     config.write_text("[rl]\nmax_turn = 3\nenv_port = 0\n")
     told = [each for each in await check_all(config, registration=False) if each.what == "configuration"]
     assert len(told) == 2 and all(each.level == "fail" for each in told)
-
-
-async def test_the_agents_instructions_are_named(tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text(f'[rl]\nstorage = {{ path = "{tmp_path}/store" }}\n[rl.workspace]\nprompt = "compact"\n')
-    assert "under 700 tokens" in of(await check_all(config, registration=False), "instructions").found
 
 
 def test_what_is_installed_is_named() -> None:
@@ -212,15 +182,11 @@ def test_the_agent_is_registered_with_openhands(tmp_path: Path, monkeypatch: pyt
 
 def test_the_command_fails_when_a_check_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.toml"
-    away = '[rl]\nenv_server_base = "http://shop.invalid"\n[rl.storage]\n'
-    config.write_text(f'{away}path = "{tmp_path}/store"\n[rl.serving]\nadapters_path = "{tmp_path}/adapters"\n')
+    away = f'[rl.storage]\npath = "{tmp_path}/store"\n[rl.serving]\nbase_url = "http://model.invalid/v1"\n'
+    config.write_text(f'{away}adapters_path = "{tmp_path}/adapters"\n')
     assert cli.main(["doctor", "--quick", "--config", str(config)]) == 1
     printed = capsys.readouterr().out
-    assert "\nfail environment webshop" in printed and "\nok   storage" in printed
-    assert cli.main(["doctor", "--quick", "--json", "--config", str(config)]) == 1
-    assert {"ok", "fail"} <= {each["level"] for each in json.loads(capsys.readouterr().out)}
-    assert cli.main(["doctor", "--quick", "drift", str(tmp_path)]) == 1
-    assert "leave them out" in capsys.readouterr().err
+    assert "\nfail model server" in printed and "\nok   storage" in printed
 
 
 async def test_a_database_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ OPENHANDS_RL_AGENT_LIGHTNING_PYTHON    has agent-lightning and this package (``.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -24,8 +25,8 @@ from launchers import free_port
 from needs import needs_bubblewrap
 from scripted_model import call, says, serve
 
-from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.rollout.episode_program import VARIABLE
+from openhands_rl_plugin.cli import rollout
 from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.contrib.trainers.agent_lightning import OPTIONS, TASK, OpenHandsAgent
 
@@ -67,8 +68,10 @@ def test_the_configurations_name_what_is_there() -> None:
     for text in (block, file):
         local = yaml.safe_load(text)["agentlightning"]["local"]
         assert local["agent_class"] == AGENT and set(local["env_map"]) == {TASK, OPTIONS}
-        words = ["rollout", "--task", "x", *shlex.split(local["env_map"][OPTIONS])]
-        parsed = cli.parser_of("rollout").parse_args(words)
+        words = ["--task", "x", *shlex.split(local["env_map"][OPTIONS])]
+        parser = argparse.ArgumentParser()
+        rollout.add_arguments(parser)
+        parsed = parser.parse_args(words)
         assert parsed.suite == "swe-local" and parsed.max_turns == "50"
 
 

@@ -1,4 +1,4 @@
-"""``openhands-rl config init``: a whole, commented file, which OpenHands and the plugin read."""
+"""``openhands-rl doctor --init``: a whole, commented file, which OpenHands and the plugin read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ URL = "http://127.0.0.1:8123/v1"
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    words = ["config", "init", "--model", 'a "quoted" name', "--base-url", URL, "--workspace", "./my repository"]
+    words = ["doctor", "--init", "--model", 'a "quoted" name', "--base-url", URL, "--workspace", "./my repository"]
     assert cli.main(words) == 0
     return tmp_path / "config.toml"
 
@@ -62,6 +62,6 @@ def test_openhands_reads_the_file_without_a_complaint(written: Path, caplog: pyt
 def test_a_file_that_is_there_stays_as_it_is(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written.write_text("# mine\n")
     capsys.readouterr()
-    assert cli.main(["config", "init"]) == 1
-    assert capsys.readouterr().err.startswith("error: config.toml exists and stays as it is; ")
+    assert cli.main(["doctor", "--init"]) == 1
+    assert capsys.readouterr().err.startswith("error: config.toml cannot be written: File exists")
     assert written.read_text() == "# mine\n"
