@@ -20,10 +20,10 @@ from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, read_left, scratch_folder, write_file
+from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.environments.workspace.git import clone_command, git_folder, run_git
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
-from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.trees import MOST_BYTES, GitRepository, SourceTree, bounded, read_archive
@@ -216,7 +216,7 @@ def _run(command: list[str], what: str, *, checked: bool = True) -> None:
     except subprocess.TimeoutExpired as error:
         raise InfrastructureError(f"{what}: took more than {_INSTALLING} s; try again") from error
     if done.returncode and checked:
-        output = without_logins(" ".join(done.stderr.split()).encode()).decode("utf-8", "replace")[-300:]
+        output = redact_text(" ".join(done.stderr.split()))[-300:]
         raise InfrastructureError(f"{what}: no wheels that fit, or the package index is not within reach: {output}")
 
 
@@ -304,7 +304,7 @@ def open_git(package: Package, cache: Path) -> GitRepository:
                 run_git(clone_command(where, fresh, "--bare"))
             except subprocess.SubprocessError as error:
                 output = getattr(error, "stderr", None) or str(error).encode()
-                last = without_logins(output).decode("utf-8", "replace").strip().splitlines()[-1]
+                last = redact_text(output.decode("utf-8", "replace")).strip().splitlines()[-1]
                 raise InfrastructureError(f"{where} could not be cloned: {last}") from error
             fresh.rename(copy)
     return GitRepository(copy)

@@ -97,7 +97,7 @@ def test_nothing_of_a_repository_runs_here(way: str, tmp_path: Path, monkeypatch
     it = Planted(tmp_path)
     words, script = WAYS[way]
     head = it.shell(f"{script}; git --git-dir=.git rev-parse {'main' if way == COMMON else 'HEAD'}").splitlines()[-1]
-    copy = shutil.copytree(it.root, tmp_path / "mirrors" / "owner" / "name", symlinks=True)
+    copy = shutil.copytree(it.root / ".git", tmp_path / "mirrors" / "owner" / "name.git", symlinks=True)
     checkout = shutil.copytree(it.root, tmp_path / "checkout", symlinks=True)
     it.marker.unlink(missing_ok=True)
     it.shell(f"git {words}", check=False)
@@ -121,7 +121,7 @@ def test_nothing_of_a_repository_runs_here(way: str, tmp_path: Path, monkeypatch
         assert found.commit == head and found.times([head])
         assert isinstance([*_fixes(repository, "HEAD")], list)
         git = await MirrorSource(tmp_path / "mirrors").find(instance)
-        assert git is not None and git == copy / ".git" and await file_at(git, head, "evil.sh")
+        assert git is not None and git == copy and await file_at(git, head, "evil.sh")
         if way != PARTIAL:
             await make_origin(git, instance, tmp_path / "origin.git", "main")
         baseline, sandbox = Baseline(tmp_path), BubblewrapSandbox(checkout)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from openhands_rl_plugin.evals.swe.backends import shim
-from openhands_rl_plugin.evals.swe.backends.sandbox import CONDA, ENVIRONMENTS, PARTS, PROGRAMS
+from openhands_rl_plugin.evals.swe.backends.sandbox import CONDA, PARTS, PROGRAMS
 
 PYTHON = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
 _PROGRAMS = (
@@ -50,7 +50,7 @@ def instance_linux(root: Path, layer: Path) -> None:
     for name in ("bin", "shims"):
         (conda / name).mkdir()
     shutil.copy(folder / "activate.sh", conda / "bin" / "activate")
-    links = {f"shims/{name}": "../shim/programs.sh" for name in PROGRAMS} | {"envs": ENVIRONMENTS}
+    links = {f"shims/{name}": "../shim/programs.sh" for name in PROGRAMS} | {"envs": "/conda/envs"}
     for name, target in {**links, "host-python": str(PYTHON)}.items():
         (conda / name).symlink_to(target)
 

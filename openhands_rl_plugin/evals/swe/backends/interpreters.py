@@ -1,4 +1,4 @@
-"""Where a Python of a given version is on this machine: pyenv's, uv's, or one on the path."""
+"""Where a Python of a given version is on this machine: what ``uv python find`` finds."""
 
 from __future__ import annotations
 
@@ -27,26 +27,23 @@ class Interpreter(NamedTuple):
 @functools.cache
 def find_python(version: str) -> Interpreter:
     """A Python ``version`` ("3.9"). Raises ``ConfigError`` that says how to get one."""
-    if not re.fullmatch(r"\d+(\.\d+){0,2}", version):
-        raise ConfigError(f"{version!r:.50} is no version of Python")
-    short = ".".join(version.split(".")[:2])
-    pyenv = Path(os.environ.get("PYENV_ROOT") or "~/.pyenv").expanduser().glob(f"versions/{short}.*/bin")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:\.\d+)?", version)
+    short = match[1] if match else "?"
+    pyenv = Path("~/.pyenv/versions").expanduser().glob(f"{short}.*/bin")
     path = os.pathsep.join([f"{sys.base_prefix}/bin", *map(str, pyenv), os.environ.get("PATH", os.defpath)])
     find = [find_uv(), "python", "find", "--no-project", "--no-config", "--no-python-downloads", "--system", short]
     found = subprocess.run(find, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
     if found.returncode:
-        raise ConfigError(f"Python {short} is not installed; get it with: uv python install {short} (or pyenv install)")
-    ask = [found.stdout.strip(), "-I", "-c", "import sys; print(sys.base_prefix)"]
-    prefix = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
-    inside = prefix / "bin" / f"python{short}"
-    return Interpreter(inside if inside.exists() else Path(os.path.realpath(ask[0])), prefix)
+        raise ConfigError(f"Python {version:.20} is not installed; get it with: uv python install {short}")
+    program = Path(found.stdout.strip()).resolve()
+    return Interpreter(program, program.parents[1])
 
 
 @functools.cache
 def find_uv() -> Path:
     """The program ``uv``, that of this environment before others. Raises ``ConfigError``."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    if (found := os.environ.get("UV") or shutil.which("uv", path=path)) is None:
+    if (found := shutil.which("uv", path=path)) is None:
         raise ConfigError("uv is not installed, which environments are made with; get it with: pip install uv")
     return Path(found).resolve()
 

@@ -15,24 +15,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.environments.workspace.git import checked_git, git_command, git_folder, git_settings
 from openhands_rl_plugin.environments.workspace.processes import run
-from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits, find_bubblewrap, installed_parts
+from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap, installed_parts
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
-from openhands_rl_plugin.evals.swe.backends.caching import (
-    Cache,
-    copy_tree,
-    default_cache,
-    link_tree,
-    remove,
-    remove_left,
-)
+from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, default_cache, made, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
-from openhands_rl_plugin.evals.swe.backends.package_index import without_logins
 from openhands_rl_plugin.evals.swe.backends.repositories import (
     BRANCH,
     ORIGIN_INSIDE,
-    CloneSource,
+    MirrorSource,
     RepositorySource,
     file_at,
     find_repository,
@@ -40,7 +33,6 @@ from openhands_rl_plugin.evals.swe.backends.repositories import (
 )
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
     AS_ROOT,
-    ENVIRONMENTS,
     PARTS,
     InstanceSandbox,
     Room,
@@ -63,10 +55,9 @@ _COMMIT = """
 git() { command git -c core.fileMode=false -c user.name=SWE-bench -c user.email=setup@swebench.config "$@"; }
 git diff --quiet HEAD || git commit --quiet --no-verify --all --message=SWE-bench
 """
-_CLONED = re.compile(r"\bgit clone\b.*?(https://\S+)")
+_CLONE = re.compile(r"\bgit clone\b(?:.*--branch (\S+))?.*?(https://\S+)")
 # The clone is one pack already; to pack it again takes minutes.
 _PACKING = re.compile(r"^git gc\b.*$", re.MULTILINE)
-_BRANCH = re.compile(r"\bgit clone\b.*--branch (\S+)")
 
 
 class LocalBackend(BoxBackend):
@@ -84,13 +75,11 @@ class LocalBackend(BoxBackend):
         cache: Path | None = None,
         sources: Sequence[RepositorySource] | None = None,
         guard: Guard | None = None,
-        limits: SandboxLimits | None = None,
         network: bool = False,
     ) -> None:
-        self._cache = Cache(cache or default_cache())
-        self._sources = tuple([CloneSource(self._cache)] if sources is None else sources)
+        self._cache = (cache or default_cache()).expanduser().absolute()
+        self._sources = tuple(sources or [MirrorSource(self._cache / "clones", clone=True)])
         super().__init__(guard, network=network)
-        self._limits = limits
 
     async def check(self) -> None:
         """Raise ``ConfigError`` without bubblewrap, git, patch or uv. Removes leftovers of killed processes."""
@@ -99,7 +88,9 @@ class LocalBackend(BoxBackend):
         for program in ("patch", "git"):
             if shutil.which(program) is None:
                 raise ConfigError(f"the local back end needs the program {program}")
-        await remove_left(self._runs())
+        for left in self._runs().iterdir():
+            if not Path("/proc", left.name.partition("-")[0]).exists():
+                await remove(left)
 
     async def recipe(self, instance: Instance) -> Recipe:
         """As in ``BoxBackend``; requirement files are read from the repository."""
@@ -116,8 +107,7 @@ class LocalBackend(BoxBackend):
 
     async def prepare(self, instance: Instance) -> Path:
         """The layer of the instance, made if missing. Raises ``InfrastructureError`` and ``ConfigError``."""
-        recipe = await self.recipe(instance)
-        layer, _, _ = await self._layer(instance, recipe)
+        layer, _, _ = await self._layer(instance, await self.recipe(instance))
         return layer
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
@@ -126,23 +116,19 @@ class LocalBackend(BoxBackend):
 
         Raises ``InfrastructureError``; ``ConfigError`` for a row without a known recipe.
         """
-        recipe = await self.recipe(instance)
-        layer, interpreter, _ = await self._layer(instance, recipe)
+        layer, interpreter, _ = await self._layer(instance, await self.recipe(instance))
         await copy_tree(layer / "testbed", directory)
         await _commit_changes(directory)
-        environment = f"{ENVIRONMENTS}/testbed"
+        environment = "/conda/envs/testbed"
+        # At the last of the mounts the environment looks for the installed project.
+        shown = {"/conda/envs": layer / "conda" / "envs", PARTS["testbed"]: directory}
+        shown |= {str(part): part for part in installed_parts(interpreter.prefix)}
         return Checkout(
             directory=directory,
-            mounts=(
-                WorkspaceMount(host=layer / "conda" / "envs", inside=ENVIRONMENTS),
-                *(WorkspaceMount(host=part, inside=str(part)) for part in installed_parts(interpreter.prefix)),
-                # Where the environment looks for the installed project.
-                WorkspaceMount(host=directory, inside=PARTS["testbed"]),
-            ),
+            mounts=tuple(WorkspaceMount(host=host, inside=inside) for inside, host in shown.items()),
             variables={
                 "PATH": f"{environment}/bin:/usr/local/bin:/usr/bin:/bin",
-                "VIRTUAL_ENV": environment,
-                "CONDA_PREFIX": environment,
+                **dict.fromkeys(("VIRTUAL_ENV", "CONDA_PREFIX"), environment),
                 "CONDA_DEFAULT_ENV": "testbed",
             },
         )
@@ -161,11 +147,11 @@ class LocalBackend(BoxBackend):
                 "use --backend docker"
             )
         interpreter = await asyncio.to_thread(find_python, recipe.python)
-        sandbox = InstanceSandbox(interpreter, recipe.exclude_newer, self._limits)
+        sandbox = InstanceSandbox(interpreter, recipe.exclude_newer)
         parts = (_LAYOUT, recipe.environment_script, str(interpreter.program), recipe.exclude_newer, shim_digest())
-        environment = self._cache.path("environments", _digest(*parts))
+        environment = self._cache / "environments" / _digest(*parts)
         key = _digest(environment.name, recipe.install_script, instance.base_commit)
-        layer = self._cache.path("instances", f"{instance.instance_id}.{key}")
+        layer = self._cache / "instances" / f"{instance.instance_id}.{key}"
 
         async def make_environment(into: Path) -> None:
             for name in ("conda/envs", "root"):
@@ -176,22 +162,24 @@ class LocalBackend(BoxBackend):
 
         async def make_layer(into: Path) -> None:
             git, origin = await find_repository(instance, self._sources), into / "origin.git"
-            branch = _BRANCH.search(recipe.install_script)
-            await make_origin(git, instance, origin, branch[1] if branch else BRANCH)
+            found = _CLONE.search(recipe.install_script)
+            branch, address = (found[1] or BRANCH, found[2]) if found else (BRANCH, "https://github.com/")
+            await make_origin(git, instance, origin, branch)
             for name in ("conda", "root"):
-                await link_tree(environment / name, into / name)
+                await copy_tree(environment / name, into / name, "--link")
             (into / "testbed").mkdir()
             script = _PACKING.sub(r": \g<0>", recipe.install_script)
-            await _set_up(sandbox, into, layer, script, {ORIGIN_INSIDE: origin}, _cloned_from_origin(recipe))
+            await _set_up(sandbox, into, layer, script, {ORIGIN_INSIDE: origin}, _cloned_instead_of(address))
             await remove(origin)
 
         if not layer.exists():
-            await self._cache.made(environment, make_environment)
-            await self._cache.made(layer, make_layer)
+            await made(environment, make_environment)
+            await made(layer, make_layer)
         return layer, interpreter, sandbox
 
     def _runs(self) -> Path:
-        return self._cache.path("runs", "any").parent
+        (self._cache / "runs").mkdir(parents=True, exist_ok=True, mode=0o700)
+        return self._cache / "runs"
 
 
 async def _set_up(
@@ -209,19 +197,15 @@ async def _set_up(
     file, tmp = layer / "setup.sh", layer / "tmp"
     file.write_text(text)
     tmp.mkdir()
-    command = sandbox.wrap(
-        Room(layer, tmp),
-        ["/bin/bash", "/setup.sh"],
-        network=True,
-        setup=True,
-        shown={**(shown or {}), "/setup.sh": file},
-        variables=variables,
-    )
-    ended = await run(command, timeout=SETUP_TIME)
-    ended = ended._replace(output=without_logins(ended.output))
-    _log(place).write_bytes(ended.output)
+    files = {**(shown or {}), "/setup.sh": file}
+    command = ["/bin/bash", "/setup.sh"]
+    wrapped = sandbox.wrap(Room(layer, tmp), command, network=True, setup=True, shown=files, variables=variables)
+    ended = await run(wrapped, timeout=SETUP_TIME)
+    printed = redact_text(ended.text)
+    _log(place).write_text(printed)
     if ended.timed_out or ended.code:
-        reason = f"not done after {ended.seconds:.0f} s" if ended.timed_out else ended.last_line
+        last = ended._replace(output=printed.encode()).last_line
+        reason = f"not done after {ended.seconds:.0f} s" if ended.timed_out else last
         raise InfrastructureError(f"set-up of {place.name}: {reason}; see {_log(place)}")
     await remove(tmp)
 
@@ -234,14 +218,12 @@ def _log(place: Path) -> Path:
     return place.with_name(f"{place.name}.log")
 
 
-def _cloned_from_origin(recipe: Recipe) -> dict[str, str]:
+def _cloned_instead_of(address: str) -> dict[str, str]:
     """Variables that make git clone from the origin instead of the script's URL."""
-    match = _CLONED.search(recipe.install_script)
-    address = match[1] if match else "https://github.com/"
     settings = {"safe.directory": "*", "protocol.file.allow": "always", "advice.detachedHead": "false"}
     # Each setting has one value here, and git prefers the longer URL.
-    names = [(f"url.{ORIGIN_INSIDE}.insteadOf", address), (f"url.{ORIGIN_INSIDE}/.insteadOf", f"{address}.git")]
-    return git_settings({**settings, **dict(names)})
+    names = {f"url.{ORIGIN_INSIDE}.insteadOf": address, f"url.{ORIGIN_INSIDE}/.insteadOf": f"{address}.git"}
+    return git_settings({**settings, **names})
 
 
 async def _commit_changes(directory: Path) -> None:

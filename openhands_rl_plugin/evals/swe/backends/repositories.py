@@ -1,4 +1,4 @@
-"""Where an instance's repository comes from: a folder of mirrors, a clone, or the archive that its row names.
+"""Where an instance's repository comes from: a folder of mirrors, or a clone.
 
 Whatever the source, ``make_origin`` writes a repository that holds the base commit and its ancestors only.
 """
@@ -19,7 +19,7 @@ from openhands_rl_plugin.environments.workspace.git import (
     make_git_folder,
 )
 from openhands_rl_plugin.environments.workspace.processes import run
-from openhands_rl_plugin.evals.swe.backends.caching import Cache
+from openhands_rl_plugin.evals.swe.backends.caching import made
 from openhands_rl_plugin.evals.swe.types import Instance
 
 BRANCH = "main"
@@ -35,41 +35,30 @@ class RepositorySource(Protocol):
 
 
 class MirrorSource:
-    """A folder of git directories, named as GitHub's mirrors usually are: ``owner/name.git``, ``owner__name``, ..."""
+    """A folder of git directories, named ``owner/name.git`` or ``owner__name.git``; ``clone``: what is missing in it is
+    cloned from GitHub.
+    """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.expanduser().resolve()
-
-    async def find(self, instance: Instance) -> Path | None:
-        """The mirror, whether bare or with a work tree; ``None`` when the folder has none that holds the commit."""
-        for path in _spellings(self._folder, instance.repo):
-            git = next((each for each in (path / ".git", path / "repo", path) if (each / "config").exists()), None)
-            if git is not None and await has_commit(git, instance.base_commit):
-                return git
-        return None
-
-
-class CloneSource:
-    """Clones, kept in the cache; ``url`` holds ``{repo}``."""
-
-    def __init__(self, cache: Cache, url: str = "https://github.com/{repo}.git") -> None:
-        self._cache, self._url = cache, url
+    def __init__(self, folder: Path, *, clone: bool = False) -> None:
+        self._folder, self._clone = folder.expanduser().resolve(), clone
 
     async def find(self, instance: Instance) -> Path | None:
-        """The clone, made or updated when it lacks the commit."""
-        url = self._url.format(repo=instance.repo)
-        clone = self._cache.path("clones", instance.repo.lower().replace("/", "__") + ".git")
+        """The mirror; ``None`` when there is none that holds the commit. Raises ``InfrastructureError``."""
+        url, place = f"https://github.com/{instance.repo}.git", self._folder / f"{instance.repo.replace('/', '__')}.git"
 
         async def make(into: Path) -> None:
             await checked_git(clone_command(url, into, "--mirror"), f"clone {url}")
 
-        await self._cache.made(clone, make)
-        if not await has_commit(clone, instance.base_commit):
-            async with self._cache.locked(clone):
-                words = ("fetch", "--prune", "--update-head-ok", url, "+refs/*:refs/*")
-                fetch = git_command(clone, *words, writable=True, network=True)
-                await checked_git(fetch, f"fetch {url}")
-        return clone if await has_commit(clone, instance.base_commit) else None
+        if self._clone:
+            await made(place, make)
+        for git in (self._folder / f"{instance.repo}.git", place):
+            if (git / "HEAD").exists() and await has_commit(git, instance.base_commit):
+                return git
+        if self._clone:
+            raise InfrastructureError(
+                f"{place} has no commit {instance.base_commit[:12]}; delete it if it is too old, and it is cloned again"
+            )
+        return None
 
 
 async def find_repository(instance: Instance, sources: Sequence[RepositorySource]) -> Path:
@@ -112,11 +101,3 @@ async def file_at(git: Path, commit: str, path: str) -> str | None:
     command = git_command(git, "cat-file", "blob", f"{commit}:{path}")
     shown = await run(command.words, variables=command.variables)
     return None if shown.code else shown.text
-
-
-def _spellings(folder: Path, repo: str) -> list[Path]:
-    owner, _, name = repo.partition("/")
-    names = [f"{owner}/{name}", f"{owner}__{name}", f"{owner}+{name}", f"{owner}-{name}", name]
-    spelt = [folder / f"{each}{suffix}" for each in names for suffix in ("", ".git")]
-    lower = [folder / f"{each.lower()}{suffix}" for each in names for suffix in ("", ".git")]
-    return list(dict.fromkeys(spelt + lower))

@@ -1,5 +1,6 @@
 """Bubblewrap as the place of the official scripts: a root of its own with the repository at ``/testbed``, conda's
-place taken by the shim, and of the host what programs need and nothing more.
+place taken by the shim, and of the host what programs need and nothing more. A set-up also has the user's settings of
+the package index, which no test and no agent sees.
 """
 
 from __future__ import annotations
@@ -29,25 +30,27 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     sandboxed,
     settings_mounts,
 )
-from openhands_rl_plugin.evals.swe.backends import package_index, shim
+from openhands_rl_plugin.evals.swe.backends import shim
 from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, remove
 from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
 
-ENVIRONMENTS = "/conda/envs"
 CONDA = "/opt/miniconda3"
 PARTS = {"conda": "/conda", "root": "/root", "testbed": "/testbed"}
 """The parts of a layer, and where the sandbox mounts them. Environments and uv's cache lie in one, as uv links files
 within one mount only.
 """
+PROGRAMS = (
+    *("python", "python3", "pip", "pip3", "tox", "pipx", "sudo"),
+    *("apt", "apt-get", "locale-gen", "add-apt-repository"),
+)
+"""Programs that the scripts call and that need conda or root: ``shim/programs.sh`` is all of them."""
 
 _GIBIBYTE = 1024**3
 _ROOT_SIZE = 256 * 1024**2
+_SHIM = Path(shim.__file__).parent
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
 """What root in a container may do, without anything that reaches mounts, devices or other processes' memory."""
-_NETWORK_VARIABLES = re.compile(
-    r"(?:(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE)", re.IGNORECASE
-)
 AS_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
 # ``localhost`` is a name that resolves without a network.
 _OF_ROOT = (
@@ -56,6 +59,14 @@ _OF_ROOT = (
 )
 LIMITS = SandboxLimits(memory=16 * _GIBIBYTE, processes=8192, disk=64 * _GIBIBYTE, file=8 * _GIBIBYTE)
 """Of the sandbox of an instance."""
+
+_OF_NETWORK = "(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
+_OF_INDEX = r"(?:PIP|UV)_\w*(?:INDEX|FIND_LINKS|CERT|PROXY|HOST|TLS|TIMEOUT)\w*"
+_INDEX_FILES = {
+    **{f"~/{name}": f"/root/{name}" for name in (".config/uv/uv.toml", ".config/pip/pip.conf", ".netrc")},
+    **{name: name for name in ("/etc/pip.conf", "/etc/uv/uv.toml")},
+}
+_LOGIN = re.compile(r"://[^/\s]*@|\bpassword\s|\w*(?:PASSWORD|TOKEN|USERNAME)\w*")
 
 
 class Room(NamedTuple):
@@ -75,7 +86,6 @@ class InstanceSandbox:
         self._interpreter = interpreter
         self._exclude_newer = exclude_newer
         self._limits = limits or LIMITS
-        self._uv = find_uv()
 
     def wrap(
         self,
@@ -97,13 +107,23 @@ class InstanceSandbox:
         parts = {inside: host for inside, host in parts.items() if room.overlay or host.exists()}
         folders = [inside for inside in parts if inside == "/testbed"]
         prefixes = {os.path.realpath(prefix): OF_A_PREFIX for prefix in (self._interpreter.prefix, sys.base_prefix)}
-        settings = {**self._variables(network=network, setup=setup, logins=setup and logins), **(variables or {})}
+        host = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+        targets = {f"{CONDA}/shims/{name}": "../shim/programs.sh" for name in PROGRAMS}
+        targets |= {f"{CONDA}/host-python": host, f"{CONDA}/envs": "/conda/envs"}
+        tools = {f"{CONDA}/bin/activate": _SHIM / "activate.sh", f"{CONDA}/shim": _SHIM, f"{CONDA}/bin/uv": find_uv()}
+        settings = {**self._variables(network, setup, logins), **(variables or {})}
+        if setup:
+            links = f"{settings.get('PIP_FIND_LINKS', '')} {settings.get('UV_FIND_LINKS', '')}".split()
+            tools |= {
+                **_index_files(logins),
+                **{name: Path(name) for name in links if name[0] == "/" and os.path.isdir(name)},
+            }
+        tools |= shown or {}
         mounts = ["--bind", str(room.tmp), "/tmp"]
         mounts += [word for inside, host in parts.items() for word in ("--bind", str(host), inside)]
         mounts += prefix_mounts(prefixes)
-        tools = {**self._tools(), **(_index_settings(logins) if setup else {}), **(shown or {})}
         mounts += [word for inside, host in tools.items() for word in ("--ro-bind", str(host), inside)]
-        mounts += [word for inside, target in _links().items() for word in ("--symlink", target, inside)]
+        mounts += [word for inside, target in targets.items() for word in ("--symlink", target, inside)]
         return [
             *(room.overlay.mounting() if room.overlay else ()),
             *sandboxed(
@@ -117,16 +137,11 @@ class InstanceSandbox:
             ),
         ]
 
-    def _tools(self) -> dict[str, Path]:
-        folder = Path(shim.__file__).parent
-        return {f"{CONDA}/bin/activate": folder / "activate.sh", f"{CONDA}/shim": folder, f"{CONDA}/bin/uv": self._uv}
-
-    def _variables(self, *, network: bool, setup: bool, logins: bool) -> dict[str, str]:
-        named = {name: value for name, value in os.environ.items() if network and _NETWORK_VARIABLES.fullmatch(name)}
-        settings = {name: value for name, value in named.items() if logins or "@" not in value}
-        settings |= package_index.variables(logins=logins) if setup else {}
+    def _variables(self, network: bool, setup: bool, logins: bool) -> dict[str, str]:
+        wanted = re.compile("|".join([_OF_NETWORK] * network + [_OF_INDEX] * setup) or "-", re.IGNORECASE)
+        named = {name: value for name, value in os.environ.items() if wanted.fullmatch(name)}
         return {
-            **settings,
+            **{name: each for name, each in named.items() if (setup and logins) or not _LOGIN.search(f"{name} {each}")},
             "HOME": "/root",
             "PATH": f"{CONDA}/bin:{_SYSTEM_PATH}",
             "TZ": "Etc/UTC",
@@ -144,28 +159,16 @@ class InstanceSandbox:
         }
 
 
-def _links() -> dict[str, str]:
-    host = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    programs = {f"{CONDA}/shims/{name}": "../shim/programs.sh" for name in PROGRAMS}
-    return {f"{CONDA}/host-python": str(host), f"{CONDA}/envs": ENVIRONMENTS, **programs}
-
-
-def _index_settings(logins: bool) -> dict[str, Path]:
-    """The user's settings of the package index, and indexes that are folders."""
-    files = {inside: file for file, inside in package_index.files(logins=logins)}
-    return {**files, **{str(folder): folder for folder in package_index.folders() if str(folder) != CONDA}}
-
-
-PROGRAMS = (
-    *("python", "python3", "pip", "pip3", "tox", "pipx", "sudo"),
-    *("apt", "apt-get", "locale-gen", "add-apt-repository"),
-)
-"""Programs that the scripts call and that need conda or root: ``shim/programs.sh`` is all of them."""
+def _index_files(logins: bool) -> dict[str, Path]:
+    """The files with the user's settings of the index, by the paths at which root reads them in a sandbox."""
+    files = {inside: Path(name).expanduser() for name, inside in _INDEX_FILES.items()}
+    found = {inside: file for inside, file in files.items() if file.is_file()}
+    return {name: file for name, file in found.items() if logins or not _LOGIN.search(file.read_text(errors="replace"))}
 
 
 def shim_digest() -> str:
     """Changes when an environment might be made in another way."""
-    files = [path for path in sorted(Path(shim.__file__).parent.iterdir()) if path.suffix in (".py", ".sh")]
+    files = [path for path in sorted(_SHIM.iterdir()) if path.suffix in (".py", ".sh")]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
@@ -175,17 +178,16 @@ async def fresh_room(runs: Path, layer: Path) -> AsyncIterator[Room]:
     copy.
     """
     scratch = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=runs))
-    upper, work, merged = (scratch / name for name in ("upper", "work", "layer"))
+    upper, work, merged, tmp = (scratch / name for name in ("upper", "work", "layer", "tmp"))
     try:
-        (scratch / "tmp").mkdir(mode=0o700)
-        overlay = None
+        tmp.mkdir(mode=0o700)
         if await asyncio.to_thread(can_overlay, runs, layer, scratch):
             for folder in (upper, work, merged):
                 folder.mkdir()
-            overlay = Overlay(layer, upper, work, merged)
+            yield Room(merged, tmp, Overlay(layer, upper, work, merged))
         else:
             await copy_tree(layer, merged)
-        yield Room(merged, scratch / "tmp", overlay)
+            yield Room(merged, tmp)
     finally:
         await remove(scratch)
 
