@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
     from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
-    from openhands_rl_plugin.training.learn import MemoryEstimate
     from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 
@@ -90,39 +89,17 @@ def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
     return replace(episodes, trajectories=found.trajectories)
 
 
-_PROCESSES = (2, 4, 8, 16, 32)
-_GPU = 80e9
-
-
 def print_shapes(args: argparse.Namespace, config: RLSettings) -> int:
-    """Print what a run would train and the memory it would need; the model's ``config.json`` is enough for that.
+    """Print the memory that a run would need; the model's ``config.json`` is enough for that.
 
     Raises ``ConfigError`` unless it is a dry run, ``TrainingError`` when the model's files cannot be read.
     """
-    from openhands_rl_plugin.training.learn import estimate_memory, model_size
-
     if not args.dry_run:
         raise ConfigError("STORE: training needs a store of episodes; only --dry-run works without")
     settings = settings_from(args, config.training)
     settings.check_engine()
-    longest = settings_from(args, config.verifier).max_length if args.verifier else 0
-    size = model_size(args.model, settings)
-    print(f"{args.model.name}: {size.parameters:,} parameters, {_trained(settings)}: {size.trained:,}")
-    rows = max(settings.max_tokens_per_micro_batch, longest)
-    print(f"  a micro-batch: {rows:,} tokens; a step: {settings.batch_size} trajectories; {settings.num_epochs} epochs")
-    print(f"  learning rate: {settings.learning_rate:g}, {settings.schedule} after {settings.warmup_steps} steps")
-    print(memory_line(args.model, settings, longest))
-    for count in _PROCESSES if settings.engine == LOCAL and settings.method != "qlora" else ():
-        share = estimate_memory(args.model, settings, longest, count)
-        fits = "" if share.total > _GPU else "; fits 80 GB"
-        print(f"    {count:2} processes, --sharding layers: {memory_words(share)}{fits}")
+    print(memory_line(args.model, settings))
     return 0
-
-
-def _trained(settings: TrainingSettings) -> str:
-    if settings.method == "full":
-        return "all trained"
-    return f"trained by {settings.method} of rank {settings.lora_rank} ({settings.lora_variant})"
 
 
 VERIFIER_TRAINING = TrainingSettings(
@@ -250,20 +227,15 @@ def print_note(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-def memory_line(model: Path, settings: TrainingSettings, longest: int, *, free: int | None = None) -> str:
-    """The estimated memory of training on sequences of at most ``longest`` tokens, and the ``free`` bytes."""
-    from openhands_rl_plugin.training.learn import estimate_memory
+def memory_line(model: Path, settings: TrainingSettings) -> str:
+    """The memory that training needs, and the free bytes."""
+    from openhands_rl_plugin.training.learn import memory_needed
 
     if settings.engine != LOCAL:
         return f"  memory: none here, {settings.engine} trains"
-    memory = estimate_memory(model, settings, longest)
-    here = "" if free is None else f"; free: {free / 1e9:.2f} GB" + (", too little" if memory.total > free else "")
-    return f"  memory: {memory_words(memory)}{here}"
-
-
-def memory_words(memory: MemoryEstimate) -> str:
-    """An estimate in words, in GB (1e9 bytes)."""
-    return f"about {memory.total / 1e9:.2f} GB ({memory.weights / 1e9:.2f} of them weights and optimiser)"
+    need, free = memory_needed(model, settings), free_memory()
+    here = "" if free is None else f"; free: {free / 1e9:.2f} GB"
+    return f"  memory: about {need / 1e9:.2f} GB for weights and optimiser, activations beside it{here}"
 
 
 RESUME = "the same command continues from the last checkpoint"
@@ -384,7 +356,7 @@ class PolicyTraining(TrainingRun):
         return base_model, dataset
 
     def _print_plan(self, dataset: TrainingDataset) -> None:
-        from openhands_rl_plugin.training.learn import check_fits, estimate_memory
+        from openhands_rl_plugin.training.learn import check_fits
 
         print(f"{self._name} from {self._start}, by {dataset.algorithm}")
         causes = dataset.excluded.causes()
@@ -393,7 +365,6 @@ class PolicyTraining(TrainingRun):
             print(f"    {sayable(cause)}")
         for warning in dataset.warnings():
             print(f"  warning: {sayable(warning)}")
-        longest = max((len(sample.input_ids) for sample in dataset.samples), default=0)
         if dataset.samples:
             print(f"  {_sizes(dataset.samples)}")
             if dataset.pairs:
@@ -401,13 +372,9 @@ class PolicyTraining(TrainingRun):
             units = len(dataset.pairs) or dataset.used
             steps = math.ceil(units / self._training.batch_size) * self._training.num_epochs
             print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
-        free = free_memory()
-        print(memory_line(self._args.model, self._training, longest, free=free), flush=True)
+        print(memory_line(self._args.model, self._training), flush=True)
         if self._whole and self._ranks is None and dataset.samples and not self._args.dry_run:
-            check_fits(self._args.model, self._training, longest, free)
-        if self._ranks is not None and self._training.sharding != "none":
-            share = estimate_memory(self._args.model, self._training, longest, self._ranks.size).total
-            print(f"  split by --sharding layers: about {share / 1e9:.2f} GB in each process", flush=True)
+            check_fits(self._args.model, self._training)
 
     def _train(self, dataset: TrainingDataset, base_model: str) -> Adapter | None:
         """The new version, which rank 0 alone has."""
@@ -560,7 +527,7 @@ class VerifierTraining(TrainingRun):
         steps = math.ceil(len(dataset.training) / self._training.batch_size) * self._training.num_epochs
         print(f"  tokens: {tokens:,}, of them trained {len(dataset.training):,}; the longest episode has {longest:,}")
         print(f"  steps: {steps} ({self._training.num_epochs} epochs)")
-        print(memory_line(self._args.model, self._training, longest), flush=True)
+        print(memory_line(self._args.model, self._training), flush=True)
 
     def _train(self, dataset: VerifierDataset, prompts: VerifierPrompts) -> Adapter | None:
         """The new version, which rank 0 alone has."""

@@ -101,10 +101,6 @@ class TrainingSettings(Settings):
         strict=False,
         description="linear layers that the adapter is added to, by name",
     )
-    adapt_experts: bool = Field(
-        default=False,
-        description="add the adapter to the experts of a mixture too, where vLLM can load it; `serve` cannot",
-    )
     clip_low: float = Field(
         default=0.0,
         ge=0,
@@ -219,8 +215,6 @@ class TrainingSettings(Settings):
         idle = {name for name, only in _ONLY.items() if self.algorithm not in only}
         if self.step_rewards == "episode" and not self.state_weight:
             idle.add("discount")
-        if self.method == "full":
-            idle.add("adapt_experts")
         if self.tree == "proposals":
             idle |= {"step_rewards", "state_weight"}
         if idle := changed & idle:

@@ -3,102 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from safetensors import SafetensorError, safe_open
+from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.errors import TrainingError, describe, from_extra
 from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, WITHOUT_EFFECT
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
-
-
-class ModelSize(NamedTuple):
-    """A model's ``config.json`` with the widths that it leaves out, and numbers of parameters: all, those outside of
-    its layers, and those that are trained."""
-
-    shape: dict[str, Any]
-    parameters: int
-    outside: int
-    trained: int
-
-
-class MemoryEstimate(NamedTuple):
-    """In bytes, without the memory of Python and torch. ``weights``: with gradients and the optimiser's state."""
-
-    weights: int
-    total: int
-
-
-def model_size(model: Path, settings: TrainingSettings) -> ModelSize:
-    """The size of the model in a directory, and of its trained part. Raises ``TrainingError``.
-
-    A ``config.json`` is enough: without weights beside it the model is made without memory for them.
-    """
-    try:
-        read = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        config = {name: each for name, each in (read.get("text_config") or read).items() if each is not None}
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        shape = {"head_dim": hidden // heads, "num_key_value_heads": heads, "intermediate_size": 4 * hidden, **config}
-        tensors: dict[str, list[int]] = {}
-        for file in model.glob("model*.safetensors"):
-            with safe_open(file, "np") as weights:
-                tensors |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        if not tensors:
-            with from_extra("train"):
-                import torch
-                from transformers import AutoConfig, AutoModelForCausalLM
-
-            with torch.device("meta"):
-                made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-            tensors = {name: [*parameter.shape] for name, parameter in made.named_parameters()}
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError, SafetensorError) as error:
-        raise TrainingError(f"cannot read {model}/config.json: {describe(error)} (no folder of a model?)") from error
-    endings = tuple(f".{each}.weight" for each in settings.target_modules)
-    adapted = [tensors[n] for n in tensors if n.endswith(endings) and (settings.adapt_experts or ".experts." not in n)]
-    # A low-rank term has two matrices, and DoRA's a magnitude for each output.
-    trained = sum(settings.lora_rank * sum(dims) + dims[0] * (settings.lora_variant == "dora") for dims in adapted)
-    every = sum(map(prod, tensors.values()))
-    outside = sum(prod(dims) for name, dims in tensors.items() if "layers." not in name)
-    return ModelSize(shape, every, outside, every if settings.method == "full" else trained)
-
-
-def estimate_memory(model: Path, settings: TrainingSettings, longest: int, processes: int = 1) -> MemoryEstimate:
-    """The memory of training with these settings; ``longest``: tokens of the longest sequence, 0 for a micro-batch.
-
-    ``processes``: that of each of so many with ``sharding = "layers"``, after loading. The activations are those of a
-    Llama-like model; other architectures need about as much. Raises ``TrainingError`` when the model's files cannot be
-    read.
-    """
-    shape, parameters, outside, trained = model_size(model, settings)
-    hidden, wide, count = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
-    width = 2 if settings.dtype == "bfloat16" else 4  # of "auto" at most
-    gathered = 2 * (parameters - outside) // count * width if processes > 1 else 0
-    # A trained parameter has weight, gradient and two moments of AdamW in float32; where all are trained, there are
-    # rounded copies of bfloat16 weights, or of the gathered ones. NF4 has 4.127 bits a weight (arXiv 2305.14314).
-    whole = parameters * (16 + (2 if width == 2 and processes == 1 else 0)) // processes + 2 * gathered
-    base = (parameters - outside) * (4.127 / 8 if settings.method == "qlora" else width)
-    weights = whole if settings.method == "full" else int(base) // processes + outside * width + gathered + 16 * trained
-    rows = max(settings.max_tokens_per_micro_batch, longest)
-    # Inputs and outputs of two normalisations; the attention's output; the gated layer. Queries, keys, values and what
-    # is attended to are float32 on a processor.
-    heads = shape["num_attention_heads"]
-    attention = 2 * (heads + shape["num_key_value_heads"]) * shape["head_dim"]
-    ranks = settings.lora_rank * len(settings.target_modules) if trained < parameters else 0
-    saved = width * (4 * hidden + heads * shape["head_dim"] + 3 * wide + ranks) + 4 * attention
-    kept = saved + count * hidden * width if settings.gradient_checkpointing else saved * count
-    # Two copies of the gated layer, and three of the float32 logits of 128 rows, exist at a time.
-    scratch = rows * width * 2 * wide + shape["vocab_size"] * 3 * 128 * 4
-    return MemoryEstimate(weights, weights + rows * kept + scratch)
-
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -109,14 +26,37 @@ PROBE_TOKENS = 128
 """Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""
 
 
-def check_fits(model: Path, settings: TrainingSettings, longest: int, free: int | None) -> None:
-    """Raise ``TrainingError`` if the weights and the optimiser's state alone are more than the ``free`` bytes."""
-    need = estimate_memory(model, settings, longest)
-    if free is not None and need.weights > free:
+def memory_needed(model: Path, settings: TrainingSettings) -> int:
+    """Bytes of weights, gradients and the optimiser's state, without activations. Raises ``TrainingError``.
+
+    ``model``: a folder whose ``config.json`` is enough. A trained parameter takes 16: weight, gradient and two moments
+    in float32; one of a 4-bit base model half a byte.
+    """
+    with from_extra("train"):
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            parameters = dict(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).named_parameters())
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"cannot read {model}/config.json: {describe(error)} (no folder of a model?)") from error
+    total = sum(each.numel() for each in parameters.values())
+    if settings.method == "full":
+        return 16 * total
+    width = 0.5 if settings.method == "qlora" else 4 if settings.dtype == "float32" else 2
+    endings = tuple(f".{each}.weight" for each in settings.target_modules)
+    adapted = sum(sum(each.shape) for name, each in parameters.items() if name.endswith(endings))
+    return int(width * total) + 16 * settings.lora_rank * adapted
+
+
+def check_fits(model: Path, settings: TrainingSettings) -> None:
+    """Raise ``TrainingError`` if ``memory_needed`` is more than this machine has free."""
+    need, free = memory_needed(model, settings), free_memory()
+    if free is not None and need > free:
         raise TrainingError(
-            f'{model} does not fit: method = "{settings.method}" needs {need.weights / 1e9:.2f} GB for weights, '
-            f"gradients and optimiser (about {need.total / 1e9:.2f} GB in all), and {free / 1e9:.2f} GB are free: "
-            'train an adapter, method = "lora", or split it among processes with sharding = "layers"'
+            f'{model} does not fit: method = "{settings.method}" needs {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB '
+            'are free: train an adapter, method = "lora", or split it among processes with sharding = "layers"'
         )
 
 

@@ -48,8 +48,6 @@ class Family:
     how: How
     changes: dict[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = _LAYERS
-    experts: bool = False
-    """Whether ``adapt_experts`` is supported."""
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -57,11 +55,6 @@ class Family:
         vllm = () if self.model_type in ("mamba2", "rwkv", "bloom", "bert") else ("vLLM",)
         own = self.how == "packed" and self.model_type != "deepseek_v3"
         return (*vllm, "`openhands-rl serve`") if own else vllm
-
-    @property
-    def shares(self) -> tuple[float, float]:
-        """Of the weights of transformers' default configuration: those that are adapted, those in experts."""
-        return _SHARES[self.model_type]
 
 
 _LATENT: dict[str, Any] = {
@@ -83,40 +76,6 @@ _GLM: dict[str, Any] = {
 }
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_n_groups": 1}
 
-_SHARES = {
-    "llama": (0.961, 0.0),
-    "qwen2": (0.897, 0.0),
-    "qwen3": (0.897, 0.0),
-    "mistral": (0.964, 0.0),
-    "smollm3": (0.915, 0.0),
-    "granite": (0.961, 0.0),
-    "gemma3_text": (0.77, 0.0),
-    "olmo3": (0.94, 0.0),
-    "phi3": (0.948, 0.0),
-    "qwen2_moe": (0.086, 0.87),
-    "qwen3_moe": (0.015, 0.944),
-    "mixtral": (0.029, 0.966),
-    "minimax_m2": (0.012, 0.982),
-    "glm4_moe": (0.025, 0.963),
-    "deepseek_v3": (0.016, 0.974),
-    "gpt_oss": (0.008, 0.982),
-    "gemma2": (0.774, 0.0),
-    "qwen3_next": (0.006, 0.97),
-    "qwen3_5_text": (0.592, 0.0),
-    "qwen3_5_moe_text": (0.011, 0.929),
-    "nemotron_h": (0.143, 0.256),
-    "falcon_h1": (0.82, 0.0),
-    "jamba": (0.058, 0.874),
-    "lfm2": (0.938, 0.0),
-    "granitemoehybrid": (0.01, 0.897),
-    "mamba2": (0.963, 0.0),
-    "rwkv": (0.944, 0.0),
-    "opt": (0.678, 0.0),
-    "bloom": (0.002, 0.0),
-    "cohere": (0.94, 0.0),
-    "bert": (0.129, 0.0),
-}
-
 FAMILIES = (
     Family("Llama 2 and 3", "llama", "packed"),
     Family("Qwen2, Qwen2.5", "qwen2", "packed"),
@@ -132,12 +91,18 @@ FAMILIES = (
     ),
     Family("Olmo 3", "olmo3", "packed", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}),
     Family("Phi-3", "phi3", "packed", targets=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
-    Family("Qwen2-MoE", "qwen2_moe", "packed", {**_MOE, "shared_expert_intermediate_size": 16}, experts=True),
-    Family("Qwen3-MoE", "qwen3_moe", "packed", _MOE, experts=True),
-    Family("Mixtral", "mixtral", "packed", {"num_local_experts": 4}),
-    Family("MiniMax-M2", "minimax_m2", "packed", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("GLM-4-MoE", "glm4_moe", "packed", _GLM, experts=True),
-    Family("DeepSeek-V3", "deepseek_v3", "packed", {**_GLM, **_LATENT, "head_dim": 4}, experts=True),
+    Family("Qwen2-MoE", "qwen2_moe", "packed", {**_MOE, "shared_expert_intermediate_size": 16}),
+    Family("Qwen3-MoE", "qwen3_moe", "packed", _MOE, _ATTENTION),
+    Family("Mixtral", "mixtral", "packed", {"num_local_experts": 4}, _ATTENTION),
+    Family("MiniMax-M2", "minimax_m2", "packed", {"num_local_experts": 4, "num_experts_per_tok": 2}, _ATTENTION),
+    Family("GLM-4-MoE", "glm4_moe", "packed", _GLM),
+    Family(
+        "DeepSeek-V3",
+        "deepseek_v3",
+        "packed",
+        {**_GLM, **_LATENT, "head_dim": 4},
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *_LAYERS[4:]),
+    ),
     Family(
         "GPT-OSS",
         "gpt_oss",
@@ -156,7 +121,6 @@ FAMILIES = (
         "qwen3_next",
         "one sequence",
         {**_MOE, **_DELTA, "shared_expert_intermediate_size": 16},
-        experts=True,
     ),
     Family("Qwen3.5", "qwen3_5_text", "one sequence", _DELTA),
     Family(
@@ -268,16 +232,12 @@ What your model is, is found out each time that it is loaded, by its logprobs an
 these work in the same way. Weights that a family has beside its layers (heads for several tokens, a vision tower) are
 neither used nor trained.
 
-The adapter's layers are the default `target_modules`, where no others are named. The shares are those of
-transformers' default configuration of the family, usually that of its best known model: what the adapter touches, and
-what is in the experts, which are left out by default. `adapt_experts = true` gives each expert its own low-rank term,
-in the format that vLLM loads (0.32: loading is tested for Qwen3-MoE and GLM-4-MoE, the other names are from
-its source; its kernels for them need a GPU); `openhands-rl serve` has no
-adapters of experts. Which experts a server chose is not recorded, because chat completions do not return it: the
-trainer routes anew, and a difference is not corrected.
+The adapter's layers are the default `target_modules`, where no others are named. A mixture of experts is trained
+with its attention and its shared layers: its experts stay as they are. Which experts a server chose is not recorded,
+because chat completions do not return it: the trainer routes anew, and a difference is not corrected.
 
-| family | `model_type` | trained | adapter served by | touched | in experts | `adapt_experts` |
-|---|---|---|---|---|---|---|
+| family | `model_type` | trained | adapter served by | target_modules |
+|---|---|---|---|---|
 """
 
 
@@ -288,11 +248,7 @@ def page() -> str:
 
 def _row(family: Family) -> str:
     if family.how == "refused":
-        return f"| {family.title} | `{family.model_type}` | refused | | | | |"
-    touched, experts = family.shares
-    own = "" if family.targets == _LAYERS else " of " + ", ".join(f"`{name}`" for name in family.targets)
+        return f"| {family.title} | `{family.model_type}` | refused | | |"
+    own = "" if family.targets == _LAYERS else ", ".join(f"`{name}`" for name in family.targets)
     served = ", ".join(family.servers) or "none known"
-    inside = f"{100 * experts:.0f} %" if experts else ""
-    able = "yes" if family.experts else "refused" if experts else ""
-    kind = f"| {family.title} | `{family.model_type}` | {family.how} | {served} "
-    return f"{kind}| {100 * touched:.2g} %{own} | {inside} | {able} |"
+    return f"| {family.title} | `{family.model_type}` | {family.how} | {served} | {own} |"

@@ -16,7 +16,6 @@ from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, su
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.files import remove_tree
-from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     Adapter,
@@ -229,7 +228,7 @@ async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
     """All weights go into a server that takes them, fit into memory, and begin as the base model on the server."""
     if job.settings.training.method != "full":
         return
-    check_fits(job.model, job.settings.training, 0, free_memory())
+    check_fits(job.model, job.settings.training)
     fresh = LoopState.load(parts.state_file).adapter is None
     base = (job.settings.serving.model, str(job.model.resolve()))
     await parts.publisher.require_weights(base if fresh else None)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings
 from openhands_rl_plugin.contrib.improve.gym import Gym
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.training.learn import check_fits
 
@@ -155,7 +154,7 @@ def price_of(settings: RLSettings, gym: Gym, model: Path, lengths: Lengths) -> d
     turns = max(settings.max_turns, loop.training_max_turns)
     sampled = min(turns * settings.max_response_length, lengths.episode - lengths.prompt)
     episodes = rollouts + evaluations
-    check_fits(model, training, lengths.episode, free_memory())
+    check_fits(model, training)
     return {
         "episodes": rollouts,
         "evaluations": evaluations,

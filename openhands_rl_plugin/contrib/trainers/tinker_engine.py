@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # The service answers with logprobs and nothing else, and chooses the layout of its batches itself.
 _LACKS = (
-    *("method", "lora_variant", "adapt_experts", "kl", "entropy_coefficient"),
+    *("method", "lora_variant", "kl", "entropy_coefficient"),
     *("max_tokens_per_micro_batch", "sharding", "gradient_checkpointing", "dtype"),
 )
 _ATTENTION, _MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}

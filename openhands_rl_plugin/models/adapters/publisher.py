@@ -207,15 +207,6 @@ class AdapterPublisher:
         """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
         await _on_all(await self._open_servers(), lambda server: server.unload(name))
 
-    async def check_servers(self, able: Sequence[str]) -> None:
-        """Raise ``PublishError`` where one is ``openhands-rl serve`` and that is not among those that are ``able``."""
-        for server in await self._open_servers():
-            if isinstance(server, EmbeddedServer) and EmbeddedServer.NAME not in able:
-                raise PublishError(
-                    f"{server.url} is {EmbeddedServer.NAME}, which cannot serve the adapter that would be trained: use "
-                    f"{' or '.join(able) or 'another base model'}, or leave the experts out (adapt_experts = false)"
-                )
-
     async def served_model(self, adapter: Adapter) -> str:
         """The ``model`` of a completion request that is to be sampled with ``adapter``."""
         return await (await self._open_servers())[0].served_model(adapter.name)

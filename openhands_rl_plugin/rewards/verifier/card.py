@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
@@ -52,8 +52,9 @@ class VerifierCard(Frozen):
     ``model``: the base model's directory. ``sha256``: of the adapter's weights file. ``max_length``: tokens of the
     longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored. ``trained_on``: the
     digests of all tasks in the training data of this and earlier versions; missing in cards of earlier releases.
-    ``adapt_experts``: as in the settings that it was trained with.
     """
+
+    model_config = ConfigDict(extra="ignore")  # other releases write other keys
 
     model: str
     sha256: str
@@ -62,7 +63,6 @@ class VerifierCard(Frozen):
     no: int = Field(ge=0)
     calibration: Calibration = Calibration()
     trained_on: tuple[str, ...] | None = None
-    adapt_experts: bool = False
 
     @property
     def version(self) -> str:

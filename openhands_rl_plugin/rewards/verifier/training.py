@@ -111,7 +111,6 @@ def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
                 "lora_alpha": shape.lora_alpha,
                 "lora_variant": shape.variant,
                 "target_modules": shape.layers,
-                "adapt_experts": card.adapt_experts,
                 "sharding": "none",
             }
         )
@@ -158,7 +157,6 @@ def train_verifier(
             no=prompts.no,
             calibration=report.calibration,
             trained_on=tuple(sorted(taught)),
-            adapt_experts=training.adapt_experts,
         )
         card.save(directory)
         (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")

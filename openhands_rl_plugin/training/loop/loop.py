@@ -195,8 +195,6 @@ class TrainingLoop:
         """Load the model for training and let go of it: what cannot be trained or served is said before any episode."""
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._settings.training, self._adapter())
         report_notes(trainer, self._listener.noted)
-        if (able := trainer.servers) is not None:
-            await self._parts.publisher.check_servers(able)
         del trainer
         forget_unused()
 

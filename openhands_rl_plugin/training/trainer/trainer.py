@@ -344,11 +344,6 @@ class Trainer:
             self._policy.hand_over()
 
     @property
-    def servers(self) -> tuple[str, ...] | None:
-        """The servers that can load the adapter, as far as architecture and layers say; ``None`` for whole models."""
-        return self._policy.servers if isinstance(self._policy, TrainablePolicy) else None
-
-    @property
     def notes(self) -> list[str]:
         """What a user should know before training begins, a line each."""
         return self._policy.notes()

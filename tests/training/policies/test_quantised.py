@@ -11,7 +11,7 @@ from made_samples import EXACT, adapter_of, assert_same, make_samples, plain_gra
 from tiny_model import write_model
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.training.learn import estimate_memory
+from openhands_rl_plugin.training.learn import memory_needed
 from openhands_rl_plugin.training.trainer.metrics import learning_rates
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
@@ -61,7 +61,7 @@ def test_qlora_trains_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:
     served = plain.probe((5, 6, 7, 8))
     difference = [abs(a - b) for a, b in zip(served.logprobs, trainer.probe((5, 6, 7, 8)).logprobs, strict=True)]
     assert 0 < sum(difference) / len(difference) < trainer.probe((5, 6)).max_difference * 4
-    assert estimate_memory(model, settings, 10).weights < estimate_memory(model, EXACT, 10).weights
+    assert memory_needed(model, settings) < memory_needed(model, EXACT)
 
 
 def test_schedules_warm_up_and_end_at_zero() -> None:
