@@ -120,19 +120,6 @@ class LoopSettings(Settings):
     warm_start_batch_size: int = Field(
         default=0, ge=0, description="episodes per optimiser step of it; 0: batch_size of [rl.training]"
     )
-    drills: int = Field(
-        default=0,
-        ge=0,
-        description="repair: edits of functions of Python's library that the fine-tuning has beside the demonstrations",
-    )
-    short_drills: int = Field(
-        default=0,
-        ge=0,
-        description="repair: further edits of library functions in a short form, a third of a drill's tokens",
-    )
-    more_tasks: int = Field(
-        default=0, ge=0, description="repair: further training tasks, other bugs in the functions of the training split"
-    )
     base_held_out: int = Field(
         default=0, ge=0, description="held-out tasks before any training, when failures are slow; 0: all of held_out"
     )

@@ -12,7 +12,6 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python}
 export OPENHANDS_RL_CONFIG=${CONFIG:-$here/webshop.toml}
-export OPENHANDS_RL_REWARD=${REWARD:-}
 agent=$("$python" -c 'import importlib.util as u; print(u.find_spec("openhands_rl_plugin.training").submodule_search_locations[0] + "/openrlhf/agent.py")')
 
 exec "$python" -m openrlhf.cli.train_ppo_ray \

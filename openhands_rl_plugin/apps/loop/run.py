@@ -202,7 +202,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                     else ServedTeacher(serving.base_url, served, serving.api_key())
                 ),
                 state_file=job.directory / STATE,
-                lessons=script.lessons(job, listener) if (script := demonstrator_of(job.tasks.suite.name)) else None,
+                lessons=script.lessons(job) if (script := demonstrator_of(job.tasks.suite.name)) else None,
                 evaluator=evaluator,
             )
             await _require_servers(job, parts)

@@ -34,13 +34,11 @@ from openhands_rl_plugin.evals.swe.dataset import read_instances
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.training.loop.loop import Lessons, LoopListener
+    from openhands_rl_plugin.training.loop.loop import Lessons
 
 
 class Demonstrator:
-    """Rolls out the tasks of a suite by a script. ``drills``: whether ``[rl.loop] drills`` has a meaning there."""
-
-    drills = False
+    """Rolls out the tasks of a suite by a script."""
 
     def check(self, settings: RLSettings) -> None:
         """Raise ``ConfigError`` where the script does not work with these settings."""
@@ -49,7 +47,7 @@ class Demonstrator:
         """The runner of the demonstrations, until the block ends."""
         raise NotImplementedError
 
-    def lessons(self, job: LoopJob, listener: LoopListener) -> Lessons | None:
+    def lessons(self, job: LoopJob) -> Lessons | None:
         """What of the episodes is imitated; ``None``: all. Raises ``ConfigError``."""
         return None
 
@@ -78,7 +76,8 @@ class TaskSource(Frozen):
 
     Without ``held_out_rows``, and where the suite has no held-out split, the held-out tasks are taken from the same
     source. Their split is always ``heldout``, by which ``openhands-rl train`` recognises their episodes. ``include``
-    and ``exclude`` (ids or patterns) and ``limit`` apply to the training tasks.
+    and ``exclude`` (ids or patterns) and ``limit`` apply to the training tasks; with none of them the suite's further
+    tasks are among these.
     """
 
     suite: str
@@ -122,9 +121,10 @@ def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
         held_out, pool = order[: settings.loop.held_out], order[settings.loop.held_out :]
     pool = _shuffled(pool, settings.sampling.seed)[: source.limit]
     scripted = settings.loop.demonstrations
-    training = [*pool[scripted:], *_more(suite, settings)]
-    if settings.loop.more_tasks:
-        training = _shuffled(training, settings.sampling.seed)
+    training, own = pool[scripted:], own_suite(suite.name)
+    if own is not None and own.further and not (source.include or source.exclude or source.limit):
+        further = _shuffled(own.tasks(own.further), settings.sampling.seed)
+        training = _shuffled([*training, *further], settings.sampling.seed)
     tasks = LoopTasks(suite, tuple(pool[:scripted]), tuple(training), _measured(held_out))
     _check(tasks, settings)
     return tasks
@@ -157,20 +157,6 @@ def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path |
     return environment_tasks(suite, settings.env_name, count, rows)
 
 
-def _more(suite: Suite, settings: RLSettings) -> list[EvalTask]:
-    """The further training tasks of ``[rl.loop] more_tasks``. Raises ``ConfigError`` where there are fewer."""
-    wanted = settings.loop.more_tasks
-    if not wanted:
-        return []
-    own = own_suite(suite.name)
-    if own is None or not own.further:
-        raise ConfigError(f"--more-tasks: {suite.name} has none; leave it at 0")
-    known = own.tasks(own.further)
-    if wanted > len(known):
-        raise ConfigError(f"--more-tasks {wanted}: {suite.name} has {len(known)}")
-    return _shuffled(known, settings.sampling.seed)[:wanted]
-
-
 def _apart(suite: Suite, entries: tuple[EvalTask, ...]) -> list[EvalTask]:
     """The held-out tasks with ids of their own: in every file, the rows of an environment are numbered from 0."""
     if suite.software:
@@ -193,9 +179,6 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
     if loop.demonstrations and script is None:
         scripted = ", ".join(registry.names("demonstrators")) or "those of other packages"
         raise ConfigError(f"--demonstrations: {tasks.suite.name} has no scripted ones, only {scripted}; leave it at 0")
-    if (loop.drills or loop.short_drills) and not (loop.demonstrations and script is not None and script.drills):
-        option = "--drills" if loop.drills else "--short-drills"
-        raise ConfigError(f"{option}: {tasks.suite.name} has none, or there are no --demonstrations; leave it at 0")
     if loop.demonstrations and script is not None:
         script.check(settings)
     both = {_what(tasks.suite, entry) for entry in (*tasks.demonstrations, *tasks.training)} & {

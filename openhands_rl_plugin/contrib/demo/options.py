@@ -141,10 +141,6 @@ class RepairOptions(_Sizes):
 
     level: int = Field(default=1, ge=1, le=3)
     demonstrations: int = Field(default=100, ge=1)
-    drills: int = Field(default=400, ge=0)
-    short_drills: int = Field(default=5000, ge=0)
-    more_tasks: int = Field(default=992, ge=0)
-    """Training tasks beside those of the suite, with other bugs in the same functions."""
     iterations: int = Field(default=5, ge=0)
     tasks_per_iteration: int = Field(default=32, ge=1)
     samples_per_task: int = Field(default=1, ge=1)
@@ -174,10 +170,7 @@ class RepairOptions(_Sizes):
                 "held_out": 2,
                 "base_held_out": 2,
                 "demonstrations": 4,
-                "drills": 4,
-                "short_drills": 4,
                 "iterations": 1,
-                "more_tasks": 4,
                 "tasks_per_iteration": 1,
                 "proposals": 2,
                 "concurrency": 2,

@@ -38,12 +38,11 @@ from openhands_rl_plugin.contrib.repair.oracle import (
 )
 from openhands_rl_plugin.contrib.repair.rows import Level, spec_of, statement
 from openhands_rl_plugin.contrib.repair.suites import RepairSuite
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs import parse
-from openhands_rl_plugin.training.loop.loop import Lessons, LoopListener
+from openhands_rl_plugin.training.loop.loop import Lessons
 
 _Bugs = tuple[LoneFunction, tuple[tuple[str, str], ...]]
 """A function, and of each bug the kind and the text with it."""
@@ -278,10 +277,12 @@ def _numbered(text: str) -> str:
     return "\n".join(f"{at:6}\t{line}" for at, line in enumerate(text.split("\n"), start=1))
 
 
+DRILLS, SHORT_DRILLS = 4, 50
+"""For each demonstration; what they teach: docs/background/how-it-learns.md."""
+
+
 class RepairDemonstrator(Demonstrator):
     """The oracle of repair tasks, in the same host as the policy."""
-
-    drills = True
 
     @asynccontextmanager
     async def open(self, job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
@@ -299,33 +300,27 @@ class RepairDemonstrator(Demonstrator):
             async with open_player(job, settings, storage) as runner:
                 yield _Oracle(runner)
 
-    def lessons(self, job: LoopJob, listener: LoopListener) -> Lessons:
+    def lessons(self, job: LoopJob) -> Lessons:
         """Of the oracle's episodes what is right in them, and drills."""
         suite = registry.find("suites", job.tasks.suite.name)
         assert isinstance(suite, RepairSuite)
         known = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
         held_out = [entry.instance for entry in job.tasks.held_out if entry.instance is not None]
         strange = frozenset(spec_of(instance).function for instance in held_out)
-        loop, seed = job.settings.loop, job.settings.sampling.seed
-        if (loop.drills or loop.short_drills) and job.native_tool_calling:
-            option = "--drills" if loop.drills else "--short-drills"
-            raise ConfigError(f"{option}: their calls are in the text: add --no-native-tool-calling, or leave it at 0")
+        # Their calls are in the text.
+        count = 0 if job.native_tool_calling else job.settings.loop.demonstrations
 
         def made(demonstrations: Sequence[Trajectory]) -> Sequence[Trajectory]:
-            found = lessons(
+            return lessons(
                 demonstrations,
                 known,
                 tools=TOOLS[host_of(job.settings)],
-                seed=seed,
-                drills=loop.drills,
-                short_drills=loop.short_drills,
+                seed=job.settings.sampling.seed,
+                drills=count * DRILLS,
+                short_drills=count * SHORT_DRILLS,
                 level=suite.level,
                 strange=strange,
             )
-            drills, wanted = len(found) - len(demonstrations), loop.drills + loop.short_drills
-            if drills < wanted:
-                listener.noted(f"Python's library gives {drills:,} drills, not {wanted:,}: all of them are used")
-            return found
 
         return made
 

@@ -10,10 +10,8 @@ truncated.
 
 from __future__ import annotations
 
-from typing import Any
-
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.training.openrlhf.rollouts import Rollout, Rollouts
+from openhands_rl_plugin.training.openrlhf.rollouts import Rollouts
 
 try:
     from openrlhf.utils.agent import (  # pyright: ignore[reportMissingImports]  (brings its own vLLM and torch)
@@ -26,22 +24,5 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-class AgentExecutor(AgentExecutorBase):
-    """Runs whole episodes on token ids."""
-
-    def __init__(self) -> None:
-        # Errors in the configuration are raised before the first rollout.
-        self._rollouts = Rollouts.from_environment()
-
-    async def execute(
-        self,
-        prompt: str,
-        label: object,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: Any,
-        images: object = None,
-    ) -> Rollout:
-        """One episode. Raises ``ConfigError`` or ``TrainingError``."""
-        return await self._rollouts.play(prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images)
+class AgentExecutor(Rollouts, AgentExecutorBase):
+    """Runs whole episodes on token ids. Errors in the configuration are raised before the first rollout."""

@@ -1,7 +1,7 @@
 """Rollouts for OpenRLHF: episodes of the ``[rl]`` section, run by ``AgentSession``, in OpenRLHF's format.
 
-Two environment variables configure them (see ``Rollouts.from_environment``), because OpenRLHF constructs its agents
-without arguments. A row of the dataset is a task as JSON (``id``, ``instruction``, ``data``), or just the instruction.
+An environment variable configures them, because OpenRLHF constructs its agents without arguments. A row of the dataset
+is a task as JSON (``id``, ``instruction``, ``data``), or just the instruction.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 from pydantic import ValidationError
 
 from openhands_rl_plugin.config.build import make_environment, make_reward, make_strategy, strategy_spec
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, ModelError, TrainingError, describe
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.templates.chat import chat_text
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -32,7 +30,6 @@ from openhands_rl_plugin.core.types import (
     JsonObject,
     Message,
     PolicyRef,
-    Sample,
     SamplingParams,
     Score,
     StopReason,
@@ -45,10 +42,9 @@ from openhands_rl_plugin.models.server.wire import answer_message
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.training.data.batch import is_cut_short, samples_of
-from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 
-CONFIG, REWARD = "OPENHANDS_RL_CONFIG", "OPENHANDS_RL_REWARD"
-_RETRIES = 2  # a third failure in a row is seldom chance
+CONFIG = "OPENHANDS_RL_CONFIG"
+_TRIES = 3  # a third failure in a row is seldom chance
 
 
 Rollout = dict[str, Any]
@@ -61,77 +57,62 @@ the same keys in every episode.
 
 
 class Rollouts:
-    """Runs episodes; one object may run many at the same time."""
+    """Runs episodes by OpenRLHF's protocol of an agent; one object may run many at the same time.
 
-    def __init__(self, settings: RLSettings, reward: Reward) -> None:
-        self._settings = settings
-        self._reward = reward
-        self._samples = itertools.count()
+    ``OPENHANDS_RL_CONFIG`` in ``environ`` names a config.toml. Raises ``ConfigError`` when that is missing or invalid.
+    """
 
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
-        """``OPENHANDS_RL_CONFIG``: a config.toml; ``OPENHANDS_RL_REWARD``: a reward instead of that of ``[rl.reward]``.
-
-        Raises ``ConfigError`` when one of them, or the file that it names, is invalid.
-        """
-        environ = os.environ if environ is None else environ
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         if not (path := environ.get(CONFIG)):
             raise ConfigError(f"{CONFIG} is not set: export {CONFIG}=/path/to/config.toml with an [rl] section")
-        settings = load_settings(Path(path), environ)
-        return cls(settings, make_reward(settings.reward.overridden(environ.get(REWARD) or None)))
+        self._settings = load_settings(Path(path), environ)
+        self._reward = make_reward(self._settings.reward)
+        self._samples = itertools.count()
 
-    def task(self, prompt: str, label: object, markers: Sequence[str] = ()) -> Task:
-        """The task of a row. ``markers``: special tokens, by which a prompt that is already rendered is recognised.
-
-        Raises ``ConfigError`` for a row that is not a task.
-        """
-        row = _row(prompt)
-        if any(marker in str(row.get("instruction", "")) for marker in markers):
-            raise ConfigError(
-                "the prompts are rendered already: drop --data.apply_chat_template, the environment opens the "
-                "conversation"
-            )
-        data = row.get("data", {})
-        if label not in ("", None) and isinstance(data, dict):
-            data = {"label": label, **data}  # the row's own label takes precedence
-        named = {"id": hashlib.sha256(prompt.encode()).hexdigest()[:16], **row}
+    def task(self, prompt: str, label: object) -> Task:
+        """The task of a row. Raises ``ConfigError`` for a row that is none."""
         try:
-            return Task.model_validate({**named, "data": data, "environment": self._settings.env_name})
-        except ValidationError as error:
+            row = json.loads(prompt)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            row = {"instruction": prompt}
+        labelled = {} if label in ("", None) else {"label": label}  # the row's own label takes precedence
+        named = {"id": hashlib.sha256(prompt.encode()).hexdigest()[:16], **row, "environment": self._settings.env_name}
+        try:
+            return Task.model_validate({**named, "data": {**labelled, **row.get("data", {})}})
+        except (ValidationError, TypeError) as error:
             raise ConfigError(f"a row of the dataset is not a task: {describe(error)}") from error
 
-    async def play(
+    async def execute(
         self,
         prompt: str,
         label: object,
-        sampling: Any,
+        sampling_params: Any,
         max_length: int,
-        tokenizer: Any,
-        generator: TokenGenerator,
+        hf_tokenizer: Any,
+        llm_engine: Any,
         images: object = None,
     ) -> Rollout:
         """One episode. A failed one is retried, because OpenRLHF cannot exclude it from a baseline.
 
         Raises ``ConfigError`` for an invalid row, ``TrainingError`` when all retries failed too.
         """
-        if images:
-            raise ConfigError("images are not supported: set --data.max_images_per_prompt 0")
-        task = self.task(prompt, label, tuple(getattr(tokenizer, "all_special_tokens", ())))
-        score: Score | Failure | None = None
-        for _ in range(_RETRIES + 1):
-            trajectory = await self._episode(task, sampling, max_length, tokenizer, generator)
+        if images or any(marker in prompt for marker in hf_tokenizer.all_special_tokens):
+            raise ConfigError("a row is a task as text: drop --data.apply_chat_template, and set no images")
+        task, why = self.task(prompt, label), ""
+        for _ in range(_TRIES):
+            trajectory = await self._episode(task, sampling_params, max_length, hf_tokenizer, llm_engine)
             score = await judge(self._reward, trajectory)
-            if isinstance(score, Score):
-                return _rollout(trajectory, score, prompt, label, with_logprobs=sampling.logprobs is not None)
-        assert score is not None
+            if isinstance(score, Score) and score.reward is not None:
+                rollout = _rollout(trajectory, score.reward, with_logprobs=sampling_params.logprobs is not None)
+                return {"prompt": prompt, "label": label, "images": None, "mm_train_inputs": None, **rollout}
+            why = score.message if isinstance(score, Failure) else f"{score.reward_version} gave no reward"
         raise TrainingError(
-            f"task {task.id} failed {_RETRIES + 1} times, at last with: {score.message} ({score.boundary}); fix the "
-            "cause or remove the task"
+            f"task {task.id} failed {_TRIES} times, at last with: {why}; fix the cause or remove the task"
         )
 
-    async def _episode(
-        self, task: Task, sampling: Any, max_length: int, tokenizer: Any, generator: TokenGenerator
-    ) -> Trajectory:
+    async def _episode(self, task: Task, sampling: Any, max_length: int, tokenizer: Any, generator: Any) -> Trajectory:
         limits = self._settings.limits()
         engine = OpenRLHFEngine(generator, tokenizer, sampling, longest=max_length, answer=limits.max_response_length)
         bound = min(max_length - 1, limits.max_prompt_length or max_length)
@@ -149,65 +130,42 @@ class Rollouts:
             # A conversation without room for an answer has reached a limit; the model has not failed.
             trajectory = trajectory.model_copy(update={"failure": None, "stop": StopReason.MAX_TOKENS})
         if trajectory.failure is None and not any(trajectory.sampled()):
-            raise ConfigError(
-                f"task {task.id}: its first prompt leaves no room for an answer in {max_length} tokens; raise "
-                "--data.max_len and [rl] max_prompt_length, or remove the task"
-            )
+            raise ConfigError(f"task {task.id}: its first prompt leaves no room for an answer; raise --data.max_len")
         return trajectory
 
 
-def _rollout(trajectory: Trajectory, score: Score, prompt: str, label: object, *, with_logprobs: bool) -> Rollout:
-    task, cut_short = trajectory.task.id, is_cut_short(trajectory)
-    if score.reward is None:
-        raise TrainingError(f"task {task}: {score.reward_version} gave no reward; OpenRLHF needs one for every episode")
-    try:
-        # A server that was not asked for logprobs gave none.
-        tokens = observed_tokens(samples_of(trajectory, need_logprobs=with_logprobs))
-    except ExchangeError as error:
-        raise TrainingError(f"task {task}: {error}") from error
+def _rollout(trajectory: Trajectory, reward: float, *, with_logprobs: bool) -> Rollout:
+    cut_short = is_cut_short(trajectory)
+    samples = samples_of(trajectory, need_logprobs=with_logprobs)
+    if len(samples) != 1:
+        raise TrainingError(
+            f"task {trajectory.task.id}: its turns are {len(samples)} sequences, and OpenRLHF takes one; use "
+            "StandardReAct"
+        )
+    (sample,) = samples
     return Rollout(
-        prompt=prompt,
-        label=label,
-        images=None,
-        mm_train_inputs=None,
-        reward=score.reward,
-        scores=score.reward,
-        observation_tokens=tokens["observation_tokens"],
-        action_ranges=tokens["action_ranges"],
-        rollout_log_probs=tokens["rollout_log_probs"] if with_logprobs else None,
+        reward=reward,
+        scores=reward,
+        observation_tokens=[*sample.input_ids],
+        action_ranges=[(start, stop) for _, start, stop in sample.spans],
+        rollout_log_probs=[*sample.logprobs] if with_logprobs else None,
         truncated=cut_short,
         extra_logs={"agent_turns": float(len([*trajectory.sampled()])), "agent_cut_short": float(cut_short)},
     )
-
-
-def _row(prompt: str) -> JsonObject:
-    try:
-        row = json.loads(prompt)
-    except ValueError:
-        row = None
-    return row if isinstance(row, dict) else {"instruction": prompt}
-
-
-class TokenGenerator(Protocol):
-    """The method of OpenRLHF's ``RolloutRayActor`` that is used; it returns vLLM's ``RequestOutput``."""
-
-    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """Sample one answer."""
-        ...
 
 
 class OpenRLHFEngine:
     """OpenRLHF's engine for one episode: ids in, ids out; sampled text is never tokenised again.
 
     Args:
-        generator: samples the answers.
+        generator: samples the answers: OpenRLHF's ``RolloutRayActor``.
         tokenizer: a Hugging Face tokenizer with a chat template.
         sampling: OpenRLHF's ``SamplingParams`` of vLLM; copied for every answer, never changed.
         longest: maximal number of tokens of prompt and answers together.
         answer: maximal number of tokens of one answer.
     """
 
-    def __init__(self, generator: TokenGenerator, tokenizer: Any, sampling: Any, *, longest: int, answer: int) -> None:
+    def __init__(self, generator: Any, tokenizer: Any, sampling: Any, *, longest: int, answer: int) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -226,13 +184,14 @@ class OpenRLHFEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers. Raises ``ModelError`` when there is no room for one."""
+        """Sample ``n`` answers by OpenRLHF's parameters. Raises ``ModelError`` when there is no room for one."""
         prompt = self._prompt(tuple(messages), tools)
         room = self._longest - len(prompt)
         if room < 1:
             self.full = True
             raise ModelError(f"the conversation has {len(prompt)} tokens of {self._longest}: raise --data.max_len")
-        wanted = self._wanted(sampling or SamplingParams(), room)
+        wanted = deepcopy(self._sampling)
+        wanted.max_tokens = min(self._answer, room)
         answers = await asyncio.gather(*(self._generator.generate(list(prompt), deepcopy(wanted)) for _ in range(n)))
         return [self._completion(tuple(messages), prompt, answer.outputs[0], tools) for answer in answers]
 
@@ -259,17 +218,6 @@ class OpenRLHFEngine:
     def _ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _wanted(self, sampling: SamplingParams, room: int) -> Any:
-        """OpenRLHF's parameters, with those that the strategy chooses."""
-        wanted = deepcopy(self._sampling)
-        wanted.max_tokens = min(sampling.max_tokens or self._answer, self._answer, room)
-        for name in ("temperature", "top_p", "seed"):
-            if (value := getattr(sampling, name)) is not None:
-                setattr(wanted, name, value)
-        if sampling.stop:
-            wanted.stop = list(sampling.stop)
-        return wanted
-
     def _completion(
         self, messages: tuple[Message, ...], prompt: tuple[int, ...], output: Any, tools: Sequence[JsonObject]
     ) -> Completion:
@@ -289,18 +237,3 @@ class OpenRLHFEngine:
 
 
 _STAND_IN = "STAND-IN-FOR-WHAT-WAS-SAMPLED"
-
-
-def observed_tokens(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The only sequence of an episode for OpenRLHF 0.11. Raises ``ExchangeError`` for another number of them.
-
-    ``observation_tokens``: all ids, up to the last sampled one; ``action_ranges``: start and end of each completion.
-    """
-    if len(samples) != 1:
-        raise ExchangeError(f"its turns are {len(samples)} sequences, and OpenRLHF takes one; use StandardReAct")
-    (sample,) = samples
-    if not sample.spans:
-        raise ExchangeError(f"trajectory {sample.trajectory_id}: it does not say where its completions are")
-    ranges = [(start, stop) for _, start, stop in sample.spans]
-    ids = {"observation_tokens": [*sample.input_ids], "action_ranges": ranges}
-    return {**ids, "rollout_log_probs": [*sample.logprobs]}

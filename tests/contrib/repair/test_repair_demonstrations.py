@@ -31,28 +31,17 @@ def test_a_loop_over_repair_tasks_holds_out_packages():
     assert len(tasks.demonstrations) == 4 and len(tasks.held_out) == 5 and not used[0] & used[1]
 
 
-def test_demonstrations_and_drills_are_of_repair_tasks_alone():
+def test_demonstrations_are_of_suites_with_a_script():
     with pytest.raises(ConfigError, match="swe-local has no scripted ones, only repair-1"):
         loop_tasks(TaskSource(suite="swe-local"), SETTINGS)
-    loop = LoopSettings(drills=4, held_out=5)
-    with pytest.raises(ConfigError, match="--drills: repair-1 has none, or there are no --demonstrations"):
-        loop_tasks(TaskSource(suite="repair-1"), SETTINGS.model_copy(update={"loop": loop, "react_format": False}))
 
 
 def test_further_tasks_are_trained_on_and_never_held_out_or_demonstrated():
-    def tasks(suite: str, more: int) -> LoopTasks:
-        loop = SETTINGS.loop.model_copy(update={"more_tasks": more})
-        return loop_tasks(TaskSource(suite=suite), SETTINGS.model_copy(update={"loop": loop}))
-
-    plain, more = tasks("repair-1", 0), tasks("repair-1", 30)
-    assert (plain.demonstrations, plain.held_out) == (more.demonstrations, more.held_out)
-    names = [{entry.task.id for entry in each.training} for each in (plain, more)]
-    assert len(more.training) == len(plain.training) + 30 and names[0] < names[1]
+    more, some = (loop_tasks(TaskSource(suite="repair-1", limit=limit), SETTINGS) for limit in (None, 300))
+    assert (some.demonstrations, some.held_out) == (more.demonstrations, more.held_out)
+    names = [{entry.task.id for entry in each.training} for each in (some, more)]
+    assert len(more.training) == len(some.training) + 992 and names[0] < names[1]
     assert any("-more-" in entry.task.id for entry in more.training[:100])
-    with pytest.raises(ConfigError, match="--more-tasks: swe-local has none"):
-        tasks("swe-local", 3)
-    with pytest.raises(ConfigError, match="--more-tasks 5000: repair-1 has 992"):
-        tasks("repair-1", 5000)
 
 
 def demonstrations(directory: Path, *, native: bool, first: int = 4) -> LoopJob:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from openrlhf_world import GRID, BrokenGrid, ScriptedVllm, VllmParams, write_config
-from segment_samples import ONE
 from tiny_model import write_tokenizer
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError
-from openhands_rl_plugin.training.openrlhf.rollouts import Rollouts, observed_tokens
+from openhands_rl_plugin.training.openrlhf.rollouts import Rollouts
 
 pytestmark = pytest.mark.contract
 
@@ -26,31 +25,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def rollouts(folder: Path, *lines: str, environment: str = GRID, **environ: str) -> Rollouts:
+def rollouts(folder: Path, *lines: str, environment: str = GRID) -> Rollouts:
     config = write_config(folder / "config.toml", *lines, environment=environment)
-    return Rollouts.from_environment({"OPENHANDS_RL_CONFIG": str(config), **environ})
+    return Rollouts({"OPENHANDS_RL_CONFIG": str(config)})
 
 
 async def play(source: Rollouts, vllm: ScriptedVllm, tokenizer: Any, **options: Any) -> Any:
-    given = {"prompt": TASK, "label": "", "sampling": VllmParams(), "max_length": 2000, **options}
-    return await source.play(tokenizer=tokenizer, generator=vllm, **given)
-
-
-def test_openrlhf_takes_one_sequence() -> None:
-    assert observed_tokens([ONE]) == {
-        "observation_tokens": [1, 2, 3, 4, 5, 6],
-        "action_ranges": [(2, 4), (5, 6)],
-        "rollout_log_probs": [0.0, 0.0, -0.5, -0.25, 0.0, -1.0],
-    }
-    with pytest.raises(RLError, match="OpenRLHF takes one"):
-        observed_tokens([ONE, ONE])
+    given = {"prompt": TASK, "label": "", "sampling_params": VllmParams(), "max_length": 2000, **options}
+    return await source.execute(hf_tokenizer=tokenizer, llm_engine=vllm, **given)
 
 
 async def test_ids_go_in_and_come_out_as_they_were_sampled(tmp_path: Path, tokenizer: Any) -> None:
     vllm = ScriptedVllm(tokenizer, WALK)
     params = VllmParams(max_tokens=300)
     before = copy.deepcopy(params)
-    found = await play(rollouts(tmp_path), vllm, tokenizer, sampling=params)
+    found = await play(rollouts(tmp_path), vllm, tokenizer, sampling_params=params)
     assert params == before, "OpenRLHF's own parameters were changed"
     assert found["reward"] == found["scores"] == 1.0 and found["truncated"] is False
     assert found["extra_logs"] == {"agent_turns": 4.0, "agent_cut_short": 0.0}
@@ -120,10 +109,9 @@ async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:
     ("options", "says"),
     [
         ({"prompt": "<|im_start|>user\nwalk<|im_end|>\n"}, "drop --data.apply_chat_template"),
-        ({"images": ["cat.png"]}, "--data.max_images_per_prompt 0"),
         ({"max_length": 30}, "task grid-1: its first prompt leaves no room"),
     ],
-    ids=["rendered", "images", "too long"],
+    ids=["rendered", "too long"],
 )
 async def test_what_cannot_be_played_is_one_line(
     options: dict[str, Any], says: str, tmp_path: Path, tokenizer: Any
@@ -132,16 +120,6 @@ async def test_what_cannot_be_played_is_one_line(
         await play(rollouts(tmp_path), ScriptedVllm(tokenizer, WALK), tokenizer, **options)
 
 
-@pytest.mark.parametrize(
-    ("environ", "says"),
-    [
-        ({}, "OPENHANDS_RL_CONFIG is not set: export"),
-        ({"OPENHANDS_RL_CONFIG": "no-such.toml"}, "no-such.toml: there is no such file"),
-        ({"OPENHANDS_RL_REWARD": "retrun"}, "did you mean 'return'"),
-    ],
-    ids=lambda value: next(iter(value), "nothing") if isinstance(value, dict) else "",
-)
-def test_wrong_variables_are_one_line(environ: dict[str, str], says: str, tmp_path: Path) -> None:
-    given = {"OPENHANDS_RL_CONFIG": str(write_config(tmp_path / "config.toml")), **environ} if environ else {}
-    with pytest.raises(RLError, match=says):
-        Rollouts.from_environment(given)
+def test_without_a_configuration_it_is_one_line() -> None:
+    with pytest.raises(RLError, match="OPENHANDS_RL_CONFIG is not set: export"):
+        Rollouts({})
