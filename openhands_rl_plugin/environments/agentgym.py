@@ -51,8 +51,8 @@ DIALECTS = {
 
 
 class AgentGymOptions(HttpEnvironmentOptions):
-    """``preset`` names one of ``DIALECTS``. Without it, the last part of the task's environment (``agentgym/babyai``)
-    is tried as one; then the answer to ``/create`` determines the keys."""
+    """``preset`` names one of ``DIALECTS``; without it, the last part of the task's environment does
+    (``agentgym/babyai``)."""
 
     preset: str | None = None
 
@@ -62,28 +62,28 @@ class AgentGymClient(BaseEnvClient):
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = AgentGymOptions
 
-    def __init__(self, options: AgentGymOptions | None = None) -> None:
-        options = options or AgentGymOptions()
-        super().__init__(options)
-        self._preset = options.preset
-        self._dialect = DIALECTS["textcraft"]
-        self._episode: int | str | None = None
-        self._level = 0.0
-        if self._preset is not None and self._preset not in DIALECTS:
-            raise ConfigError(f"unknown AgentGym preset '{self._preset}'; available: {', '.join(sorted(DIALECTS))}")
+    _dialect: AgentGymDialect
+    _episode: int | str | None = None
+    _level = 0.0
 
     async def open_episode(self, task: Task) -> ServerAnswer:
-        """``POST /create`` (once) and ``POST /reset``."""
-        index = episode_index(task)
+        """``POST /create`` (once) and ``POST /reset``. Raises ``ConfigError`` where it is none of ``DIALECTS``."""
+        index, name = episode_index(task), self._name(task)
+        if name not in DIALECTS:
+            raise ConfigError(f"unknown AgentGym server '{name}'; available: {', '.join(sorted(DIALECTS))} (preset)")
+        self._dialect = DIALECTS[name]
         if self._episode is None:
-            self._episode, implied = _read_created(await self.post("/create", {}))
-            self._dialect = DIALECTS.get(self._preset or task.environment.rsplit("/", 1)[-1], implied)
+            created = await self.request("/create", {})
+            found = created.get(self._dialect.id_key) if isinstance(created, dict) else created
+            if not isinstance(found, int | str) or isinstance(found, bool):
+                raise BadEnvironmentError(f"/create answered {excerpt(str(created))}, which holds no id of an episode")
+            self._episode = found
         body: JsonObject = {**self._key(), self._dialect.index_key: index, **self._dialect.reset_extra}
-        return ServerAnswer.parse(_opening_answer(await self.post("/reset", body)), "/reset")
+        return ServerAnswer.parse(_opening_answer(await self.request("/reset", body)), "/reset")
 
     async def act(self, action: str) -> ServerAnswer:
         """``POST /step``."""
-        answer = ServerAnswer.parse(await self.post("/step", {**self._key(), "action": action}), "/step")
+        answer = ServerAnswer.parse(await self.request("/step", {**self._key(), "action": action}), "/step")
         dialect = self._dialect
         earned = answer.reward / dialect.full_score
         gained = earned - self._level if dialect.reward_is_level else earned
@@ -95,27 +95,17 @@ class AgentGymClient(BaseEnvClient):
         """``POST /close``; AgentGym's WebShop server has none."""
         if self._episode is not None:
             with suppress(EndpointMissingError):
-                await self.post("/close", self._key())
+                await self.request("/close", self._key())
 
     def actions(self, task: Task) -> str:
-        """The preset's action language, or that of the task's environment."""
-        return action_language(self._preset or task.environment)
+        """The action language of the preset, or of the task's environment."""
+        return action_language(self._name(task))
+
+    def _name(self, task: Task) -> str:
+        return self.options.preset or task.environment.rsplit("/", 1)[-1]
 
     def _key(self) -> JsonObject:
         return {self._dialect.id_key: self._episode}
-
-
-def _read_created(answer: JsonValue) -> tuple[int | str, AgentGymDialect]:
-    """The episode's id, and the dialect that the keys of the answer imply."""
-    if isinstance(answer, dict) and answer.get("error"):
-        raise BadEnvironmentError(f"/create answered an error: {excerpt(str(answer['error']))}")
-    candidates = [(answer, DIALECTS["webshop"])]
-    if isinstance(answer, dict):
-        candidates = [(answer.get("env_idx"), DIALECTS["webshop"]), (answer.get("id"), DIALECTS["textcraft"])]
-    for episode, dialect in candidates:
-        if isinstance(episode, int | str) and not isinstance(episode, bool):
-            return episode, dialect
-    raise BadEnvironmentError(f"/create answered {excerpt(str(answer))}, which holds no 'id' or 'env_idx'")
 
 
 def _opening_answer(answer: JsonValue) -> JsonValue:

@@ -50,7 +50,7 @@ def results(rows: list[dict[str, Any]]) -> list[tuple[float, bool]]:
 
 
 def test_gymnasium_is_evaluated(model: str, tmp_path: Path):
-    way = acting("down", "down", "right", "right", "down", "right")
+    way = acting("1", "1", "2", "2", "1", "2")
     config = write_config(tmp_path, "gymnasium/FrozenLake-v1", arguments=None, system_prompt=way)
     config.write_text(config.read_text().replace("arguments = null", "arguments = { is_slippery = false }"))
     assert results(evaluated(config, model, "--tasks", "2")) == [(1.0, True)] * 2

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-import sys
 import time
-from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -22,14 +20,13 @@ from openhands_rl_plugin.core.types import (
     StopReason,
     Task,
 )
-from openhands_rl_plugin.environments.gyms import ActionSpace, GymnasiumEnvironment, GymnasiumOptions
-from openhands_rl_plugin.environments.http.client import RefusedActionError
+from openhands_rl_plugin.environments.gyms import GymnasiumEnvironment, GymnasiumOptions
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.testing import ScriptedEngine, check_environment
 
 LAKE = "gymnasium/FrozenLake-v1"
 # Around the holes of the 4 by 4 map.
-WAY = ["down", "down", "right", "right", "down", "right"]
+WAY = ["1", "1", "2", "2", "1", "2"]
 
 
 def task(environment: str = LAKE, idx: int = 0, **data: Any) -> Task:
@@ -55,12 +52,11 @@ async def play(player: GymnasiumEnvironment, of: Task, actions: list[str]) -> li
     return seen
 
 
-async def test_frozen_lake_is_crossed_and_says_what_a_player_sees():
-    player = lake()
+async def test_frozen_lake_is_crossed_and_shows_its_state():
+    player = lake(arguments={"is_slippery": False, "render_mode": "ansi"})
     opening, *_, last = await play(player, task(), WAY)
-    system = opening.messages[0].content or ""
-    assert "Walk from the start S to the goal G" in system and "left (0), down (1), right (2), up (3)" in system
-    assert text(opening).endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
+    assert "a whole number from 0 to 3" in (opening.messages[0].content or "")
+    assert text(opening).split() == ["0", "SFFF", "FHFH", "FFFH", "HFFG"]
     assert (last.reward, last.terminated, last.truncated) == (1.0, True, False)
     evidence = await player.evidence()
     assert (evidence["return"], evidence["rewards"]) == (1.0, [0.0] * 5 + [1.0])
@@ -69,7 +65,7 @@ async def test_frozen_lake_is_crossed_and_says_what_a_player_sees():
 
 @pytest.mark.parametrize("fork", ["copy", "replay"])
 async def test_it_conforms_and_forks(fork: str):
-    actions = ["Action: down", "Action: 1", "Action: jump", "Action: right"]
+    actions = ["Action: 1", "Action: 1", "Action: jump", "Action: 2"]
     await check_environment(lambda: lake(fork=fork), task(), actions=actions)
 
 
@@ -81,16 +77,21 @@ async def test_a_search_finds_the_goal_in_copies():
 
 
 @pytest.mark.parametrize(
-    ("name", "action", "expected"),
+    ("space", "right", "wrong"),
     [
-        ("CliffWalking-v1", "up", "You are in cell 24"),
-        ("Taxi-v4", "south", "+---------+"),
+        (spaces.Discrete(3, start=5), "6", ["8", "1.0", "six"]),
+        (spaces.Box(-1, 1, (2,), numpy.float32), "[0.5, -1]", ["[0, 5]", "[0]", "[[[["]),
+        (spaces.MultiDiscrete([3, 2]), "[2, 1]", ["[0.5, 1]", "[3, 0]"]),
+        (spaces.Text(3), "yes", ["too long"]),
+        (spaces.Dict({"move": spaces.Discrete(2), "say": spaces.Text(9)}), '{"move": 1, "say": "hi"}', ['{"b": 1}']),
     ],
 )
-async def test_other_environments_speak(name: str, action: str, expected: str):
-    player = GymnasiumEnvironment()
-    opening, step = await play(player, task(f"gymnasium/{name}"), [action])
-    assert expected in text(opening if name == "Taxi-v4" else step) and step.reward is not None
+async def test_actions_are_texts_or_json(space: spaces.Space[Any], right: str, wrong: list[str]):
+    player = odd("ok", space=space)
+    await player.reset(task("gymnasium/Odd-v0"))
+    for each in wrong:
+        assert text(await player.step(said(each))).startswith("Invalid action: it must be")
+    assert text(await player.step(said(right))).endswith(" 1"), "what is refused is not executed"
     await player.close()
 
 
@@ -98,10 +99,10 @@ class Odd(gymnasium.Env):
     """Does what ``mode`` says."""
 
     observation_space = spaces.Text(50)
-    action_space = spaces.Text(50, charset=string.printable)
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, space: spaces.Space[Any] | None = None) -> None:
         self.mode, self.count = mode, 0
+        self.action_space = space or spaces.Text(50, charset=string.printable)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
@@ -127,16 +128,18 @@ def odd_is_registered():
     gymnasium.registry.pop("Odd-v0")
 
 
-def odd(mode: str, **options: Any) -> GymnasiumEnvironment:
-    return GymnasiumEnvironment(GymnasiumOptions.model_validate({"arguments": {"mode": mode}, **options}))
+def odd(mode: str, space: spaces.Space[Any] | None = None, **options: Any) -> GymnasiumEnvironment:
+    arguments = {"mode": mode, **({"space": space} if space is not None else {})}
+    given = GymnasiumOptions.model_validate(options)
+    return GymnasiumEnvironment(given.model_copy(update={"arguments": arguments}))
 
 
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("none", "returned the reward None, which is no finite number"),
-        ("nan", "returned the reward nan"),
-        ("old", r"step must return .*not 4 values: wrap an environment of old Gym"),
+        ("none", "NoneType"),
+        ("nan", "reward.*finite number"),
+        ("old", "expected 5, got 4"),
         ("raises", "KeyError: 'lost'"),
     ],
 )
@@ -175,34 +178,3 @@ async def test_a_replay_that_diverges_is_refused():
     assert player.info.fork_steps == 1
     with pytest.raises(BadEnvironmentError, match="answered the same actions differently"):
         await player.fork()
-
-
-async def test_a_formatter_of_ones_own_is_shown():
-    player = lake(formatter="test_gymnasium_words:words")
-    module = ModuleType("test_gymnasium_words")
-    module.words = lambda observation, info: f"at {observation} with {info['prob']}"  # type: ignore[attr-defined]
-    sys.modules["test_gymnasium_words"] = module
-    assert text(await player.reset(task())) == "at 0 with 1"
-    del sys.modules["test_gymnasium_words"]
-
-
-def test_actions_of_every_space():
-    assert ActionSpace(spaces.Discrete(3, start=5)).read("6") == 6
-    box = ActionSpace(spaces.Box(-1, 1, (2,), numpy.float32))
-    assert box.read("[0.5, -1]").tolist() == [0.5, -1.0]
-    assert ActionSpace(spaces.MultiDiscrete([3, 2])).read("[2, 1]").tolist() == [2, 1]
-    both = ActionSpace(spaces.Dict({"move": spaces.Discrete(2), "say": spaces.Text(9)}))
-    assert both.read('{"move": 1, "say": "hello"}') == {"move": 1, "say": "hello"}
-    assert ActionSpace(spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(2)))).read("[1, [0, 1]]")[0] == 1
-    for space, wrong in (
-        (spaces.Discrete(3), "3"),
-        (spaces.Discrete(3), "1.0"),
-        (spaces.Box(-1, 1, (2,)), "[0, 5]"),
-        (spaces.Box(-1, 1, (2,)), "[0]"),
-        (spaces.MultiDiscrete([3, 2]), "[0.5, 1]"),
-        (spaces.Text(3), "too long"),
-        (spaces.Dict({"a": spaces.Discrete(2)}), '{"b": 1}'),
-        (spaces.MultiDiscrete([3, 2]), "[[[[["),
-    ):
-        with pytest.raises(RefusedActionError, match="Invalid action: it must be"):
-            ActionSpace(space).read(wrong)

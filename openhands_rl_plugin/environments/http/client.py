@@ -26,12 +26,9 @@ from openhands_rl_plugin.core.servers import is_loopback, named_key
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
 
-_MOST_BYTES = 4 * 1024 * 1024
+MOST_BYTES = 4 * 1024 * 1024
+"""Of a response."""
 _EXCERPT_CHARACTERS = 200
-_OVERLOADED = frozenset({408, 425, 429})
-_NOT_OFFERED = frozenset({404, 405})
-# Of what stands between, or of a server that is too busy to say more.
-_NOT_ITS_OWN = frozenset({*range(300, 400), *_OVERLOADED, 502, 503, 504})
 
 
 class EndpointMissingError(BadEnvironmentError):
@@ -77,75 +74,6 @@ class HttpEnvironmentOptions(Frozen):
         return named_key(self.api_key_env, "api_key_env")
 
 
-class JsonTransport:
-    """Sends JSON to one server and returns the JSON of its answers. Keeps the server's cookies."""
-
-    def __init__(self, options: HttpEnvironmentOptions) -> None:
-        self._users = 1
-        self._seconds = options.timeout
-        self._base_url, key = options.base_url, options.key()
-        url = httpx.URL(self._base_url)
-        self.client = httpx.AsyncClient(
-            base_url=self._base_url,
-            timeout=options.timeout,
-            follow_redirects=False,
-            # Loopback requests must not use a proxy from the environment variables. A TLS context is created for https
-            # only: that takes longer than an episode's first request.
-            trust_env=not is_loopback(url.host),
-            verify=url.scheme == "https",
-            headers={"accept": "application/json", "accept-encoding": "identity"}
-            | ({"authorization": f"Bearer {key}"} if key else {}),
-        )
-
-    async def request(self, path: str, body: JsonObject | None = None) -> JsonValue:
-        """POST ``body``, or GET without one, once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
-        status, content = await self.ask(path, body)
-        check_status(f"{self._base_url}{path}", status, content)
-        return decode_json(f"{self._base_url}{path}", content)
-
-    async def ask(self, path: str, body: JsonObject | None = None) -> tuple[int, bytes]:
-        """The status and the body of the server's own answer, refusals among them.
-
-        Raises as ``request`` for what is not the server's own: overload, redirects, a broken connection.
-        """
-        where, content = f"{self._base_url}{path}", bytearray()
-        method = "GET" if body is None else "POST"
-        try:
-            async with asyncio.timeout(self._seconds), self.client.stream(method, path, json=body) as response:
-                async for chunk in response.aiter_bytes():
-                    content += chunk
-                    if len(content) > _MOST_BYTES:
-                        raise BadEnvironmentError(f"{where} answered more than {_MOST_BYTES} bytes")
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise UnavailableError(
-                f"nothing answers at {self._base_url}: start the server (the embedded shop: `openhands-rl env webshop`)"
-                " or set env_server_base and env_port"
-            ) from error
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise InfrastructureError(
-                f"{where} did not answer within {self._seconds:g} s: check the server's load or raise the timeout"
-            ) from error
-        except httpx.RequestError as error:
-            raise InfrastructureError(
-                f"the connection to {self._base_url} broke during {path} ({type(error).__name__}):"
-                " check whether the server is still running"
-            ) from error
-        if response.status_code in _NOT_ITS_OWN:
-            check_status(where, response.status_code, bytes(content), response.headers.get("location"))
-        return response.status_code, bytes(content)
-
-    def share(self) -> Self:
-        """This transport, with one more user; each user calls ``close``."""
-        self._users += 1
-        return self
-
-    async def close(self) -> None:
-        """Close the connections when the last user is done."""
-        self._users -= 1
-        if self._users == 0:
-            await self.client.aclose()
-
-
 def check_status(where: str, status: int, content: bytes, location: str | None = None) -> None:
     """Raise the typed error for an HTTP status of 300 or more. ``location``: the target of a redirect."""
     if status < 300:
@@ -153,13 +81,12 @@ def check_status(where: str, status: int, content: bytes, location: str | None =
     text = f"{where} answered {status}: {excerpt(content)}"
     if status == 503:
         raise UnavailableError(text)
-    if status in _NOT_OFFERED:
+    if status in (404, 405):
         raise EndpointMissingError(f"{text} (is this the address of an environment server?)")
-    if status in _OVERLOADED or status >= 500:
+    if status in (408, 425, 429) or status >= 500:
         raise InfrastructureError(text)
     if status < 400:
-        target = (location or "elsewhere")[:_EXCERPT_CHARACTERS]
-        raise BadEnvironmentError(f"{where} redirects to {target}, which is not followed: set the server's own address")
+        raise BadEnvironmentError(f"{where} redirects to {excerpt(location or 'elsewhere')}, which is not followed")
     raise BadEnvironmentError(text)
 
 
@@ -203,7 +130,6 @@ class ServerAnswer(BaseModel):
     truncated: bool = False
     info: JsonValue = None
     session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
-    messages: tuple[Message, ...] = ()
 
     @classmethod
     def parse(cls, answer: JsonValue, path: str) -> Self:
@@ -213,7 +139,7 @@ class ServerAnswer(BaseModel):
         if answer.get("error"):
             raise BadEnvironmentError(f"{path} answered an error: {excerpt(str(answer['error']))}")
         try:
-            read = cls.model_validate({**answer, "messages": ()})
+            read = cls.model_validate(answer)
         except ValidationError as invalid:
             first = invalid.errors(include_url=False)[0]
             field = ".".join(str(part) for part in first["loc"][:3])
@@ -378,7 +304,7 @@ class Episode(ABC):
             raise RuntimeError("an environment runs one episode: make a new one")
         self._task = task
         self._last = self._opening = await self._open(task)
-        return _observation(self._last, self._last.messages or self.opening(task, self._last.state))
+        return _observation(self._last, self.opening(task, self._last.state))
 
     async def step(self, action: Message) -> Observation:
         """Execute one model response. A malformed one is not executed: it takes a step and has reward 0."""
@@ -391,13 +317,11 @@ class Episode(ABC):
             if parsed.action is None:
                 return self._malformed(action, parsed.error)
             answer = await self.act(parsed.action)
-            if "reward" not in answer.model_fields_set:
-                raise BadEnvironmentError(f"{self.where} gave a step no reward: 0.0 where it earns nothing")
         except RefusedActionError as refused:
             return self._malformed(action, str(refused))
         self._last = answer
         self.steps.append(EpisodeStep(parsed.action, answer))
-        return _observation(answer, answer.messages or self.reply(action, answer.state))
+        return _observation(answer, self.reply(action, answer.state))
 
     async def fork(self) -> Self:
         """An independent copy of the open episode in its current state: a copy where that is possible, else by replay.
@@ -479,12 +403,10 @@ class BaseEnvClient(Episode):
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = HttpEnvironmentOptions
-    shares_connection: ClassVar[bool] = True
-    """False where the server knows an episode by its cookies."""
 
     def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
         super().__init__(options)
-        self._transport: JsonTransport | None = None
+        self._http: httpx.AsyncClient | None = None
         self._patience = self.options.place_timeout
 
     @property
@@ -492,36 +414,64 @@ class BaseEnvClient(Episode):
         """The server's address."""
         return self.options.base_url
 
-    async def post(self, path: str, body: JsonObject) -> JsonValue:
-        """POST JSON once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
-        return await self.open_transport().request(path, body)
+    async def request(self, path: str, body: JsonObject | None = None) -> JsonValue:
+        """POST ``body``, or GET without one, once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
+        if self._http is None:
+            raise RuntimeError("the environment is not open: call reset first and nothing after close")
+        where, seconds, content = f"{self.where}{path}", self.options.timeout, bytearray()
+        method = "GET" if body is None else "POST"
+        try:
+            async with asyncio.timeout(seconds), self._http.stream(method, where, json=body) as response:
+                async for chunk in response.aiter_bytes():
+                    content += chunk
+                    if len(content) > MOST_BYTES:
+                        raise BadEnvironmentError(f"{where} answered more than {MOST_BYTES} bytes")
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise UnavailableError(
+                f"nothing answers at {self.where}: start the server (the embedded shop: `openhands-rl env webshop`) "
+                "or set env_server_base and env_port"
+            ) from error
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise InfrastructureError(f"{where} did not answer within {seconds:g} s") from error
+        except httpx.RequestError as error:
+            raise InfrastructureError(
+                f"the connection to {self.where} broke during {path} ({type(error).__name__}): check whether the "
+                "server is still running"
+            ) from error
+        check_status(where, response.status_code, bytes(content), response.headers.get("location"))
+        return decode_json(where, bytes(content))
 
     async def close(self) -> None:
         """Release the episode on the server and close the connections; a second call does nothing."""
+        http = self._http
         try:
-            if self._transport is not None:
+            if http is not None:
                 await super().close()
         finally:
-            self._closed = True
-            transport, self._transport = self._transport, None
-            if transport is not None:
-                await transport.close()
+            self._closed, self._http = True, None
+            if http is not None:
+                await http.aclose()
 
     def _new_twin(self) -> Self:
-        twin, transport = super()._new_twin(), self.open_transport()
-        twin._transport = transport.share() if self.shares_connection else None
+        twin = super()._new_twin()
+        twin._http = self._new_http()
         twin._patience = 0.0  # forks that wait for each other's places would wait for ever
         return twin
 
-    def open_transport(self) -> JsonTransport:
-        """This episode's connection to the server, between ``reset`` and ``close``."""
-        if self._transport is None:
-            raise RuntimeError("the environment is not open: call reset first and nothing after close")
-        return self._transport
+    def _new_http(self) -> httpx.AsyncClient:
+        key, url = self.options.key(), httpx.URL(self.where)
+        return httpx.AsyncClient(
+            timeout=self.options.timeout,
+            # Loopback requests must not use a proxy from the environment variables. A TLS context is created for https
+            # only: that takes longer than an episode's first request.
+            trust_env=not is_loopback(url.host),
+            verify=url.scheme == "https",
+            headers={"authorization": f"Bearer {key}"} if key else None,
+        )
 
     async def _open(self, task: Task) -> ServerAnswer:
         """The opening, which earns nothing; retried where the server is away or busy, or has no place yet."""
-        self._transport = self._transport or JsonTransport(self.options)
+        self._http = self._http or self._new_http()
         backoff, failed, until = Backoff(self.options.backoff, 5.0), 0, time.monotonic() + self._patience
         while True:
             try:
@@ -566,7 +516,7 @@ class WebEnvClient(BaseEnvClient):
         """``POST /reset``."""
         self._index = episode_index(task)
         self._check_place(_RUNNING.get(self._place))
-        answer = ServerAnswer.parse(await self.post("/reset", {"idx": self._index}), "/reset")
+        answer = ServerAnswer.parse(await self.request("/reset", {"idx": self._index}), "/reset")
         self._session = answer.session
         if self._session is None:
             self._check_place(_RUNNING.setdefault(self._place, self))
@@ -574,7 +524,7 @@ class WebEnvClient(BaseEnvClient):
 
     async def act(self, action: str) -> ServerAnswer:
         """``POST /step``."""
-        return ServerAnswer.parse(await self.post("/step", {"action": action, **self._key()}), "/step")
+        return ServerAnswer.parse(await self.request("/step", {"action": action, **self._key()}), "/step")
 
     async def fork_episode(self, twin: Episode) -> bool:
         """``POST /fork`` where the server has it, answered with a new ``session``.
@@ -589,7 +539,7 @@ class WebEnvClient(BaseEnvClient):
         assert isinstance(twin, WebEnvClient), "a twin is of the same class"
         answer: JsonValue = None
         try:
-            answer = await self.post("/fork", self._key()) if self._server_forks else None
+            answer = await self.request("/fork", self._key()) if self._server_forks else None
         except EndpointMissingError:
             self._server_forks = False
         twin._server_forks = self._server_forks
@@ -608,7 +558,7 @@ class WebEnvClient(BaseEnvClient):
         if self._session is not None:
             # The simple protocol has no /close; a server without one lets its sessions expire.
             with suppress(EndpointMissingError):
-                await self.post("/close", self._key())
+                await self.request("/close", self._key())
 
     @property
     def _place(self) -> tuple[str, int]:

@@ -41,9 +41,7 @@ def test_an_action_of_several_lines_arrives_whole(action: str):
         assert parse_react(text).action == action, text
     for text in (f"Action: {action}", f"Action:\n{action}\nObservation: made up\nThought: x", f"Action: {action}</s>"):
         assert parse_react(text).action == action.strip(), text
-    assert parse_react(f"Action:\n{fenced}", unwrap=False).action == fenced
     assert parse_plain(fenced).action == action
-    assert parse_plain(fenced, unwrap=False).action == fenced
     answer = f"It is so:\n{fenced}\nor\n{fenced}"
     assert parse_plain(answer).action == answer, "what stands between fences is kept, and so are they"
 
