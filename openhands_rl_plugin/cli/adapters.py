@@ -75,8 +75,6 @@ async def run(args: argparse.Namespace) -> int:
         adapter = find_version(store, serving.adapter, args.to, "--to")
     else:
         adapter = _previous(store, serving.adapter)
-    if not serving.publish_urls:
-        raise ConfigError("there is no server to publish to: give --base-url, or base_url in [rl.serving]")
     async with publisher_for(serving, store) as publisher:
         report = await publisher.publish(adapter)
         served = await publisher.served_model(adapter)

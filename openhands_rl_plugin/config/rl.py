@@ -126,9 +126,6 @@ class LoopSettings(Settings):
     evaluation_strategy: Annotated[str, registry.registered("strategies", besides=("",))] = Field(
         default="", description="rollout_strategy of the held-out episodes, without options; empty: as in training"
     )
-    save_total_limit: int = Field(
-        default=3, ge=2, description='method = "full": whole models of a run kept on disk, the newest ones'
-    )
 
     @property
     def staleness(self) -> int:

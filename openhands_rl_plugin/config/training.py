@@ -243,8 +243,8 @@ class TrainingSettings(Settings):
         """Raise ``ConfigError`` for settings whose result no running server can load as an adapter."""
         if self.method == "full":
             raise ConfigError(
-                '[rl.training] method = "full" makes a whole model, which is not loaded into a running server as an '
-                'adapter: start a server with its directory, or set method = "lora"'
+                '[rl.training] method = "full" makes a whole model, which no running server loads: `train` it, start '
+                'a server with its folder, or set method = "lora"'
             )
         if self.lora_variant == "dora":
             raise ConfigError(

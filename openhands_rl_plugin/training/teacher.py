@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.arrays import Floats, Mask
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, TrainingError
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Adapter, Sample, Trajectory
-from openhands_rl_plugin.models.adapters.servers import Connection, RefusedByServer, prompt_logprobs
+from openhands_rl_plugin.models.adapters.publisher import ModelServer, RefusedByServer
 from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, TokenMaker, turns_for
@@ -35,7 +35,7 @@ class ServedTeacher:
     """A model of a server with vLLM's ``prompt_logprobs``. Raises ``PublishError`` where it cannot be reached."""
 
     def __init__(self, base_url: str, model: str, api_key: str | None = None) -> None:
-        self._http, self._model = Connection(base_url, api_key=api_key, timeout=600.0), model
+        self._http, self._model = ModelServer(base_url, api_key=api_key, timeout=600.0), model
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
         """Those of ids 1 .. T-1, each given the ids before it; ``None`` where it gives none.
@@ -43,7 +43,7 @@ class ServedTeacher:
         Of a sequence that the server refuses, such as one that is too long, there are none.
         """
         try:
-            return await prompt_logprobs(self._http, self._model, token_ids)
+            return await self._http.prompt_logprobs(self._model, token_ids)
         except PublishError as error:
             if "HTTP 400 " not in str(error):  # it is away, or has no such model
                 raise
@@ -53,7 +53,7 @@ class ServedTeacher:
         """The ids of a text, without special tokens, by ``POST /tokenize``; ``None`` where it gives none."""
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         try:
-            return await self._http.ask("tokenize", body, lambda answer: answer.get("tokens"), "there is no /tokenize")
+            return await self._http.ask("tokenize", body, "there is no /tokenize", lambda answer: answer.get("tokens"))
         except RefusedByServer:
             return None
 

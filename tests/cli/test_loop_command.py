@@ -259,7 +259,7 @@ WRONG = [
         'set [rl.training] tree = "proposals", or act without a search (StandardReAct)',
     ),
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "dpo"', '"dpo" learns from pairs'),
-    (["--model", "MODEL", "--kind", "async"], '[rl.training]\nmethod = "full"', 'set [rl.loop] kind = "sync", or'),
+    (["--model", "MODEL"], '[rl.training]\nmethod = "full"', "which no running server loads: `train` it"),
     (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
     (["--model", "MODEL"], '[rl.reward]\nname = "verifier"', "[rl.reward.options] adapter: is required"),
 ]
@@ -381,19 +381,3 @@ def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> No
         tasks = loop_tasks(source, settings)
         assert [entry.task.split for entry in tasks.held_out] == ["heldout", "heldout"]
         assert {entry.task.split for entry in tasks.training} == {split}
-
-
-@pytest.mark.slow
-def test_all_weights_are_trained_and_served_in_place(
-    talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with running_shop() as shop:
-        config = write_config(tmp_path, shop=shop, more='[extended.rl.training]\nmethod = "full"\nalgorithm = "grpo"')
-        assert cli.main([*words(config), "--model", str(talker)]) == 0
-    assert "-v000002; report: " in capsys.readouterr().out
-    state = LoopState.load(tmp_path / "run" / "state.json")
-    assert [record.name for record in state.records] == STAGES
-    made = AdapterStore(tmp_path / "adapters").get(state.adapter or "")
-    assert made.version == 2 and (Path(made.path) / "config.json").exists()
-    assert not (Path(made.path) / WEIGHTS_FILE).exists()
-    assert [each.name for each in (tmp_path / "run" / "trainer").iterdir()]

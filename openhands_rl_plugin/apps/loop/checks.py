@@ -26,13 +26,7 @@ def check_trainable(settings: RLSettings) -> None:
     """Raise ``ConfigError`` for settings that a loop cannot train with, or whose adapter could not be served."""
     refuse_labels(make_reward(settings.reward), "nobody labels while a loop runs")
     training = settings.training
-    if training.method != "full":
-        training.check_servable()
-    elif settings.loop.kind == "async":
-        raise ConfigError(
-            '[rl.training] method = "full" replaces the served weights, and an asynchronous loop ends episodes on the '
-            'former ones: set [rl.loop] kind = "sync", or method = "lora"'
-        )
+    training.check_servable()
     kind = algorithm_of(training).kind
     if kind == "preference":
         raise ConfigError(
@@ -133,7 +127,7 @@ def identity_of(
     where = {"env_port": True, "env_server_base": True, "max_workers": True, "executor": True, "verifier": True}
     kept = {"model", "adapter", "adapters_path"}
     serving = {name: True for name in type(settings.serving).model_fields if name not in kept}
-    loop = {"patience": True, "save_total_limit": True}
+    loop = {"patience": True}
     rl = settings.model_dump(mode="json", exclude={**where, "serving": serving, "loop": loop})
     weights = str(model.resolve()) if model is not None else None
     return {"tasks": tasks, "timeout": timeout, "model": weights, "rl": rl, **({"start": start} if start else {})}

@@ -37,7 +37,6 @@ from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
-from openhands_rl_plugin.training.learn import check_fits
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, RunFacts, StageChange
 from openhands_rl_plugin.training.teacher import ServedTeacher, teacher_of
@@ -205,7 +204,6 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
                 lessons=script.lessons(job) if (script := demonstrator_of(job.tasks.suite.name)) else None,
                 evaluator=evaluator,
             )
-            await _require_servers(job, parts)
             reporting = RunReport(
                 facts,
                 plan,
@@ -222,16 +220,6 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     finally:
         await publisher.aclose()
         await storage.close()
-
-
-async def _require_servers(job: LoopJob, parts: LoopParts) -> None:
-    """All weights go into a server that takes them, fit into memory, and begin as the base model on the server."""
-    if job.settings.training.method != "full":
-        return
-    check_fits(job.model, job.settings.training)
-    fresh = LoopState.load(parts.state_file).adapter is None
-    base = (job.settings.serving.model, str(job.model.resolve()))
-    await parts.publisher.require_weights(base if fresh else None)
 
 
 def _note_start(job: LoopJob) -> None:

@@ -41,7 +41,7 @@ from openhands_rl_plugin.evals.report.figures import (
 )
 from openhands_rl_plugin.evals.runs.outcome import Outcome
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, RunRecord, read_rows, read_runs
-from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE, PROBED, AdapterStore, LoadedBy, ProbedOn
+from openhands_rl_plugin.models.adapters.store import MANIFEST, PROBE, AdapterStore
 from openhands_rl_plugin.training.loop.plan import FACTS, LoopState, RunFacts, StageRecord, success_of
 
 MOST_POINTS = 2000
@@ -252,19 +252,15 @@ def versions_in(root: Path) -> list[JsonObject]:
         except (OSError, ValidationError, StorageError, ConfigError) as error:
             found.append(body | {"problem": f"{MANIFEST} cannot be read: {describe(error)}"})
             continue
-        loaded, probed = LoadedBy(), ProbedOn()
-        with suppress(OSError, ValidationError):
-            loaded = LoadedBy.model_validate_json((folder / LOADED).read_bytes())
-        with suppress(OSError, ValidationError):
-            probed = ProbedOn.model_validate_json((folder / PROBED).read_bytes())
+        served = store.served_by(adapter)
         body |= {
             **adapter.model_dump(include={"parent", "base_model", "step", "sha256"}),
             "metrics": plain(dict(adapter.metrics)),
             "made": (folder / MANIFEST).stat().st_mtime,
             "current": current is not None and current.name == name,
             "probe": (folder / PROBE).exists(),
-            "loaded": [*loaded.urls],
-            "probed": {url: number(each) for url, each in probed.differences.items()},
+            "loaded": [*served],
+            "probed": {url: number(each) for url, each in served.items() if each is not None},
         }
         found.append(body)
     return found

@@ -8,25 +8,192 @@ and the previous version stays in use.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic_core import from_json
 
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, StorageError
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
 from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_config
-from openhands_rl_plugin.models.adapters.servers import (
-    AdapterServer,
-    Connection,
-    EmbeddedServer,
-    ServerKind,
-    is_checkpoint,
-    open_server,
-)
 from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.client import Connections, HttpUpstream, ServerError, close_connections
+from openhands_rl_plugin.models.engines.server_models import ListedModels
+
+log = redacting_logger(__name__)
+
+ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
+"""``auto``: SGLang where the list of models says so, else a server with vLLM's routes."""
+
+
+class _Routes(NamedTuple):
+    load: str
+    unload: str
+    more: Mapping[str, object]
+    """Further fields of ``load``."""
+
+
+_OF_VLLM = _Routes("v1/load_lora_adapter", "v1/unload_lora_adapter", {})
+# Unpinned: a pinned adapter holds a place in every batch.
+_OF_SGLANG = _Routes("load_lora_adapter", "unload_lora_adapter", {"pinned": False})
+_HINT = "; vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+_LONGEST_CAUSE = 300
+_NOT_FOUND, _AWAY = 404, frozenset({429, 502, 503, 504})
+
+
+class RefusedByServer(PublishError):
+    """The response's status was no success."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ModelServer:
+    """A server with adapters: ``openhands-rl serve``, vLLM or SGLang. ``base_url`` may end in ``/v1`` or not.
+
+    ``timeout`` is in seconds a request. Every method raises ``PublishError``, whose ``__cause__`` is a ``ServerError``
+    where nobody answered, or a status says that the server is away or too busy: both may pass.
+    """
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None = None, timeout: float = 120.0, kind: ServerKind = "auto"
+    ) -> None:
+        self.url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self._kind = kind
+        self._connections: Connections = {}
+        self._http = HttpUpstream(self.url, api_key, timeout, connections=self._connections)
+
+    async def aclose(self) -> None:
+        """Close the connections of this event loop."""
+        await close_connections(self._connections)
+
+    async def ask[T](self, path: str, body: Mapping[str, object] | None, what: str, pick: Callable[[Any], T]) -> T:
+        """What ``pick`` takes from the JSON of the response; otherwise as ``send``."""
+        answer = await self.send(path, body, what)
+        try:
+            return pick(from_json(answer))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise PublishError(f"{what}: {self.url}/{path} answered something else than expected") from error
+
+    async def send(self, path: str, body: Mapping[str, object] | None, what: str) -> bytes:
+        """The body of the response; ``GET`` without a body. ``what``: the error's first words.
+
+        Raises ``RefusedByServer`` for a status of no success.
+        """
+        try:
+            return await self._http.ask(path, body)
+        except ServerError as error:
+            if error.headers is None:
+                raise PublishError(
+                    f"nothing answers at {self.url} ({error}): start the server, for example with "
+                    "`openhands-rl serve`, or set base_url in [rl.serving]"
+                ) from error
+            text = " ".join(error.body[:_LONGEST_CAUSE].decode("utf-8", "replace").split())
+            cause = error if error.status in _AWAY else None
+            raise RefusedByServer(f"{what}: HTTP {error.status} {text}", error.status) from cause
+
+    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float | None]:
+        """``prompt_logprobs`` of a completion of one token: those of ids 1 .. T-1; ``None`` where there is none.
+
+        A server that cuts a prompt short gives fewer.
+        """
+        body = {"model": model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+        def pick(answer: Any) -> list[float | None]:
+            entries = answer["choices"][0]["prompt_logprobs"][1:]
+            found = [(entry or {}).get(str(token)) for entry, token in zip(entries, token_ids[1:], strict=False)]
+            values = [None if each is None else each["logprob"] for each in found]
+            return [each if each is not None and math.isfinite(each) else None for each in values]
+
+        return await self.ask("v1/completions", body, f"{model} cannot be probed at {self.url}", pick)
+
+    async def models(self) -> ListedModels:
+        """The list of models."""
+        what = f"the server at {self.url} does not list its models"
+        return await self.ask("v1/models", None, what, ListedModels.model_validate)
+
+    async def loaded(self) -> Mapping[str, str]:
+        """The loaded adapters: name -> the path that each was loaded from. Models with a parent are adapters."""
+        return {card.id: card.root or "" for card in (await self.models()).data if card.parent is not None}
+
+    async def served_model(self, name: str) -> str:
+        """The ``model`` of a completion request that is to be sampled with the adapter.
+
+        SGLang's is ``BASE:ADAPTER``: it answers with the base model, and no error, for the adapter's name alone.
+        """
+        if not await self._is_sglang():
+            return name
+        bases = [card.id for card in (await self.models()).bases]
+        if len(bases) != 1 or ":" in bases[0]:
+            raise PublishError(
+                f"SGLang at {self.url} cannot be asked for {name}: give it one base model without ':' in its name, "
+                "with --served-model-name"
+            )
+        return f"{bases[0]}:{name}"
+
+    async def load(self, adapter: Adapter) -> None:
+        """Serve ``adapter`` under its name."""
+        routes = await self._routes()
+        body = {"lora_name": adapter.name, "lora_path": adapter.path, **routes.more}
+        try:
+            await self.send(routes.load, body, f"the server at {self.url} refused {adapter.name}")
+        except RefusedByServer as error:
+            if error.status == _NOT_FOUND and adapter.name not in str(error).partition("HTTP")[2]:  # no such route
+                raise PublishError(f"{error}{_HINT}") from error
+            raise
+
+    async def unload(self, name: str) -> None:
+        """Stop serving it once its requests in flight have ended. One that is not loaded is no error."""
+        try:
+            routes = await self._routes()
+            await self.send(routes.unload, {"lora_name": name}, f"{name} was not unloaded from {self.url}")
+        except RefusedByServer:
+            if name in await self.loaded():
+                raise
+
+    async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
+        """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
+        if await self._is_sglang():
+            found = await self._sglang_logprobs(name, token_ids)
+        else:
+            found = await self.prompt_logprobs(name, token_ids)
+        if len(found) != len(token_ids) - 1 or None in found:
+            raise PublishError(f"{name} at {self.url}: its prompt_logprobs are not those of the prompt")
+        return [each for each in found if each is not None]
+
+    async def _sglang_logprobs(self, name: str, token_ids: Sequence[int]) -> Sequence[float | None]:
+        """``input_token_logprobs`` of ``POST /generate``."""
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "lora_path": name,
+        }
+
+        def pick(answer: Any) -> list[float | None]:
+            rows = answer["meta_info"]["input_token_logprobs"][1:]  # the first token has none
+            pairs = zip(rows, token_ids[1:], strict=False)
+            return [logprob if token == wanted else None for (logprob, token, _), wanted in pairs]
+
+        return await self.ask("generate", body, f"{name} cannot be probed at {self.url}", pick)
+
+    async def _is_sglang(self) -> bool:
+        if self._kind == "auto":
+            owners = {card.owned_by for card in (await self.models()).bases}
+            self._kind = "sglang" if owners == {"sglang"} else "vllm"
+        return self._kind == "sglang"
+
+    async def _routes(self) -> _Routes:
+        return _OF_SGLANG if await self._is_sglang() else _OF_VLLM
+
 
 _SAME_VERSION = 1e-3
 """Mean nats: versions that are nearer than this by the trainer's own logprobs cannot be distinguished."""
@@ -70,27 +237,17 @@ _UNVERIFIABLE = frozenset({"lm_head", "embed_tokens"})
 
 
 def check_servable(adapter: Adapter) -> None:
-    """Raise ``PublishError`` unless a server can serve ``adapter`` as it was trained."""
-    if is_checkpoint(adapter):
-        return
+    """Raise ``PublishError`` unless a server can serve ``adapter`` as it was trained. A whole model is no adapter."""
     try:
         config = read_adapter_config(Path(adapter.path))
+        refusal = config.refusal()
     except ConfigError as error:
-        raise _publish_error(adapter, str(error)) from error
-    if refusal := config.refusal():
-        raise _publish_error(adapter, refusal)
+        raise PublishError(f"{adapter.name} was not published: {error}") from error
     targets = {name.rpartition(".")[2] for name in config.layers or ()}
     if found := sorted(targets & _UNVERIFIABLE):
-        raise _publish_error(
-            adapter, f"an adapter of {', '.join(found)} cannot be verified; leave it out of target_modules"
-        )
-
-
-def _publish_error(adapter: Adapter, cause: str) -> PublishError:
-    return PublishError(f"{adapter.name} was not published: {cause}")
-
-
-log = redacting_logger(__name__)
+        refusal = f"an adapter of {', '.join(found)} cannot be verified; leave it out of target_modules"
+    if refusal:
+        raise PublishError(f"{adapter.name} was not published: {refusal}")
 
 
 class PublishReport(Frozen):
@@ -109,11 +266,9 @@ class PublishReport(Frozen):
 class AdapterPublisher:
     """Publishes versions of a store to one server, or to several that answer as one: to all of them or to none.
 
-    A version that is a full checkpoint takes the place of the weights of `openhands-rl serve`: one is served at a time,
-    and the former name is unknown afterwards.
-
-    A URL may end in ``/v1`` or not. ``keep`` versions of an adapter stay loaded, the newest ones, so that episodes
-    which began on an older version can end on it. ``timeout`` is in seconds a request.
+    ``keep`` versions of an adapter stay loaded, the newest ones, so that episodes which began on an older version can
+    end on it; the one in use always does. ``api_key``, ``timeout`` and ``server`` are those of ``ModelServer``. Raises
+    ``ConfigError`` without a server.
     """
 
     def __init__(
@@ -126,14 +281,10 @@ class AdapterPublisher:
         timeout: float = 120.0,
         server: ServerKind = "auto",
     ) -> None:
-        if keep < 1:
-            raise ValueError("the version in use must stay loaded: keep must be at least 1")
-        urls = (base_url,) if isinstance(base_url, str) else tuple(base_url)
+        urls = (base_url,) if isinstance(base_url, str) else base_url
         if not urls:
-            raise ValueError("there is no server to publish to")
-        self._connections = [Connection(url, api_key=api_key, timeout=timeout) for url in urls]
-        self._servers: tuple[AdapterServer, ...] = ()
-        self._kind: ServerKind = server
+            raise ConfigError("there is no server to publish to: give --base-url, or base_url in [rl.serving]")
+        self._servers = [ModelServer(url, api_key=api_key, timeout=timeout, kind=server) for url in urls]
         self._store = store
         self._keep = keep
 
@@ -145,8 +296,8 @@ class AdapterPublisher:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        for connection in self._connections:
-            await connection.aclose()
+        for server in self._servers:
+            await server.aclose()
 
     async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
         """Bring ``adapter`` into use. Raises ``PublishError``; then the version that was in use still is.
@@ -156,16 +307,12 @@ class AdapterPublisher:
         """
         started = time.monotonic()
         async with AsyncExitStack() as undo:
-            servers, difference = await self._load_and_probe(adapter, probe, undo)
+            difference = await self._load_and_probe(adapter, probe, undo)
             self._store.point(adapter)
             undo.pop_all()
-        unloaded = await self._retire_older(servers, adapter)
-        return PublishReport(
-            adapter=adapter.name,
-            seconds=time.monotonic() - started,
-            difference=difference,
-            unloaded=unloaded,
-        )
+        unloaded = await self._retire_older(adapter)
+        seconds = time.monotonic() - started
+        return PublishReport(adapter=adapter.name, seconds=seconds, difference=difference, unloaded=unloaded)
 
     async def stage(self, adapter: Adapter, probe: Probe | None = None) -> float | None:
         """Load ``adapter`` beside the version in use, which stays that, and check it as ``publish`` does.
@@ -174,77 +321,41 @@ class AdapterPublisher:
         ``PublishError``; then it is unloaded wherever it was not before.
         """
         async with AsyncExitStack() as undo:
-            _, difference = await self._load_and_probe(adapter, probe, undo)
+            difference = await self._load_and_probe(adapter, probe, undo)
             undo.pop_all()
         return difference
 
-    async def _load_and_probe(
-        self, adapter: Adapter, probe: Probe | None, undo: AsyncExitStack
-    ) -> tuple[tuple[AdapterServer, ...], float | None]:
+    async def retire(self, name: str) -> None:
+        """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
+        await self._on_all(lambda server: server.unload(name))
+
+    async def served_model(self, adapter: Adapter) -> str:
+        """The ``model`` of a completion request that is to be sampled with ``adapter``."""
+        return await self._servers[0].served_model(adapter.name)
+
+    async def loaded(self) -> tuple[tuple[str, frozenset[str]], ...]:
+        """The servers, each with the names of the adapters that it serves now."""
+        held = await self._on_all(lambda server: server.loaded())
+        return tuple((server.url, frozenset(names)) for server, names in zip(self._servers, held, strict=True))
+
+    async def _load_and_probe(self, adapter: Adapter, probe: Probe | None, undo: AsyncExitStack) -> float | None:
         self._store.verify(adapter)
         check_servable(adapter)
         if probe is not None:
             self._store.keep_probe(adapter, probe)
         probe = probe or self._store.probe(adapter)
-        servers = await self._open_servers()
-        if is_checkpoint(adapter):
-            _taking_checkpoints(servers)
-        await _on_all(servers, lambda server: self._load(server, adapter, undo))
-        differences = await self._probe_servers(servers, adapter, probe) if probe else []
-        return servers, max(differences, default=None)
-
-    async def require_weights(self, base: tuple[str, str] | None = None) -> None:
-        """Raise ``PublishError`` for a server that takes no full checkpoints, or holds adapters.
-
-        ``base``: name and path of a base model that is put in place, as it was before anything was published.
-        """
-        for server in _taking_checkpoints(await self._open_servers()):
-            await server.require_no_adapters()
-            if base is not None and base[0] not in await server.loaded():
-                await server.replace_weights(*base)
-
-    async def retire(self, name: str) -> None:
-        """Unload a version; the servers let its requests in flight end first. One that is not loaded is no error."""
-        await _on_all(await self._open_servers(), lambda server: server.unload(name))
-
-    async def served_model(self, adapter: Adapter) -> str:
-        """The ``model`` of a completion request that is to be sampled with ``adapter``."""
-        return await (await self._open_servers())[0].served_model(adapter.name)
-
-    async def loaded(self) -> tuple[tuple[str, frozenset[str]], ...]:
-        """The servers, each with the names of the adapters that it serves now."""
-        servers = await self._open_servers()
-        held = await _on_all(servers, lambda server: server.loaded())
-        return tuple((server.url, frozenset(names)) for server, names in zip(servers, held, strict=True))
-
-    async def _open_servers(self) -> tuple[AdapterServer, ...]:
-        if not self._servers:
-            opened = await _on_all(self._connections, lambda connection: open_server(connection, self._kind))
-            self._servers = tuple(opened)
-        return self._servers
-
-    async def _retire_older(self, servers: Sequence[AdapterServer], adapter: Adapter) -> tuple[str, ...]:
-        """Unload all but the newest ``keep`` versions, whose names are returned."""
-        unloaded: set[str] = set()
-
-        async def retire(server: AdapterServer) -> None:
-            loaded = await server.loaded()
-            versions = self._store.versions(adapter.name.rpartition("-v")[0])
-            others = [each.name for each in versions if each.name in loaded and each.name != adapter.name]
-            for name in others[: max(0, len(others) - (self._keep - 1))]:
-                await server.unload(name)
-                unloaded.add(name)
-
+        await self._on_all(lambda server: self._load(server, adapter, undo))
+        differences = await self._on_all(lambda server: self._probe(server, adapter, probe))
+        found = {server.url: each for server, each in zip(self._servers, differences, strict=True)}
         try:
-            await _on_all(servers, retire)
-        except PublishError as error:
-            # The new version is in use, so this is no reason to refuse it.
-            log.warning("%s is in use, but an older version stays loaded: %s", adapter.name, error)
-        return tuple(sorted(unloaded))
+            self._store.note_served(adapter, found)
+        except StorageError as error:
+            log.warning("%s; the version is used all the same", error)
+        return max((each for each in differences if each is not None), default=None)
 
-    async def _load(self, server: AdapterServer, adapter: Adapter, undo: AsyncExitStack) -> None:
+    async def _load(self, server: ModelServer, adapter: Adapter, undo: AsyncExitStack) -> None:
         path = (await server.loaded()).get(adapter.name)
-        if path == adapter.path and self._store.was_loaded(adapter, server.url):
+        if path == adapter.path and server.url in self._store.served_by(adapter):
             return
         if path is not None:
             # Another run's version of the same name, perhaps at the same path, or this one before it was moved.
@@ -258,37 +369,46 @@ class AdapterPublisher:
 
         undo.push_async_callback(unload)  # a failed load may leave the adapter behind too
         await server.load(adapter)
-        self._store.note_loaded(adapter, server.url)
 
-    async def _probe_servers(self, servers: Sequence[AdapterServer], adapter: Adapter, probe: Probe) -> list[float]:
-        """Each server's mean absolute difference in nats. Raises ``PublishError`` when a server fails the probe."""
+    async def _probe(self, server: ModelServer, adapter: Adapter, probe: Probe | None) -> float | None:
+        """The mean absolute difference in nats. Raises ``PublishError`` when the server fails the probe."""
+        if probe is None:
+            return None
+        served, older = await server.logprobs(adapter.name, probe.token_ids), None
         former = self._store.previous_probe(adapter, probe.token_ids)
+        if former is not None and former[0] in await server.loaded():
+            older = former[0], former[1].logprobs, await server.logprobs(former[0], probe.token_ids)
+        return check_served_logprobs(adapter.name, served, probe, older)
 
-        async def probe_server(server: AdapterServer) -> float:
-            served, older = await server.logprobs(adapter.name, probe.token_ids), None
-            if former is not None and former[0] in await server.loaded():
-                older = former[0], former[1].logprobs, await server.logprobs(former[0], probe.token_ids)
-            return check_served_logprobs(adapter.name, served, probe, older)
+    async def _retire_older(self, adapter: Adapter) -> tuple[str, ...]:
+        """Unload all but the newest ``keep`` versions, whose names are returned."""
+        unloaded: set[str] = set()
+        versions = [each.name for each in self._store.versions(adapter.name.rpartition("-v")[0])]
 
-        differences = await _on_all(servers, probe_server)
-        found = {server.url: each for server, each in zip(servers, differences, strict=True)}
+        async def retire(server: ModelServer) -> None:
+            loaded = await server.loaded()
+            others = [name for name in versions if name in loaded and name != adapter.name]
+            for name in others[: max(0, len(others) - (self._keep - 1))]:
+                await server.unload(name)
+                unloaded.add(name)
+
         try:
-            self._store.note_probed(adapter, found)
-        except StorageError as error:
-            log.warning("%s; the version is used all the same", error)
-        return differences
+            await self._on_all(retire)
+        except PublishError as error:
+            # The new version is in use, so this is no reason to refuse it.
+            log.warning("%s is in use, but an older version stays loaded: %s", adapter.name, error)
+        return tuple(sorted(unloaded))
 
-
-def _taking_checkpoints(servers: Sequence[AdapterServer]) -> list[EmbeddedServer]:
-    """The servers. Raises ``PublishError`` where one takes adapters only."""
-    taking = [server for server in servers if isinstance(server, EmbeddedServer)]
-    for server in servers:
-        if server not in taking:
-            raise PublishError(
-                f'{server.url} takes adapters only: [rl.training] method = "full" publishes full checkpoints, which '
-                'only `openhands-rl serve` loads from a directory; serve the model with it, or set method = "lora"'
-            )
-    return taking
+    async def _on_all[T](self, act: Callable[[ModelServer], Awaitable[T]]) -> list[T]:
+        """The results of ``act`` on all servers at once; when it raises, every call has ended."""
+        ended = await asyncio.gather(*map(act, self._servers), return_exceptions=True)
+        failures = [each for each in ended if isinstance(each, BaseException)]
+        if failures:
+            first = failures[0]
+            if len(ended) == 1 or not isinstance(first, PublishError):
+                raise first
+            raise PublishError(f"{len(failures)} of {len(ended)} servers failed: {first}") from first.__cause__
+        return [each for each in ended if not isinstance(each, BaseException)]
 
 
 def publisher_for(serving: ServingSettings, store: AdapterStore, *, keep: int | None = None) -> AdapterPublisher:
@@ -304,15 +424,3 @@ def publisher_for(serving: ServingSettings, store: AdapterStore, *, keep: int | 
         timeout=serving.request_timeout,
         server=serving.server,
     )
-
-
-async def _on_all[S, T](servers: Sequence[S], act: Callable[[S], Awaitable[T]]) -> list[T]:
-    """The results of ``act`` on all servers at once; when it raises, every call has ended."""
-    ended = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
-    failures = [each for each in ended if isinstance(each, BaseException)]
-    if failures:
-        first = failures[0]
-        if len(servers) == 1 or not isinstance(first, PublishError):
-            raise first
-        raise PublishError(f"{len(failures)} of {len(servers)} servers failed: {first}") from first.__cause__
-    return [each for each in ended if not isinstance(each, BaseException)]

@@ -26,7 +26,6 @@ from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, versioned_nam
 WEIGHTS_FILE = "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PROBE = "probe.json"
-LOADED = "loaded.json"
 PROBED = "probed.json"
 METRICS_FILE = "metrics.jsonl"
 UNFINISHED = (".new-*", ".verifier-*")
@@ -43,17 +42,11 @@ class Pointer(Frozen):
     name: str
 
 
-class LoadedBy(Frozen):
-    """The servers that were given a version from its directory."""
+class ServedBy(Frozen):
+    """URL of a server that was given a version from its directory -> how far its logprobs of the probe were from the
+    trainer's: the mean absolute difference, in nats; ``None`` without a probe."""
 
-    urls: tuple[str, ...] = ()
-
-
-class ProbedOn(Frozen):
-    """URL of a server -> how far its logprobs of the probe were from the trainer's when the version was published: the
-    mean absolute difference, in nats."""
-
-    differences: dict[str, float] = Field(default_factory=dict)
+    differences: dict[str, float | None] = Field(default_factory=dict)
 
 
 class AdapterStore:
@@ -179,30 +172,20 @@ class AdapterStore:
                     return each.name, probe
         return None
 
-    def note_loaded(self, adapter: Adapter, url: str) -> None:
-        """Note that the server at ``url`` was given these weights. Raises ``StorageError``."""
-        path = self.root / adapter.name / LOADED
-        write_file(path, LoadedBy(urls=(*sorted({*self._loaded_by(path), url}),)).model_dump_json())
+    def note_served(self, adapter: Adapter, differences: Mapping[str, float | None]) -> None:
+        """Note the servers that have these weights, and what they answered to the probe. Raises ``StorageError``."""
+        known = {**self.served_by(adapter), **differences}
+        write_file(self.root / adapter.name / PROBED, ServedBy(differences=known).model_dump_json())
 
-    def note_probed(self, adapter: Adapter, differences: Mapping[str, float]) -> None:
-        """Note what the servers at these URLs answered to the probe. Raises ``StorageError``."""
-        path = self.root / adapter.name / PROBED
-        with suppress(OSError, ValidationError):
-            differences = ProbedOn.model_validate_json(path.read_bytes()).differences | dict(differences)
-        write_file(path, ProbedOn(differences=dict(differences)).model_dump_json())
-
-    def was_loaded(self, adapter: Adapter, url: str) -> bool:
-        """Whether what the server at ``url`` has by this name are these weights, and not those of a former run.
+    def served_by(self, adapter: Adapter) -> dict[str, float | None]:
+        """What ``note_served`` wrote: a server beside these has other weights by this name, those of a former run.
 
         The note is in the version's directory, so that it is gone when the directory was made anew.
         """
-        return url in self._loaded_by(self.root / adapter.name / LOADED)
-
-    def _loaded_by(self, path: Path) -> tuple[str, ...]:
         try:
-            return LoadedBy.model_validate_json(path.read_bytes()).urls
+            return ServedBy.model_validate_json((self.root / adapter.name / PROBED).read_bytes()).differences
         except (OSError, ValidationError):
-            return ()
+            return {}
 
     def _commit(
         self, name: str, fresh: Path, base_model: str, parent: str | None, step: int, metrics: dict[str, float]

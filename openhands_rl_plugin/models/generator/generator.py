@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, RLError, boundary, describe
-from openhands_rl_plugin.core.files import is_file
-from openhands_rl_plugin.core.machine import forget_unused, return_freed_memory
+from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.generator.config import (
@@ -35,7 +34,6 @@ from openhands_rl_plugin.models.generator.config import (
     NotFound,
     Overloaded,
     ServingError,
-    StartError,
 )
 from openhands_rl_plugin.models.generator.model import LoadedAdapter, ServedModel, StepRow
 from openhands_rl_plugin.models.generator.sequence import (
@@ -125,17 +123,13 @@ class Generator:
         """Load the model (seconds) and start the thread. Raises StartError."""
         self.config = config
         self.model = in_passing_thread(lambda: ServedModel(config))
-        self._first = self.model.directory
         self.tokenizer = self.model.tokenizer
         self.max_model_len = self.model.max_model_len
-        self.weights: str | None = None
-        """The name of the weights that took the place of the first ones; ``None`` before."""
         self._prefill_tokens = config.prefill_tokens or (256 if self.model.device.type == "cpu" else 2048)
         self._cache = PrefixCache(config.cache_bytes)
         self._free = set(range(config.max_batch))
         self._waiting: list[Generation] = []
         self._running: list[Generation] = []
-        self._replacement: ServedModel | None = None
         self._adapters: dict[str, LoadedAdapter] = {}
         self._loading = threading.Lock()
         self._changed = threading.Condition()
@@ -170,8 +164,6 @@ class Generator:
         with self._changed:
             self._check_open()
             version = self.adapter(adapter) if isinstance(adapter, str) else adapter
-            if self._replacement is not None:
-                raise Overloaded("The weights are being replaced; retry later.")
             if len(self.in_flight) >= self.config.max_queue + self.config.max_batch:
                 raise Overloaded("The server is overloaded: its queue is full; retry later.")
             made = Generation(ids, params, self.tokenizer, limit, version, on_delta)
@@ -240,46 +232,6 @@ class Generator:
                 raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
             self._changed.wait_for(lambda: all(each.adapter is not adapter for each in self.in_flight))
 
-    def replace_model(self, name: str, path: Path) -> None:
-        """Serve the weights in ``path``, another directory of the same model, under ``name``; blocks until they are.
-
-        They are loaded beside the old ones, which serve all requests that were submitted until then, to their ends.
-        Later ones are refused with ``Overloaded`` meanwhile. The ``path`` of the first weights may be the hub name that
-        they were loaded by.
-        Raises ``InvalidUserInput`` (adapters are loaded) or ``ServingError`` (the weights cannot be served, or are
-        those of another model); then the old ones stay.
-        """
-        with self._loading:
-            self._check_open()
-            if self._adapters or any(each.adapter for each in self.in_flight):
-                raise InvalidUserInput("LoRA adapters of the served weights are loaded; unload them first.")
-            fresh = self._read_model(path)
-            with self._changed:
-                self._check_open()
-                self.weights, self._replacement = name, fresh
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self.model is fresh or self._closing)
-                self._check_open()
-
-    def began_with(self, path: Path) -> bool:
-        """Whether that is the directory, or the hub name, of the first weights."""
-        return path in (Path(self.config.model), self._first.absolute())
-
-    def _read_model(self, path: Path) -> ServedModel:
-        first = self.began_with(path)
-        directory = self._first if first else path
-        if not is_file(directory / "config.json"):
-            raise NotFound(f"There is no model in {str(directory)[:200]}.", param="model_path")
-        config = self.config.model_copy(update={"model": self.config.model if first else str(path)})
-        try:
-            fresh = in_passing_thread(lambda: ServedModel(config, directory))
-        except (StartError, RuntimeError) as error:  # RuntimeError: torch has no memory for both
-            raise ServingError(f"The weights cannot be served: {describe(error)}", param="model_path") from error
-        alike = fresh.tokenizer.get_vocab() == self.tokenizer.get_vocab() and fresh.vocabulary == self.model.vocabulary
-        if not alike or fresh.max_model_len < self.max_model_len:
-            raise ServingError(f"{path} is another model: its vocabulary or context differs.", param="model_path")
-        return fresh
-
     def close(self) -> None:
         """Refuse all requests, also those in flight, and end the thread. Idempotent."""
         with self._changed:
@@ -332,7 +284,7 @@ class Generator:
         """Whether to go on. After five idle seconds the memory of running sequences is given back."""
 
         def busy() -> bool:
-            return bool(self._waiting or self._running or self._replacement or self._closing)
+            return bool(self._waiting or self._running or self._closing)
 
         with self._changed:
             if not self._changed.wait_for(busy, _REST_AFTER):
@@ -341,11 +293,6 @@ class Generator:
                 if self.model.device.type == "cuda":
                     torch.cuda.empty_cache()
                 self._changed.wait_for(busy)
-            if self._replacement is not None and not (self._waiting or self._running):
-                self.model, self._replacement = self._replacement, None
-                self._cache = PrefixCache(self.config.cache_bytes)
-                forget_unused()
-                self._changed.notify_all()
             return not self._closing
 
     @torch.inference_mode()

@@ -361,18 +361,15 @@ _CHECKED_TOKENS = 80
 class ServedModel:
     """The model, its tokenizer and the key/value slots. Not thread-safe: one thread computes."""
 
-    def __init__(self, config: GeneratorConfig, directory: Path | None = None) -> None:
-        """Load, rebuild and check the model. Raises ``StartError`` when it cannot be served.
-
-        ``directory``: where the files of ``config.model`` are, if that is known; they are not looked up then.
-        """
+    def __init__(self, config: GeneratorConfig) -> None:
+        """Load, rebuild and check the model. Raises ``StartError`` when it cannot be served."""
         if config.threads:
             torch.set_num_threads(config.threads)
         self.name = config.model
         self.device = _pick_device(config.device)
         self.dtype = _pick_dtype(config.dtype, self.device)
-        self.tokenizer, self.model = _load(str(directory or config.model), self.dtype, self.device)
-        self.directory = directory or Path(cached_file(self.name, "config.json") or self.name).parent
+        self.tokenizer, self.model = _load(config.model, self.dtype, self.device)
+        self.directory = Path(cached_file(self.name, "config.json") or self.name).parent
         ends = self.model.generation_config.eos_token_id if self.model.generation_config else None
         ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
         self.eos_ids = frozenset(i for i in ends if isinstance(i, int))

@@ -20,7 +20,6 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerFast
 
-from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import error_body, listening, read_body, serving
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
@@ -34,7 +33,7 @@ from openhands_rl_plugin.models.generator.config import (
     ServingError,
     StartError,
 )
-from openhands_rl_plugin.models.generator.generator import ADAPTER_NAME, Generator
+from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.model import LoadedAdapter
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, ScoredToken
 from openhands_rl_plugin.models.server.wire import (
@@ -48,7 +47,6 @@ from openhands_rl_plugin.models.server.wire import (
     SamplingFields,
     TokenizeRequest,
     UnloadRequest,
-    UpdateWeightsRequest,
     chat_body,
     chunk_body,
     chunk_choice,
@@ -137,7 +135,6 @@ def build_app(config: ServerConfig, generator: Generator) -> Starlette:
             Route("/v1/models", endpoints.models),
             Route("/v1/load_lora_adapter", endpoints.load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", endpoints.unload_adapter, methods=["POST"]),
-            Route("/update_weights_from_disk", endpoints.update_weights, methods=["POST"]),
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),
             Route("/health", endpoints.health),
         ],
@@ -207,7 +204,7 @@ class ModelEndpoints:
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models: the base model, then the adapters."""
-        base = self._base_name
+        base = self._config.base_name
         served = self._generator
         root = str(served.model.directory.absolute())
         cards = [{"id": base, "root": root, "max_model_len": served.max_model_len}]
@@ -217,7 +214,7 @@ class ModelEndpoints:
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
         body = await self._read(request, LoadRequest)
-        if body.lora_name == self._base_name:
+        if body.lora_name == self._config.base_name:
             raise InvalidUserInput(f"'{body.lora_name}' is the base model's name.", param="lora_name")
         path = self._below_adapters(body.lora_path)
         await run_in_threadpool(self._generator.load_adapter, body.lora_name, path)
@@ -232,21 +229,6 @@ class ModelEndpoints:
         await asyncio.sleep(_UNLOAD_GRACE)
         await run_in_threadpool(self._generator.unload_adapter, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    async def update_weights(self, request: Request) -> Response:
-        """POST /update_weights_from_disk, as SGLang has it: all weights of another directory of the same model.
-
-        They are served as ``weight_version``; the former name is unknown from then on. Answers when they are in use.
-        """
-        body = await self._read(request, UpdateWeightsRequest)
-        name = body.weight_version
-        if name != self._config.base_name and not ADAPTER_NAME.fullmatch(name):
-            raise InvalidUserInput(f"The name {name[:80]!r} is not allowed: use letters, digits and ._@:+-")
-        path = Path(body.model_path)
-        if not self._generator.began_with(path):
-            path = self._below_adapters(body.model_path)
-        await run_in_threadpool(self._generator.replace_model, name, path)
-        return json_response({"success": True, "message": f"{name} is served."})
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 while the generator works, else 503."""
@@ -273,11 +255,7 @@ class ModelEndpoints:
 
     def _adapter(self, name: str | None) -> LoadedAdapter | None:
         """That of a requested model; ``None`` for the base model. Raises ``NotFound``."""
-        return None if not name or name == self._base_name else self._generator.adapter(name)
-
-    @property
-    def _base_name(self) -> str:
-        return self._generator.weights or self._config.base_name
+        return None if not name or name == self._config.base_name else self._generator.adapter(name)
 
     async def _submit(
         self,
@@ -288,7 +266,7 @@ class ModelEndpoints:
         events: Events | None = None,
     ) -> tuple[str, list[Ids], list[Future[Generation]]]:
         """Submit ``n`` choices of each prompt, or none; gives the model's name, the prompts, and the choices."""
-        loop, base = asyncio.get_running_loop(), self._base_name
+        loop = asyncio.get_running_loop()
         adapter = self._adapter(body.model)
         futures: list[Future[Generation]] = []
 
@@ -312,7 +290,7 @@ class ModelEndpoints:
         except ServingError:
             _cancel(futures)
             raise
-        return adapter.name if adapter else base, prompts, futures
+        return adapter.name if adapter else self._config.base_name, prompts, futures
 
 
 async def _answers(request: Request, futures: Sequence[Future[Generation]]) -> list[Generation]:
@@ -391,12 +369,8 @@ def load_versions_in_use(generator: Generator, store: AdapterStore) -> None:
     Raises ``StorageError`` for a damaged store.
     """
     for adapter in store.in_use():
-        path = Path(adapter.path)
         try:
-            if is_file(path / "config.json"):
-                generator.replace_model(adapter.name, path)
-            else:
-                generator.load_adapter(adapter.name, path)
+            generator.load_adapter(adapter.name, Path(adapter.path))
         except ServingError as error:
             log.warning("%s is not served: %s", adapter.name, error)
 

@@ -252,13 +252,6 @@ class LoadRequest(UnloadRequest):
     lora_path: str = Field(min_length=1, max_length=4096)
 
 
-class UpdateWeightsRequest(OpenAIModel):
-    """POST /update_weights_from_disk. ``weight_version``: the name of the weights in ``model_path``."""
-
-    model_path: str = Field(max_length=4096)
-    weight_version: ModelName
-
-
 class Formatter:
     """Writes tokens as text. ``as_ids``: tokens in logprobs are written ``token_id:<id>`` (vLLM's option)."""
 

@@ -32,7 +32,7 @@ from openhands_rl_plugin.core.errors import (
 )
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Failure, FailureKind, Frozen, JsonObject, Score, Trajectory
-from openhands_rl_plugin.models.adapters.servers import Connection, prompt_logprobs
+from openhands_rl_plugin.models.adapters.publisher import ModelServer
 from openhands_rl_plugin.models.engines.client import ServerError
 from openhands_rl_plugin.rewards.verifier.card import VerifierCard, VerifierOutput
 
@@ -224,7 +224,7 @@ class ServedVerifier:
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
         """One output per prompt, in order; a failed request affects its own prompt only."""
         slots = asyncio.Semaphore(AT_ONCE)
-        async with aclosing(Connection(self._base_url, api_key=self._key, timeout=self._timeout)) as http:
+        async with aclosing(ModelServer(self._base_url, api_key=self._key, timeout=self._timeout)) as http:
 
             async def one(prompt: tuple[int, ...]) -> VerifierOutput | Failure:
                 try:
@@ -238,7 +238,7 @@ class ServedVerifier:
             first = [await one(prompt) for prompt in prompts[:1]]
             return [*first, *await asyncio.gather(*map(one, prompts[1:]))]
 
-    async def _verdict(self, http: Connection, prompt: tuple[int, ...]) -> VerifierOutput:
+    async def _verdict(self, http: ModelServer, prompt: tuple[int, ...]) -> VerifierOutput:
         for attempt in count(1):
             try:
                 yes, no = await self._logprobs(http, prompt)
@@ -251,7 +251,7 @@ class ServedVerifier:
             await _BACKOFF.wait(attempt)
         raise AssertionError
 
-    async def _logprobs(self, http: Connection, prompt: tuple[int, ...]) -> tuple[float, float]:
+    async def _logprobs(self, http: ModelServer, prompt: tuple[int, ...]) -> tuple[float, float]:
         """Those of YES and NO."""
         body: JsonObject = {"model": self._model, "prompt": [*prompt], "max_tokens": 1, "temperature": 0.0}
         body |= {"logprobs": _TOP, "return_tokens_as_token_ids": True}
@@ -260,9 +260,9 @@ class ServedVerifier:
             top = (answer["choices"][0].get("logprobs") or {}).get("top_logprobs") or [{}]
             return [top[0].get(f"token_id:{label}") for label in (self._yes, self._no)]
 
-        yes, no = await http.ask("v1/completions", body, pick, f"{self._model} cannot judge at {http.root}")
+        yes, no = await http.ask("v1/completions", body, f"{self._model} cannot judge at {http.url}", pick)
         if yes is None or no is None:
-            forced = [await prompt_logprobs(http, self._model, (*prompt, label)) for label in (self._yes, self._no)]
+            forced = [await http.prompt_logprobs(self._model, (*prompt, label)) for label in (self._yes, self._no)]
             yes, no = (each[-1] for each in forced)
         if yes is None or no is None:
             raise GraderError(

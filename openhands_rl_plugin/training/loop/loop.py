@@ -15,7 +15,6 @@ its batch, and an adapter whose stage did not end is followed by a later version
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -174,7 +173,6 @@ class TrainingLoop:
         self._listener.stage_started(name)
         record = await work(name)
         self._save(self._state.with_record(record))
-        await asyncio.to_thread(self._remove_older)
         self._listener.stage_finished(record)
         if self._on_saved is not None:
             await self._on_saved(self._state)
@@ -487,21 +485,6 @@ class TrainingLoop:
         state.save(self._parts.state_file)
         self._state = state
 
-    def _remove_older(self) -> None:
-        """Of whole models, keep on disk what the plan says. The one in use is what the last stage ended with."""
-        if self._settings.training.method != "full":
-            return
-        gone: list[str] = []
-        for name in self._state.superfluous(self._loop.save_total_limit):
-            try:
-                self._parts.adapters.remove(name)
-                gone.append(name)
-            except StorageError as error:
-                log.warning("an older version stays on disk: %s", error)
-        if gone:
-            kept = tuple(name for name in self._state.made if name not in gone)
-            self._save(self._state.model_copy(update={"made": kept}))
-
     def _record(
         self, stage: str, started: float, metrics: dict[str, float], adapter: Adapter | None = None
     ) -> StageRecord:
@@ -518,14 +501,8 @@ class TrainingLoop:
         return self._parts.state_file.parent / "training" / stage
 
     async def _save_trainer(self, trainer: Trainer, adapter: Adapter) -> None:
-        """Save the optimiser's state for the stage after this one. Of all weights it is so large that only this one and
-        that of the last finished stage are kept."""
+        """Save the optimiser's state for the stage after this one."""
         await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
-        if self._settings.training.method == "full":
-            kept = {adapter.name, self._state.adapter}
-            for other in self._trainer_directory(adapter).parent.iterdir():
-                if other.name not in kept:
-                    shutil.rmtree(other, ignore_errors=True)
 
     def _trainer_directory(self, adapter: Adapter) -> Path:
         return self._parts.state_file.parent / "trainer" / adapter.name

@@ -87,7 +87,7 @@ class LoopState(Frozen):
     """The finished stages of a run, in order, and the batch of the stage in progress, once it is chosen.
 
     ``start``: the adapter that the run started from, if it was not the base model alone. ``made``: the versions that
-    the run wrote and did not remove, also in stages that did not end.
+    the run wrote, also in stages that did not end.
     """
 
     start: str | None = None
@@ -111,11 +111,6 @@ class LoopState(Frozen):
     def with_batch(self, batch: ChosenBatch) -> Self:
         """This state in the middle of a stage."""
         return self.model_copy(update={"batch": batch})
-
-    def superfluous(self, limit: int) -> tuple[str, ...]:
-        """The versions that the run made and needs no more: all but the last ``limit`` that a stage ended with."""
-        ended = dict.fromkeys(record.adapter for record in reversed(self.records) if record.adapter in self.made)
-        return tuple(name for name in self.made if name not in list(ended)[:limit])
 
     @classmethod
     def load(cls, path: Path) -> Self:

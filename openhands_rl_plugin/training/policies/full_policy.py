@@ -15,13 +15,13 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import StorageError, TrainingError, describe
-from openhands_rl_plugin.models.adapters.store import LOADED, MANIFEST, PROBE, PROBED
+from openhands_rl_plugin.models.adapters.store import MANIFEST, PROBE, PROBED
 from openhands_rl_plugin.training.distributed.ranks import full_tensor, is_sharded, local_shard, shard_all
 from openhands_rl_plugin.training.policies.packed_model import PackedModel, fuse_layers
 
 _SHARD_BYTES = 4 * 1024**3  # a size per file that every file system and hub accepts
 _OWN_FILES = (".safetensors", ".bin", ".index.json")
-_OF_A_VERSION = frozenset({MANIFEST, PROBE, LOADED, PROBED, "trained.json"})
+_OF_A_VERSION = frozenset({MANIFEST, PROBE, PROBED, "trained.json"})
 """What was written beside the weights that training began with, about those."""
 
 

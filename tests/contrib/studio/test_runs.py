@@ -92,8 +92,8 @@ def test_adapters_have_their_lineage_and_what_they_reach(run: Path, client: Clie
     }
     assert first["probed"] == {}
     store = AdapterStore(run / "adapters")
-    store.note_probed(store.get("shop-v000001"), {"http://a": 0.25})
-    store.note_probed(store.get("shop-v000001"), {"http://b": 0.125})
+    store.note_served(store.get("shop-v000001"), {"http://a": 0.25})
+    store.note_served(store.get("shop-v000001"), {"http://b": 0.125})
     (folder,) = client(sources=sources_at([str(run)])).get("/api/adapters").json()["folders"]
     assert folder["adapters"][0]["probed"] == {"http://a": 0.25, "http://b": 0.125}
 

@@ -34,7 +34,6 @@ class SGLangDouble:
 
     generator: Generator
     served_name: str = BASE
-    owner: str = "sglang"
     adapters: dict[str, str] = field(default_factory=dict)
     loads: int = 0
     answers_as: dict[str, str] = field(default_factory=dict)
@@ -52,7 +51,7 @@ class SGLangDouble:
 
     async def _models(self, _: Request) -> Response:
         def card(name: str, root: str, parent: str | None) -> dict[str, object]:
-            return {"id": name, "object": "model", "owned_by": self.owner, "root": root, "parent": parent}
+            return {"id": name, "object": "model", "owned_by": "sglang", "root": root, "parent": parent}
 
         cards = [card(self.served_name, self.served_name, None)]
         cards += [card(name, path, self.served_name) for name, path in self.adapters.items()]

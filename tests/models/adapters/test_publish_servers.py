@@ -20,7 +20,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, PublishError
 from openhands_rl_plugin.core.types import Adapter, Probe
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.store import PROBED, WEIGHTS_FILE, AdapterStore, ProbedOn
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.models.engines.client import ServerError
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, ServerConfig
 from openhands_rl_plugin.models.generator.generator import Generator
@@ -122,8 +122,7 @@ async def test_sglang_is_found_proven_and_asked_by_its_own_names(
                 report = await publisher.publish(adapter, canary(reference, adapter))
                 assert report.difference is not None and report.difference < 1e-4
             assert report.unloaded == ("live-v000001",)
-            probed = ProbedOn.model_validate_json((store.root / adapter.name / PROBED).read_bytes())
-            assert probed.differences == {url: report.difference}
+            assert store.served_by(adapter) == {url: report.difference}
             assert sglang.adapters == {"live-v000002": adapter.path}
             assert await publisher.served_model(adapter) == f"{BASE}:live-v000002"
             assert await publisher.loaded() == ((url, frozenset({"live-v000002"})),)
@@ -167,17 +166,6 @@ async def test_a_server_that_goes_on_answering_as_the_version_before_is_found_ou
                 report = await now.publish(second, after.model_copy(update={"max_difference": bound}))
             assert report.difference is not None and report.difference < 1e-4
             assert store.current("live") == second
-
-
-async def test_a_server_that_does_not_say_what_it_is(sglang: SGLangDouble, model: Path, store: AdapterStore) -> None:
-    sglang.owner = "proxy"
-    adapter = stored(store, model, 0)
-    with running_sglang(sglang) as url:
-        async with AdapterPublisher(url, store) as publisher:
-            with pytest.raises(PublishError, match=r"which server it is \(owned_by: 'proxy'\): set server ="):
-                await publisher.publish(adapter)
-        async with AdapterPublisher(url, store, server="sglang") as publisher:
-            assert (await publisher.publish(adapter)).adapter == adapter.name
 
 
 async def test_replicas_all_have_it_or_none(

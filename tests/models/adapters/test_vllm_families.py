@@ -12,8 +12,7 @@ from tiny_model import write_model
 
 from evaluation.performance.serving.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
-from openhands_rl_plugin.models.adapters.servers import Connection, open_server
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, ModelServer
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
@@ -48,15 +47,14 @@ def test_vllm_serves_what_was_trained(name: str, experts: bool, tmp_path: Path) 
     probe = trainer.probe(IDS)
 
     async def load(url: str) -> float | None:
-        publisher = AdapterPublisher(url, store)
-        connection = Connection(url)
+        publisher, server = AdapterPublisher(url, store), ModelServer(url)
         try:
             # On a processor vLLM loads adapters of mixtures, which checks names and shapes, but cannot compute them.
             if experts:
-                return await (await open_server(connection)).load(adapter)
+                return await server.load(adapter)
             return (await publisher.publish(adapter, probe)).difference
         finally:
-            await connection.aclose()
+            await server.aclose()
             await publisher.aclose()
 
     options = ["--max-model-len", "256", "--dtype", "float32"]

@@ -15,7 +15,7 @@ from wire_shapes import AGAIN, MESSAGES, REFUSED, STREAMS
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError, PublishError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, SamplingParams, ToolCall
-from openhands_rl_plugin.models.adapters.servers import Connection
+from openhands_rl_plugin.models.adapters.publisher import ModelServer
 from openhands_rl_plugin.models.engines.client import HttpUpstream
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import check_answers, listed_models
@@ -311,7 +311,7 @@ async def test_a_list_of_models_and_publishing_give_up_a_server_that_drips(kind:
     async with dripping_server(kind) as url, asyncio.timeout(5):
         with pytest.raises(InfrastructureError, match="did not answer within"):
             await asyncio.to_thread(listed_models, url, None, 0.3)
-        connection = Connection(url, timeout=0.3)
+        connection = ModelServer(url, timeout=0.3)
         with pytest.raises(PublishError, match="nothing answers"):
             await connection.send("v1/models", None, "no list")
         await connection.aclose()

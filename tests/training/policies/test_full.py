@@ -171,4 +171,4 @@ def test_the_command_writes_a_model_and_will_not_publish_it(
     assert second.parent == first.name and first.base_model == "tiny"
     assert cli.main([*words, "sft", "--publish", "http://127.0.0.1:9/v1"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is not loaded into a running server as an adapter" in line
+    assert "which no running server loads" in line
