@@ -312,21 +312,15 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, settings: RL
 
 
 def _check_parts(args: argparse.Namespace, evaluation: Evaluation, settings: RLSettings) -> None:
-    """Raise for what all episodes would fail of: the model server, the environment, the interpreters."""
+    """Raise for what all episodes would fail of: the model server, the environment."""
     from openhands_rl_plugin.config.build import check_environment_server
-    from openhands_rl_plugin.evals.runs.backends import is_light
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
-    from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable
     from openhands_rl_plugin.models.engines.server_models import check_model_server
 
     model = evaluation.plan.model
     check_model_server(model.base_url, model.name, os.environ.get(model.api_key_env))
     if evaluation.plan.suite.name == ENVIRONMENT:
         check_environment_server(settings)
-    rows = [entry.instance for entry in evaluation.eval_tasks if entry.instance is not None]
-    instances = [each for each in rows if not is_light(each)]
-    if not args.no_grade and instances and (left := check_gradable(instances, containers=args.backend != "local")):
-        print(sayable(left), file=sys.stderr)
 
 
 @asynccontextmanager

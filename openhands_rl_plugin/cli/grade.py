@@ -13,6 +13,7 @@ The report of model org/name is DIR/org__name.RUN_ID.json; why a patch is unreso
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.evals.swe.types import PatchVerdict
 
 RESUME = "the same command continues where it stopped"
-_SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,43 +64,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Grade; exit code 1 when nothing got a verdict. A bad prediction does not affect the others.
-
-    Raises ``RLError`` when it is known before that nothing can be graded.
-    """
-    from openhands_rl_plugin.evals.runs.backends import is_light
+    """Grade; exit code 1 when nothing got a verdict. Raises ``RLError`` for files that cannot be read."""
     from openhands_rl_plugin.evals.runs.plan import Selection
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
-    from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable, commonest, grade_all, summary
+    from openhands_rl_plugin.evals.swe.run_evaluation import commonest, grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
     from openhands_rl_plugin.trajectories.view import progress_bar
 
-    if not args.run_id.replace("-", "").replace("_", "").replace(".", "").isalnum() or args.run_id.startswith("."):
+    if not re.fullmatch(r"\w[\w.-]*", args.run_id):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")
     chosen = Selection(include=tuple(args.ids))
     instances = chosen.of(read_instances(args.instances), lambda each: each.instance_id)
-    found = read_predictions(args.predictions, instances)
-    for problem in found.problems[:_SHOWN]:
-        print(f"left out: {sayable(problem)}", file=sys.stderr)
-    if len(found.problems) > _SHOWN:
-        print(f"left out: {len(found.problems) - _SHOWN} more", file=sys.stderr)
-    if not found.rows:
-        raise ConfigError(f"{args.predictions}: no prediction for these instances")
-    predictions = found.rows
-    several = len({each.model_name_or_path for each in predictions}) > 1
+    predictions = read_predictions(args.predictions, instances)
     asked = {each.instance_id for each in predictions}
-    chosen = [instance for instance in instances if instance.instance_id in asked]
-    async with open_backend(args, chosen, network=args.network) as backend:
+    graded_rows = [instance for instance in instances if instance.instance_id in asked]
+    async with open_backend(args, graded_rows, network=args.network) as backend:
         await backend.check()
-        others = [instance for instance in chosen if not is_light(instance)]
-        if others and (left := check_gradable(others, containers=args.backend != "local")):
-            print(sayable(left), file=sys.stderr)
         with progress_bar("grading", len(predictions)) as bar:
 
             def show(prediction: PatchPrediction, verdict: PatchVerdict) -> None:
                 why = f": {verdict.reason}" if verdict.reason else ""
-                who = f"{prediction.model_name_or_path}  " if several else ""
-                bar.print(f"{who}{verdict.instance_id}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
+                who = f"{prediction.model_name_or_path}  {verdict.instance_id}"
+                bar.print(f"{who}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
                 bar.advance()
 
             graded = await grade_all(

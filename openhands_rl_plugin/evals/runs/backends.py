@@ -19,11 +19,6 @@ from openhands_rl_plugin.evals.tasks.packages import TaskRepositories
 BackendName = Literal["local", "docker"]
 
 
-def is_light(instance: Instance) -> bool:
-    """Whether a task is of another package's suite, and needs no environment of its own."""
-    return own_suite_of(instance) is not None
-
-
 def make_backend(
     name: BackendName,
     *,

@@ -11,14 +11,14 @@ import functools
 import re
 import secrets
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from openhands_rl_plugin.core.errors import InfrastructureError, RLError, describe
+from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary
 from openhands_rl_plugin.core.redaction import redact_text
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.environments.workspace.processes import Ended
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, Applied, apply_patch, refusal
@@ -32,9 +32,6 @@ _SPACE_TIME = 120.0
 _FULL = "No space left on device"
 _SPOILED = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Errored", ">>>>> Tests Timed Out")
 _GOOD, _BAD = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
-_FAILURE = re.compile(r"^(?:FAILED|ERROR) +(\S[^\n]*?) - ([^\n]+)$", re.M)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
-_LONGEST = 160
 
 
 class Box(Protocol):
@@ -131,18 +128,11 @@ def resolution_of(instance: Instance, recipe: Recipe, statuses: Statuses) -> Res
 
 
 def why_unresolved(instance: Instance, resolution: Resolution, run: TestRun) -> str:
-    """For example ``1 of 1 F2P failed: ValueError: x; 5 of 59 P2P failed``, with the commonest message."""
-
-    def parts() -> Iterator[str]:
-        wanted = (("F2P", instance.fail_to_pass), ("P2P", instance.pass_to_pass))
-        for (group, names), status in zip(wanted, resolution, strict=True):
-            failed = {part for each in status.failure for part in (each.partition("[")[0], each.partition("::")[0])}
-            causes = Counter(why for name, why in _FAILURE.findall(run.tests) if name.partition("[")[0] in failed)
-            why = f": {_CONTROL.sub(' ', causes.most_common(1)[0][0])[:_LONGEST]}" if causes else ""
-            if status.failure:
-                yield f"{len(status.failure)} of {len(names)} {group} failed{why}"
-
-    return run.cut or ("; ".join(parts()) if run.statuses else "no test in the log") or "no test of the row ran"
+    """For example ``1 of 1 F2P failed; 5 of 59 P2P failed``."""
+    named = {"F2P": instance.fail_to_pass, "P2P": instance.pass_to_pass}
+    failed = [len(each.failure) for each in resolution]
+    parts = [f"{n} of {len(named[name])} {name} failed" for name, n in zip(named, failed, strict=True) if n]
+    return run.cut or ("; ".join(parts) if run.statuses else "no test in the log") or "no test of the row ran"
 
 
 async def evaluate(grading: Grading, logs: InstanceLogs, guard: Guard | None) -> PatchVerdict:
@@ -234,8 +224,8 @@ def read_log(text: str, word: str) -> RunLog:
 async def grade_and_log(
     instance: Instance, patch: str, logs: InstanceLogs, grade: Callable[[], Awaitable[PatchVerdict]]
 ) -> PatchVerdict:
-    """The verdict with its time and logs; infrastructure failures are verdicts, too. An empty or refused patch is not
-    graded.
+    """The verdict with its time and logs; failures of the infrastructure are verdicts, too. An empty or refused patch
+    is not graded.
     """
     began = time.monotonic()
     verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.EMPTY_PATCH, reason="the patch is empty")
@@ -244,10 +234,11 @@ async def grade_and_log(
             verdict = verdict.model_copy(update={"kind": VerdictKind.REFUSED, "reason": why})
         elif patch.strip():
             logs.write_patch(patch)
-            verdict = await grade()
-    except (RLError, OSError) as error:
+            with boundary(FailureKind.GRADER, "instance.grade"):
+                verdict = await grade()
+    except RLError as error:
         # Messages of ``RLError`` are complete.
-        reason = str(error) if isinstance(error, RLError) else describe(error)
+        reason = str(error.__cause__ if isinstance(error.__cause__, RLError) else error)
         verdict = verdict.model_copy(update={"kind": VerdictKind.INFRASTRUCTURE, "reason": reason})
     verdict = verdict.model_copy(update={"seconds": time.monotonic() - began, "logs": str(logs.folder)})
     logs.write_verdict(verdict)

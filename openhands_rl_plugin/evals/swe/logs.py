@@ -13,10 +13,10 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import PatchVerdict, TestsStatus, VerdictKind
 
-_COUNTED = ("submitted", "completed", "resolved", "unresolved", "empty_patch", "error")
 _TESTED = (VerdictKind.RESOLVED, VerdictKind.UNRESOLVED)
+_ERRORS = (VerdictKind.UNAPPLIED, VerdictKind.TIMED_OUT, VerdictKind.REFUSED, VerdictKind.INFRASTRUCTURE)
 
 
 class InstanceLogs:
@@ -39,11 +39,10 @@ class InstanceLogs:
     def write_verdict(self, verdict: PatchVerdict) -> None:
         """``verdict.json``, and ``report.json`` when the tests finished."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.write("verdict.json", verdict.model_dump_json(indent=1))
+        (self.folder / "report.json").unlink(missing_ok=True)
         if verdict.kind in _TESTED:
             self.write("report.json", json.dumps(instance_report(verdict), indent=4))
-        else:
-            (self.folder / "report.json").unlink(missing_ok=True)
-        self.write("verdict.json", verdict.model_dump_json(indent=1))
 
     def verdict_on(self, patch: str) -> PatchVerdict | None:
         """The verdict of an earlier run on the same patch; ``None`` without one, or after an infrastructure failure."""
@@ -57,45 +56,38 @@ class InstanceLogs:
 
 def instance_report(verdict: PatchVerdict) -> JsonObject:
     """``report.json`` of one tested patch."""
-    nothing: JsonObject = {"success": [], "failure": []}
+    groups = {"FAIL_TO_PASS": verdict.fail_to_pass, "PASS_TO_PASS": verdict.pass_to_pass}
+    groups |= dict.fromkeys(("FAIL_TO_FAIL", "PASS_TO_FAIL"), TestsStatus())
     return {
         verdict.instance_id: {
             "patch_is_None": False,
             "patch_exists": True,
             "patch_successfully_applied": True,
             "resolved": verdict.resolved,
-            "tests_status": {
-                "FAIL_TO_PASS": verdict.fail_to_pass.model_dump(mode="json"),
-                "PASS_TO_PASS": verdict.pass_to_pass.model_dump(mode="json"),
-                "FAIL_TO_FAIL": nothing,
-                "PASS_TO_FAIL": nothing,
-            },
+            "tests_status": {name: each.model_dump(mode="json") for name, each in groups.items()},
         }
     }
 
 
 def run_report(verdicts: Mapping[str, PatchVerdict], instances: list[str], submitted: list[str]) -> JsonObject:
-    """The report of a run (schema version 2). In addition to the official fields: ids by kind of verdict."""
-    kinds = {kind: sorted(name for name, each in verdicts.items() if each.kind is kind) for kind in VerdictKind}
-    resolved, unresolved, empty = (kinds[kind] for kind in (*_TESTED, VerdictKind.EMPTY_PATCH))
-    failures = (VerdictKind.UNAPPLIED, VerdictKind.TIMED_OUT, VerdictKind.REFUSED, VerdictKind.INFRASTRUCTURE)
-    errors = sorted(name for kind in failures for name in kinds[kind])
-    completed = sorted([*resolved, *unresolved])
+    """The report of a run (schema version 2)."""
+
+    def of(*kinds: VerdictKind) -> list[str]:
+        return sorted(name for name, each in verdicts.items() if each.kind in kinds)
+
     ids = {
-        "completed_ids": completed,
-        "incomplete_ids": sorted({*instances} - {*verdicts}),
-        "empty_patch_ids": empty,
-        "submitted_ids": sorted(submitted),
-        "resolved_ids": resolved,
-        "unresolved_ids": unresolved,
-        "error_ids": errors,
-        **{f"{kind.value}_ids": kinds[kind] for kind in failures},
-        "flagged_ids": sorted(name for name, each in verdicts.items() if each.flagged),
+        "submitted": sorted(submitted),
+        "completed": of(*_TESTED),
+        "resolved": of(VerdictKind.RESOLVED),
+        "unresolved": of(VerdictKind.UNRESOLVED),
+        "empty_patch": of(VerdictKind.EMPTY_PATCH),
+        "error": of(*_ERRORS),
     }
     return {
         "total_instances": len(instances),
-        **{f"{name}_instances": len(ids[f"{name}_ids"]) for name in _COUNTED},
-        **{name: [*value] for name, value in ids.items()},
+        **{f"{name}_instances": len(each) for name, each in ids.items()},
+        **{f"{name}_ids": [*each] for name, each in ids.items()},
+        "incomplete_ids": [*sorted({*instances} - {*verdicts})],
         "schema_version": 2,
         "unstopped_instances": 0,
         "unstopped_containers": [],

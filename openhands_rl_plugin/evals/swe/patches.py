@@ -24,7 +24,7 @@ from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 MAX_PATCH = 16 * 2**20
 """Bytes. Larger patches contain generated files, not a fix."""
 
-_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _GIT = re.compile(r'diff --git (?:a/(.*) b/(.*)|"a/(.*)" "b/(.*)")\r?$')
 _SECTIONS = ("GIT binary patch", "rename from ", "new file mode ", "deleted file mode ", "old mode ")
 _ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
@@ -36,46 +36,45 @@ class FilePatch:
     """The part of a patch about one file.
 
     ``header``: its names in the ``diff --git`` line. ``old`` and ``new``: those above its hunks, ``None`` for the
-    missing side of an added or deleted file. ``added``: new lines with their numbers.
-    ``applies``: whether anything in it can be applied.
+    missing side of an added or deleted file. ``added``: new lines. ``applies``: whether anything in it can be applied.
     """
 
     header: tuple[str, ...] = ()
     old: str | None = None
     new: str | None = None
-    has_hunks: bool = False
     applies: bool = False
-    added: list[tuple[int, str]] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
 
 
 def read_patch(patch: str) -> list[FilePatch]:
     """The parts of a patch, in its order."""
     files: list[FilePatch] = []
-    before = after = number = 0
+    before = after = 0
+    hunks = False
     for line in patch.split("\n"):
         if before > 0 or after > 0:
             if line.startswith(("-", "+", " ", "\\")) or not line.strip():
                 if line.startswith("+"):
-                    files[-1].added.append((number, line[1:].rstrip("\r")))
+                    files[-1].added.append(line[1:].rstrip("\r"))
                 before -= not line.startswith(("+", "\\"))
                 after -= not line.startswith(("-", "\\"))
-                number += not line.startswith(("-", "\\"))
                 continue
             before = after = 0
         if match := _GIT.match(line):
             names = (match[1] or _unescaped(match[3] or ""), match[2] or _unescaped(match[4] or ""))
             files.append(FilePatch(header=names))
+            hunks = False
         elif line.startswith("--- "):
-            if not files or files[-1].has_hunks:
+            if not files or hunks:
                 files.append(FilePatch())
-            files[-1].old = _name(line[4:], "a/")
+            files[-1].old, hunks = _name(line[4:], "a/"), False
         elif line.startswith("+++ ") and files:
-            files[-1].new, files[-1].has_hunks = _name(line[4:], "b/"), True
-        elif files and (line.startswith(_SECTIONS) or _HUNK.match(line)):
+            files[-1].new, hunks = _name(line[4:], "b/"), True
+        elif files and (match := _HUNK.match(line)):
             files[-1].applies = True
-            if match := _HUNK.match(line):
-                before, after = (int(match[at]) if match[at] is not None else 1 for at in (1, 3))
-                number = int(match[2])
+            before, after = (int(number) if number is not None else 1 for number in match.groups())
+        elif files and line.startswith(_SECTIONS):
+            files[-1].applies = True
     return files
 
 
@@ -86,7 +85,7 @@ def changed_files(patch: str) -> tuple[str, ...]:
 
 def restored_files(patch: str) -> tuple[str, ...]:
     """The files with hunks that exist before the patch."""
-    return tuple(dict.fromkeys(each.old for each in read_patch(patch) if each.has_hunks and each.old))
+    return tuple(dict.fromkeys(each.old for each in read_patch(patch) if each.old))
 
 
 def added_files(patch: str) -> tuple[str, ...]:
@@ -97,15 +96,6 @@ def added_files(patch: str) -> tuple[str, ...]:
 def touched_files(patch: str) -> frozenset[str]:
     """Every file that the patch changes, adds or deletes, by its old and new name."""
     return frozenset(name for each in read_patch(patch) for name in (*each.header, each.old, each.new) if name)
-
-
-def added_lines(patch: str) -> dict[str, list[tuple[int, str]]]:
-    """The lines that the patch adds, with their numbers, by file."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for each in read_patch(patch):
-        if each.new:
-            found.setdefault(each.new, []).extend(each.added)
-    return found
 
 
 def refusal(patch: str) -> str | None:
@@ -187,14 +177,14 @@ async def apply_patch(run: RunCommand, instance: Instance, patch: str) -> Applie
     before, began, text = ended.text.partition(f"{word}\n")
     if not began:
         raise InfrastructureError(f"the patch could not be tried: {before.strip()[:300] or f'status {ended.code}'}")
-    said, _, listed = text.partition(f"\n{word}\n")
+    printed, _, listed = text.partition(f"\n{word}\n")
     if ended.timed_out:
-        return Applied(VerdictKind.UNAPPLIED, "applying the patch took too long", output=said)
+        return Applied(VerdictKind.UNAPPLIED, "applying the patch took too long", output=printed)
     if ended.code:
-        return Applied(VerdictKind.UNAPPLIED, ended.last_line, output=said)
+        return Applied(VerdictKind.UNAPPLIED, ended.last_line, output=printed)
     found = [name for name in listed.split("\0") if name]
     if why := _unnamed(found, touched_files(patch)):
-        return Applied(VerdictKind.REFUSED, why, output=said)
+        return Applied(VerdictKind.REFUSED, why, output=printed)
     back = _put_back(instance, patch, {*found, *touched_files(patch)})
     own = {*added_files(instance.test_patch)} & {*found, *changed_files(patch)}
     new = sorted(own | (back & {*added_files(patch), *(name for name in found if _is_compiled(name))}))
@@ -203,8 +193,8 @@ async def apply_patch(run: RunCommand, instance: Instance, patch: str) -> Applie
         lines = [f"rm -rf -- {shlex.quote(name)}" for name in new]
         lines += [f"git checkout --quiet -- {shlex.quote(name)} 2>/dev/null || true" for name in old]
         await run(["/bin/bash", "-c", "\n".join(lines)], _APPLY_TIME)
-        said += f"\nput back: {' '.join([*new, *old])}"
-    return Applied(put_back=(*new, *old), output=said)
+        printed += f"\nput back: {' '.join([*new, *old])}"
+    return Applied(put_back=(*new, *old), output=printed)
 
 
 def _unnamed(found: Iterable[str], named: frozenset[str]) -> str:
@@ -213,8 +203,7 @@ def _unnamed(found: Iterable[str], named: frozenset[str]) -> str:
     allowed = named | {name.partition("/")[2] for name in named}
     allowed |= {name + left for name in allowed for left in _LEFT}
     wrong = sorted(name for name in found if name not in allowed or is_gits_own(name))
-    more = f" and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
-    return f"applying it changes what it does not name: {', '.join(wrong[:_MOST])}{more}" if wrong else ""
+    return f"applying it changes what it does not name: {', '.join(wrong[:_MOST])}" if wrong else ""
 
 
 def runs_tests(instance: Instance, patch: str, file: str) -> bool:
@@ -226,9 +215,13 @@ def runs_tests(instance: Instance, patch: str, file: str) -> bool:
         path.name in _RUNNERS
         or path.suffix == ".pth"
         or (shadows and (path.name == file or path.parts[1:] == ("__init__.py",)) and path.suffix == ".py")
-        or (path.name in _SETTINGS and any(_OPTIONS.search(text) for _, text in added_lines(patch).get(file, ())))
+        or (path.name in _SETTINGS and any(map(_OPTIONS.search, _added(patch, file))))
         or file in str(instance.extra.get("test_command", "")).split()
     )
+
+
+def _added(patch: str, file: str) -> list[str]:
+    return [line for each in read_patch(patch) if each.new == file for line in each.added]
 
 
 def _put_back(instance: Instance, patch: str, changed: Iterable[str]) -> frozenset[str]:

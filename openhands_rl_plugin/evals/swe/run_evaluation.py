@@ -1,11 +1,8 @@
-"""Grades many predictions: concurrent, resumable, with the files of the official tools. What lacks
-an environment is found before the first.
-"""
+"""Grades many predictions: concurrent, resumable, with the files of the official tools."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,14 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, InfrastructureError, RLError, boundary
 from openhands_rl_plugin.core.files import PRIVATE, write_file
-from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs, run_report
-from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.recipes.swe_bench import parser_of
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
 
 _BACKOFF = Backoff(first=1.0, longest=10.0)
@@ -57,7 +49,7 @@ async def grade_all(
 
     async def grade(prediction: PatchPrediction) -> None:
         model, name, patch = prediction.model_name_or_path, prediction.instance_id, prediction.model_patch or ""
-        logs = InstanceLogs(out / "logs" / "run_evaluation" / run_id / model.replace("/", "__") / name)
+        logs = InstanceLogs(out / "logs" / "run_evaluation" / run_id / prediction.folder / name)
         verdict = logs.verdict_on(patch)
         if verdict is None:
             async with places:
@@ -72,10 +64,10 @@ async def grade_all(
             for prediction in predictions:
                 group.create_task(grade(prediction))
     finally:
-        for model in dict.fromkeys(each.model_name_or_path for each in predictions):
+        for model, folder in {each.model_name_or_path: each.folder for each in predictions}.items():
             submitted = [each.instance_id for each in predictions if each.model_name_or_path == model]
             found = {name: verdicts[model, name] for name in submitted if (model, name) in verdicts}
-            reports.append(out / f"{model.replace('/', '__')}.{run_id}.json")
+            reports.append(out / f"{folder}.{run_id}.json")
             write_file(reports[-1], json.dumps(run_report(found, list(rows), submitted), indent=4), PRIVATE)
     return GradedPredictions(verdicts, tuple(reports))
 
@@ -85,19 +77,15 @@ async def grade_with_retries(
 ) -> PatchVerdict:
     """Grade one patch, again after infrastructure failures, at most ``retries`` times.
 
-    The last failure is a verdict of kind ``INFRASTRUCTURE``. Raises ``ConfigError``.
+    The last failure is a verdict of kind ``INFRASTRUCTURE``.
     """
-    for attempt in itertools.count(1):
-        try:
-            with boundary(FailureKind.GRADER, "instance.grade"):
-                verdict = await backend.grade(instance, patch, logs=logs.folder, timeout=timeout)
-        except CaughtFailure as caught:
-            lost, why = VerdictKind.INFRASTRUCTURE, caught.failure.message
-            logs.write_verdict(verdict := PatchVerdict(instance_id=instance.instance_id, kind=lost, reason=why))
+    attempt = 0
+    while True:
+        verdict = await backend.grade(instance, patch, logs=logs.folder, timeout=timeout)
+        attempt += 1
         if verdict.kind is not VerdictKind.INFRASTRUCTURE or attempt > retries:
             return verdict
         await _BACKOFF.wait(attempt)
-    raise AssertionError("unreachable")
 
 
 def summary(verdicts: Mapping[tuple[str, str], PatchVerdict]) -> str:
@@ -108,21 +96,6 @@ def summary(verdicts: Mapping[tuple[str, str], PatchVerdict]) -> str:
     return ", ".join(parts) + (f"; {flagged} flagged" if flagged else "") if parts else "nothing graded"
 
 
-def check_gradable(instances: Sequence[Instance], *, containers: bool) -> str | None:
-    """A sentence about the instances that cannot be graded here; ``None`` when none is known.
-
-    An instance needs a recipe, the package that the recipe is in, and without ``containers`` the recipe's Python.
-    Raises ``ConfigError`` with the commonest reason when that is so of all of them.
-    """
-    reasons = {each.instance_id: reason for each in instances if (reason := _reason(each, containers=containers))}
-    if not reasons:
-        return None
-    said = f"{len(reasons)} of {len(instances)} instances cannot be graded here{commonest(reasons.items())}"
-    if len(reasons) == len(instances):
-        raise ConfigError(said)
-    return said
-
-
 def commonest(reasons: Iterable[tuple[str, str]]) -> str:
     """`` (40 times: ...)`` or ``: ...``: the commonest of the reasons of (instance id, reason), or nothing."""
     counts = Counter(reason.removeprefix(f"{name}: ") for name, reason in reasons if reason)
@@ -130,23 +103,3 @@ def commonest(reasons: Iterable[tuple[str, str]]) -> str:
         return ""
     ((reason, times),) = counts.most_common(1)
     return f": {reason}" if len(counts) == 1 else f"; commonest reason ({times} times): {reason}"
-
-
-def _reason(instance: Instance, *, containers: bool) -> str:
-    try:
-        recipe = recipe_of(instance, _no_file)
-        parser_of(recipe.parser)
-        if containers:
-            return ""
-        if not recipe.environment_script:
-            return f"the row names an image, but not how to install {instance.repo}; use --backend docker"
-        find_python(recipe.python)
-    except InfrastructureError:
-        return ""  # only files of the repository say what it needs
-    except RLError as error:
-        return str(error)
-    return ""
-
-
-def _no_file(repo: str, commit: str, path: str) -> str | None:
-    raise InfrastructureError("the repository is not here yet")

@@ -6,13 +6,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from git_backend import make_instances
 from scripted_model import refusal, serve
 
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
-from openhands_rl_plugin.evals.swe.recipes import swe_bench
-from openhands_rl_plugin.evals.swe.run_evaluation import check_gradable
 
 WORDS = ["evaluate", "webshop", "--agent", "RLAgent", "--limit", "2", "--api-key-env", "", "--processes", "0"]
 
@@ -52,24 +48,3 @@ def test_a_run_that_says_nothing_fails_and_tells_why(tmp_path: Path, capsys: pyt
         assert main(words) == 1
     said = capsys.readouterr().err
     assert "2 of 2 attempts say nothing about the agent: " in said and "this model is out of order" in said
-
-
-def test_instances_that_cannot_be_graded_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, other = make_instances(tmp_path, 2)
-    runnable = good.model_copy(update={"extra": {**good.extra, "test_command": "pytest"}})
-    old = other.model_copy(update={"extra": {**other.extra, "test_command": "pytest", "python": "2.2"}})
-    assert check_gradable([runnable], containers=False) is None
-    assert check_gradable([runnable, old], containers=True) is None, "images have their own interpreters"
-    assert "1 of 2 instances cannot be graded here: Python 2.2 is not installed; get it with: uv python install" in str(
-        check_gradable([runnable, old], containers=False)
-    )
-    with pytest.raises(ConfigError, match="1 of 1 instances cannot be graded here: Python 2"):
-        check_gradable([old], containers=False)
-
-    def absent(module: str) -> None:
-        raise MissingExtraError("swebench", "swe")
-
-    monkeypatch.setattr(swe_bench, "swebench", absent)
-    foreign = good.model_copy(update={"repo": "django/django", "extra": {}})
-    with pytest.raises(ConfigError, match=r"pip install 'openhands_rl_plugin\[swe\]'"):
-        check_gradable([foreign], containers=False)
