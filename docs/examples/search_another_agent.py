@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.records import WorkspaceCommand
 from openhands_rl_plugin.core.types import EpisodeRequest, StopReason
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
-from openhands_rl_plugin.models.engines.client import ALL_FIELDS, HttpUpstream
+from openhands_rl_plugin.models.engines.client import HttpUpstream
 from openhands_rl_plugin.rollout.journal import on_its_loop
 from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session
 
@@ -100,7 +100,7 @@ def main(base_url: str, model: str, folder: Path, task: str, command: str) -> No
     session = Session(
         request, settings, strategy=strategy, strategy_spec=spec, base_model=model, environment_mode=False
     )
-    session.upstream = HttpUpstream(base_url, None, 600.0, fields=ALL_FIELDS)
+    session.upstream = HttpUpstream(base_url, None, 600.0, extended=True)
 
     loop = background()
     storage = FileTrajectoryStorage("searched")

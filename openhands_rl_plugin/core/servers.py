@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _LOG = redacting_logger(__name__)
-ACCESS = "uvicorn.access"
+_access_log: list[logging.Handler] = []
 API_KEY = "OPENHANDS_RL_API_KEY"
 """The environment variable of the key that clients of a server must send, unless an option names another."""
 HEALTH = "/health"
@@ -174,13 +174,11 @@ async def read_body[T](body: bytes, parse: Callable[[bytes], T]) -> T:
 
 
 def log_accesses() -> None:
-    """Print a line for each request to standard error, with uvicorn's access log: address, method, path, status."""
-    logger = redacting_logger(ACCESS)
-    if not logger.handlers:
+    """Servers that start from now on print a line for each request to standard error: uvicorn's access log."""
+    if not _access_log:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        logger.addHandler(handler)
-    logger.propagate = False
+        _access_log.append(handler)
 
 
 def note_failure(error: BaseException) -> str:
@@ -369,6 +367,7 @@ def _server(
     common: dict[str, Any] = {
         "log_level": "warning",
         "log_config": None,
+        "access_log": bool(_access_log),
         "timeout_graceful_shutdown": STOP_SECONDS,
         "timeout_keep_alive": IDLE_SECONDS,
         "limit_concurrency": MOST_CONNECTIONS,
@@ -381,6 +380,8 @@ def _server(
     }
     guard = GuardMiddleware(app, access, max_body_bytes=max_body_bytes)
     server = Server(uvicorn.Config(guard, **common))
-    if (access_log := logging.getLogger(ACCESS)).handlers:
-        access_log.setLevel(logging.INFO)
+    if _access_log:
+        logger = redacting_logger("uvicorn.access")
+        logger.handlers, logger.propagate = _access_log, False
+        logger.setLevel(logging.INFO)
     return server

@@ -40,7 +40,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -133,11 +133,6 @@ class GatewayConfig(BaseModel):
     max_body_bytes: int = Field(default=64 * 1024**2, ge=1024, description="maximum size of a request in bytes")
     timeout: float = Field(
         default=600.0, gt=0, description="seconds for one answer of the model server, to its last byte"
-    )
-    sampling_defaults: Literal["neutral", "model"] = Field(
-        default="neutral",
-        description="parameters that a request leaves open: neutral: temperature and top_p 1, no top_k, min_p or "
-        "penalty, as training needs; model: left to the server",
     )
     restore_calls: bool = Field(
         default=False,

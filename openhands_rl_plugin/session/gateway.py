@@ -37,14 +37,12 @@ from openhands_rl_plugin.core.servers import (
 from openhands_rl_plugin.core.types import Bounded, FailureKind, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.client import (
-    ALL_FIELDS,
-    SAMPLING,
+    Attempts,
     HttpUpstream,
     RawHeaders,
     Response,
     ServerError,
     close_connections,
-    is_sent_again,
     parts,
     server_error,
     whole,
@@ -80,7 +78,6 @@ from openhands_rl_plugin.session.wire import (
     AnswerStream,
     ClientRequest,
     WireProtocol,
-    added_fields,
     put_back,
     upstream_body,
 )
@@ -163,7 +160,7 @@ class Gateway:
         self._storage = storage
         self._key = named_key(config.upstream_key_env, "--upstream-key-env")
         self._keeps_client_key = not self._key and not config.access().key
-        self._upstream = HttpUpstream(config.upstream, self._key, config.timeout)
+        self._upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True)
         self._adapters = AdapterStore(config.adapters_path)
         self._routed = (LATEST, check_name(config.adapter)) if config.adapter else ()
         # Response -> name of its session, for requests that go on from a response and name no session.
@@ -187,8 +184,7 @@ class Gateway:
         scope = request.scope
         match scope["method"], request.path:
             case "GET" | "HEAD", ["health"]:
-                # Counters since the start, and the fields that models refuse.
-                now = {"status": "ok", "sessions": len(self.sessions), "refused": self._upstream.extensions.refused()}
+                now = {"status": "ok", "sessions": len(self.sessions), "refusal": self._upstream.refusal}
                 return Reply(200, dump_object({**now, **vars(self._counts)}))
             case "POST", ["session"]:
                 return await self._open(request.body)
@@ -329,7 +325,9 @@ class Gateway:
             if call.protocol is not CHAT:
                 raise ErrorReply(400, "The strategy of this session answers chat completions.")
             keys = [each for each in headers if each[0] in _KEY_HEADERS]
-            upstream = HttpUpstream(config.upstream, self._key, config.timeout, fields=ALL_FIELDS, headers=keys)
+            upstream = self._upstream
+            if keys:
+                upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True, headers=keys)
             document = await session.decided(call, model, upstream)
             self._counts.recorded += 1
             if call.streams:
@@ -337,20 +335,14 @@ class Gateway:
             return Reply(200, dump_object(document), recorded=True)
         if session.exact and call.protocol is CHAT:
             put_back(call, session.as_sampled(call.messages))
-        fills = config.sampling_defaults == "neutral"
-        wanted = [name for name in call.wanted if fills or name != SAMPLING]
-        attempt = self._upstream.extensions.attempt(model, wanted)
-        call.attempt, call.started, answered = attempt, time.perf_counter(), False
-        while True:
-            body = upstream_body(call, model, added_fields(call, attempt.fields))
-            try:
-                async with self._upstream.open("POST", call.protocol.path + request.query, headers, body) as response:
-                    attempt.succeeded()
-                    answered = True
-                    return await self._recorded(session, call, response, to)
-            except ServerError as error:
-                if answered or not await is_sent_again(error, attempt):
-                    raise
+        call.attempts, call.started = Attempts(self._upstream), time.perf_counter()
+
+        async def send() -> Reply:
+            path, body = call.protocol.path + request.query, upstream_body(call, model)
+            async with self._upstream.open("POST", path, headers, body) as response:
+                return await self._recorded(session, call, response, to)
+
+        return await call.attempts.answered(send)
 
     async def _recorded(
         self, session: ClientSession, call: ClientRequest, response: Response, to: PendingCall

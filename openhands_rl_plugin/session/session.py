@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast
 
 from openhands_rl_plugin.config.build import make_engine
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
+from openhands_rl_plugin.core.arrays import Ids
 from openhands_rl_plugin.core.concurrency import Job, background, on_loop
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
@@ -70,14 +71,12 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.client import (
-    ALL_FIELDS,
     LOGPROBS,
     TOKEN_IDS,
-    ExtensionTable,
+    Attempts,
     HttpUpstream,
     ServerError,
-    extension_values,
-    is_sent_again,
+    Upstream,
     missing_parts,
 )
 from openhands_rl_plugin.models.engines.openai import ConversationSeeds, merge_sampling
@@ -87,7 +86,7 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     ChatAnswer,
     ChatChoice,
     Json,
-    PromptIds,
+    Known,
     Unrecordable,
     chat_answer,
     dump_object,
@@ -97,24 +96,12 @@ from openhands_rl_plugin.models.engines.openai_wire import (
 from openhands_rl_plugin.rollout.session import Episode
 
 
-class Upstream(Protocol):
-    """A source of answers. ``fields``: the extensions that it may be asked for."""
-
-    fields: tuple[str, ...]
-    extensions: ExtensionTable
-
-    async def send(self, body: Json) -> bytes:
-        """The body of the answer. Raises ``ServerError``."""
-        ...
-
-
 class EngineUpstream:
     """An ``Upstream`` over an ``LLMEngine``, which is used on the loop of ``background``."""
 
-    fields = ()
-
     def __init__(self, engine: LLMEngine) -> None:
-        self.extensions = ExtensionTable()
+        self.extensions: JsonObject = {}
+        self.refusal = ""
         self._engine = engine
 
     async def send(self, body: Json) -> bytes:
@@ -166,7 +153,7 @@ def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstrea
     if _given:
         return EngineUpstream(_given[-1])
     if url and settings.engine in (AUTO, "openai") and not settings.engine_options:
-        return HttpUpstream(url, serving.api_key(), serving.request_timeout, fields=ALL_FIELDS)
+        return HttpUpstream(url, serving.api_key(), serving.request_timeout, extended=True)
     if settings.engine == AUTO:
         return None
     key = "\0".join((model, base_model, settings.engine, str(settings.engine_options), serving.model_dump_json()))
@@ -342,7 +329,7 @@ class Session(Episode):
         self.samples = self.exact = True
         self.turn = Turn({}, ())
         self.texts = SampledTexts()
-        self._prompts = PromptIds()
+        self._prompt: Known = "", Ids()
         self._strict = strict
         self.follow_tree()
         self.upstream: Upstream | None = None
@@ -386,7 +373,9 @@ class Session(Episode):
         of any model."""
         tokens = None
         with suppress(ModelError):
-            tokens = tokens_in(choice, self._prompts.read)
+            tokens = tokens_in(choice, self._prompt)
+            if tokens is not None and isinstance(choice.prompt, str):
+                self._prompt = choice.prompt, tokens.prompt_ids
         return Completion.model_construct(
             message=choice.message,
             tokens=tokens,
@@ -538,27 +527,33 @@ class Session(Episode):
         """
         number, upstream = next(self._numbers), upstream or self.upstream
         assert upstream is not None
-        request = {"messages": [*wire]} | {
+        request: Json = {"messages": [*wire]} | {
             name: value for name, value in given.items() if name not in _OF_STREAMS and name != "messages"
         }
         key = path, request.get("seed")
-        fields = [name for name in upstream.fields if name not in request] if self.token_ids else []
-        asking = upstream.extensions.attempt(str(request["model"]), fields)
+        asking = Attempts(upstream, extended=self.token_ids, tries=_TRIES)
         attempts = self._failed.pop(key, []) if self._failed else []  # a long path is slow to hash
-        while True:
-            sent: Json = {**request, **extension_values(asking.fields, request)}
+        sent = request
+
+        async def send() -> ChatAnswer:
+            nonlocal sent
+            sent = {**upstream.extensions, **request} if asking.extended else request
             attempt: JsonObject = {"model": sent["model"], "parameters": recorded_parameters(sent), "error": None}
             started = time.perf_counter()
             try:
                 answer = _read(await upstream.send(sent))
-                break
             except ServerError as error:
                 attempts.append({**attempt, "latency": time.perf_counter() - started, "error": str(error)})
-                if not await is_sent_again(error, asking, _TRIES):
-                    self._failed[key] = attempts
-                    raise error.as_failure() from error
-        attempts.append({**attempt, "latency": time.perf_counter() - started})
-        asking.succeeded()
+                raise
+            attempts.append({**attempt, "latency": time.perf_counter() - started})
+            return answer
+
+        wanted = bool(upstream.extensions or upstream.refusal) and self.token_ids
+        try:
+            answer = await asking.answered(send)
+        except ServerError as error:
+            self._failed[key] = attempts
+            raise error.as_failure() from error
         document = answer.plain()
         choice = replace(answer.choices[0], message=_fitting(answer.choices[0].message, document, number))
         metadata: JsonObject = {**self.note, "call": number, "attempts": [*attempts], "response": document}
@@ -573,7 +568,6 @@ class Session(Episode):
             sampling=sampling_in(sent),
             metadata=metadata,
         )
-        wanted = self.token_ids and TOKEN_IDS in upstream.fields
         wanted = wanted and all(request.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
         if wanted and (missing := missing_parts(asking.why_missing, completion.tokens)):
             metadata[MISSING] = missing

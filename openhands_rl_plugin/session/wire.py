@@ -19,13 +19,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.messages import WireMessage, error_in, sampling_in
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
-from openhands_rl_plugin.models.engines.client import (
-    LOGPROBS,
-    SAMPLING,
-    TOKEN_IDS,
-    ExtensionAttempt,
-    extension_values,
-)
+from openhands_rl_plugin.models.engines.client import EXTENSIONS, LOGPROBS, TOKEN_IDS, Attempts
 from openhands_rl_plugin.models.engines.openai_wire import (
     DEEPEST,
     DONE,
@@ -44,6 +38,7 @@ from openhands_rl_plugin.models.engines.openai_wire import (
 )
 
 STREAM_OPTIONS = "stream_options"
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0}
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -52,11 +47,11 @@ class ClientRequest:
     """One request for a completion. ``body`` is the client's text, ``document`` the parsed object.
 
     ``messages``, ``tools`` and ``settings`` (the sampling parameters) are in the format of chat completions, whatever
-    the protocol. ``wanted``: the fields to add to it, if they are accepted; ``hidden``: what only these bring into the
-    answer. ``instructions``: whether the first message holds for this request only. ``continues``: the id of an
+    the protocol. ``added``: the fields to send with it, if they are accepted; ``hidden``: what only these bring into
+    the answer. ``instructions``: whether the first message holds for this request only. ``continues``: the id of an
     earlier response whose conversation comes before ``messages``. ``unknown_before``: why it is not known what does.
 
-    Since it was sent it has an ``attempt``, and ``started``, a time of ``perf_counter``.
+    Since it was sent it has ``attempts``, and ``started``, a time of ``perf_counter``.
     """
 
     body: bytes
@@ -64,13 +59,13 @@ class ClientRequest:
     messages: Sequence[WireMessage]
     tools: tuple[JsonObject, ...]
     settings: Json
-    wanted: tuple[str, ...] = ()
+    added: Json = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
     instructions: bool = False
     continues: str = ""
     unknown_before: str = ""
     protocol: WireProtocol = field(init=False)
-    attempt: ExtensionAttempt = field(init=False)
+    attempts: Attempts = field(init=False)
     started: float = 0.0
 
     @property
@@ -94,11 +89,16 @@ class ClientRequest:
     @property
     def sampling(self) -> SamplingParams:
         """The parameters with those that were filled in for it; none where a value is not valid."""
-        sent = {**self.settings, **added_fields(self, self.attempt.fields)}
+        sent = {**self.settings, **self.sent_with}
         try:
             return SamplingParams.model_validate(dict(sampling_in(sent)))
         except (ValidationError, TypeError):
             return SamplingParams()
+
+    @property
+    def sent_with(self) -> Json:
+        """The fields that it is sent with, or was."""
+        return self.added if self.attempts.extended else {}
 
     def why_missing(self, name: str, *, lost_ids: bool) -> str:
         """Why the answer came without what the field ``name`` asks for."""
@@ -108,7 +108,7 @@ class ClientRequest:
             return f"the client turned {name} off"
         if lost_ids and name == TOKEN_IDS:
             return "the stream left some token ids out"
-        return self.attempt.why_missing(name)
+        return self.attempts.why_missing(name)
 
 
 def client_request(
@@ -126,18 +126,9 @@ def client_request(
     return ClientRequest(body, document, kept, tuple(tools or ()), settings, **about)
 
 
-def added_fields(call: ClientRequest, names: Sequence[str]) -> Json:
-    """The fields of ``names`` with their values, for this request."""
-    added: Json = extension_values(names, call.document)
-    if SAMPLING in names:
-        added |= {name: 1.0 for name in ("temperature", "top_p") if call.document.get(name) is None}
-    if STREAM_OPTIONS in added:
-        added[STREAM_OPTIONS] = {**(call.document.get(STREAM_OPTIONS) or {}), "include_usage": True}
-    return added
-
-
-def upstream_body(call: ClientRequest, model: str, added: Json) -> bytes:
-    """The body for the model server: the client's own text, with the fields ``added``, and for ``model``."""
+def upstream_body(call: ClientRequest, model: str) -> bytes:
+    """The body for the model server: the client's own text, with the fields that are added, and for ``model``."""
+    added = call.sent_with
     if model != call.model or call.document.keys() & added.keys():
         return dump_object({**call.document, **added, "model": model})
     if not added:
@@ -167,7 +158,7 @@ class AnswerStream:
     def __init__(self, call: ClientRequest) -> None:
         self.problem = ""
         self.ending = self.done = False
-        self._hidden = call.hidden | ({"usage"} if STREAM_OPTIONS in call.wanted else frozenset())
+        self._hidden = call.hidden | ({"usage"} if STREAM_OPTIONS in call.added else frozenset())
         choices = call.document.get("n")
         self._choices = choices if isinstance(choices, int) else 1
         self._parts = ChunkAssembler()
@@ -239,13 +230,15 @@ class WireProtocol:
 
 
 def _request(body: bytes, document: Json) -> ClientRequest:
-    wanted = [*(name for name in (TOKEN_IDS, LOGPROBS) if document.get(name) is None), SAMPLING]
     call = client_request(body, document, document.get("messages"), document.get("tools"), document)
+    given = {name for name, value in document.items() if value is not None}
+    call.added = {name: value for name, value in {**EXTENSIONS, **_NEUTRAL}.items() if name not in given}
+    options = document.get(STREAM_OPTIONS)
     # Options that are no object are the server's to refuse.
-    if call.streams and not call.wants_usage and isinstance(document.get(STREAM_OPTIONS), dict | None):
-        wanted.append(STREAM_OPTIONS)
+    if call.streams and not call.wants_usage and isinstance(options, dict | None):
+        call.added[STREAM_OPTIONS] = {**(options or {}), "include_usage": True}
     hidden = (*(() if call.wants(TOKEN_IDS) else IDS), *(() if call.wants(LOGPROBS) else (LOGPROBS,)))
-    call.wanted, call.hidden = tuple(wanted), frozenset(hidden)
+    call.hidden = frozenset(hidden)
     return call
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from aiohttp import web
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
-from openhands_rl_plugin.models.engines.client import extensions_of
 from openhands_rl_plugin.session.client_sessions import GatewayConfig
 from openhands_rl_plugin.session.gateway import running_gateway
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -208,17 +206,15 @@ async def stored(path: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
 
 
 @asynccontextmanager
-async def world(
-    path: Path, model: Model | None = None, clock: Callable[[], float] = time.monotonic, **options: Any
-) -> AsyncIterator[World]:
+async def world(path: Path, model: Model | None = None, **options: Any) -> AsyncIterator[World]:
     model = model or Model()
-    async with serving(model) as url, FileTrajectoryStorage(path) as storage:
-        vars(extensions_of(url))["_clock"] = clock
-        async with (
-            running_gateway(GatewayConfig.model_validate({"upstream": url, "port": 0, **options}), storage) as gateway,
-            httpx.AsyncClient(base_url=gateway, timeout=20, trust_env=False) as http,
-        ):
-            yield World(gateway, http, model, path)
+    async with (
+        serving(model) as url,
+        FileTrajectoryStorage(path) as storage,
+        running_gateway(GatewayConfig.model_validate({"upstream": url, "port": 0, **options}), storage) as gateway,
+        httpx.AsyncClient(base_url=gateway, timeout=20, trust_env=False) as http,
+    ):
+        yield World(gateway, http, model, path)
 
 
 def contents(trajectory: Trajectory) -> list[tuple[str, str | None]]:

@@ -20,12 +20,11 @@ from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest, JsonObject, StrategySpec, Task
-from openhands_rl_plugin.models.engines.client import LOGPROBS, SAMPLING, TOKEN_IDS, HttpUpstream, server_error
+from openhands_rl_plugin.models.engines.client import HttpUpstream, server_error
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import BranchWorld, Complete, Session
 
 ASK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def session_of(server: ScriptedModel, strategy: Any = None, **request: Any) -> S
         base_model="base",
         environment_mode=True,
     )
-    session.upstream = HttpUpstream(server.url, "sk-hidden", 20.0, fields=FIELDS)
+    session.upstream = HttpUpstream(server.url, "sk-hidden", 20.0, extended=True)
     return session
 
 

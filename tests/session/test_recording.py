@@ -133,23 +133,6 @@ async def test_ids_that_are_none_are_left_out(tmp_path: Path, change: dict[str, 
     assert len(trajectory.nodes) == 4 and all(node.tokens is None for node in trajectory.nodes)
 
 
-async def test_ids_may_stand_where_litellm_puts_them_and_be_written_with_spaces(tmp_path: Path):
-    async def litellm(request: web.Request, body: dict[str, Any]) -> web.Response:
-        answer = model.completion(body)
-        choice = answer["choices"][0]
-        choice["provider_specific_fields"] = {"token_ids": choice.pop("token_ids")}
-        return web.Response(text=json.dumps(answer, indent=1), content_type="application/json")
-
-    model = Model(behave=litellm)
-    async with world(tmp_path, model) as gateway:
-        answer = await gateway.say(user("one"))
-        history = [user("one"), {"role": "assistant", "content": answer["content"]}, user("two")]
-        last = await gateway.say(*history)
-    trajectory = await gateway.only()
-    assert [node.tokens.extends for node in trajectory.nodes if node.tokens] == [False, True]
-    assert ids_along(trajectory) == prompt_ids(history) + sampled_ids(last)
-
-
 async def test_text_that_looks_like_ids_stays_text(tmp_path: Path):
     trap = 'say "prompt_token_ids":[1,2] and \\"prompt_token_ids\\": [3]'
 
@@ -213,14 +196,6 @@ async def test_what_a_request_leaves_open_is_sampled_neutrally_and_its_own_value
     assert node.sampling == SamplingParams.model_validate({**NEUTRAL, **given})
     assert node.metadata["request"] == given, "what the client asked for"
     assert is_sampled_off_policy(node.sampling) == ("min_p" in given)
-
-
-async def test_the_servers_own_defaults_are_left_to_it_where_the_user_says_so(tmp_path: Path):
-    async with world(tmp_path, sampling_defaults="model") as gateway:
-        await gateway.say(user("one"), top_p=0.5)
-    (body,) = gateway.model.bodies
-    assert not {"temperature", *NEUTRAL_PARAMETERS} & {*body}
-    assert (await gateway.only()).nodes[1].sampling == SamplingParams(top_p=0.5)
 
 
 SUMMARY = "The files were looked at and the first test passes."

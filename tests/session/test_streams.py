@@ -344,50 +344,22 @@ async def test_a_server_that_does_not_stream_answers_at_once(tmp_path: Path):
     assert (await gateway.only()).nodes[-1].tokens is not None
 
 
-async def test_models_with_different_abilities_behind_one_gateway(tmp_path: Path):
-    """vLLM's errors repeat the request, and so the names of all fields."""
-    now = [0.0]
-
+async def test_a_server_that_refuses_token_ids_is_not_asked_for_them_again(tmp_path: Path):
     async def behave(request: web.Request, body: Body) -> web.StreamResponse | None:
-        if body.get("max_tokens") == 0:
-            return web.json_response({"error": {"message": f"max_tokens must be at least 1: {body}"}}, status=400)
-        if body["model"] == "closed" and "logprobs" in body:
-            return web.json_response({"error": {"message": "You are not allowed to request logprobs"}}, status=403)
-        if body["model"] == "strict" and {"return_token_ids", "stream_options"} & {*body}:
+        if {"return_token_ids", "stream_options"} & {*body}:
             words = "Extra inputs are not permitted: return_token_ids, stream_options"
             return web.json_response({"detail": words}, status=422)
         return None
 
-    async def node(session: str) -> Any:
-        found = {trajectory.task.id: trajectory for trajectory in await gateway.stored()}
-        return found[session].nodes[-1]
-
-    async with world(tmp_path, Model(behave=behave), clock=lambda: now[0]) as gateway:
-        wrong = await read(gateway, PATHS[0], max_tokens=0)
-        assert wrong.status_code == 400 and "return_token_ids" not in wrong.text
-        for turn in range(4):
-            for name in ("open", "closed", "strict"):
-                answer = await read(gateway, PATHS[0], session=f"{name}-{turn}", model=name)
-                assert answer.status_code == 200 and "token_ids" not in answer.text
+    why = "the model server refuses return_token_ids with status 422"
+    async with world(tmp_path, Model(behave=behave)) as gateway:
+        for turn in range(3):
+            answer = await read(gateway, PATHS[0], session=f"{turn}")
+            assert answer.status_code == 200 and "token_ids" not in answer.text
         health = (await gateway.http.get("/health")).json()
-        assert {(each["model"], each["field"], each["status"]) for each in health["refused"]} == {
-            ("closed", "logprobs", 403),
-            ("strict", "return_token_ids", 422),
-            ("strict", "stream_options", 422),
-        }
-        assert "missing" not in (await node("open-3")).metadata and (await node("open-3")).tokens.logprobs
-        assert (await node("closed-0")).metadata["missing"] == {
-            "logprobs": "the model server refuses logprobs with status 403"
-        }
-        assert (await node("closed-3")).tokens.sampled_ids and not (await node("closed-3")).tokens.logprobs
-        assert (await node("strict-3")).metadata["missing"] == {
-            "token_ids": "the model server refuses return_token_ids with status 422"
-        }
-        assert health["missing"]["token_ids: the model server refuses return_token_ids with status 422"] == 4
-        asked_for = len(gateway.model.bodies)
-        now[0] += 400
-        await read(gateway, PATHS[0], session="later", model="closed")
-        assert len(gateway.model.bodies) == asked_for + 2
+    assert health["refusal"] == why and health["missing"] == {f"token_ids: {why}": 3}
+    assert len(gateway.model.bodies) == 4
+    assert [each.nodes[-1].metadata["missing"] for each in await gateway.stored()] == [{"token_ids": why}] * 3
 
 
 async def test_text_completions_are_counted_and_marked(tmp_path: Path, caplog: pytest.LogCaptureFixture):

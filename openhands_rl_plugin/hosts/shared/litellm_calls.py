@@ -39,20 +39,14 @@ from openhands_rl_plugin.core.messages import (
     usage_to_wire,
 )
 from openhands_rl_plugin.core.protocols import EnvInfo
-from openhands_rl_plugin.core.types import FailureKind
+from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.client import (
-    ALL_FIELDS,
-    ExtensionTable,
-    HttpUpstream,
-    ServerError,
-    server_error,
-)
+from openhands_rl_plugin.models.engines.client import HttpUpstream, ServerError, Upstream, server_error
 from openhands_rl_plugin.models.engines.openai_wire import Json, parse_object
 from openhands_rl_plugin.models.engines.server_models import ListedModel, check_model_server, listed_models
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
-from openhands_rl_plugin.session.session import Complete, Upstream
+from openhands_rl_plugin.session.session import Complete
 
 # Litellm's proxy adds the working folder, where agents write modules, to the path.
 if sys.path[-1] == os.getcwd() and "litellm.proxy.proxy_cli" in sys.modules:
@@ -134,18 +128,15 @@ def upstream_of(given: Mapping[str, Any], send: Callable[..., ModelResponse]) ->
         return _LiteLLM(send, provider)
     key = given.get("api_key") or key_of(provider)
     timeout = given.get("timeout") or _NO_TIMEOUT
-    # What the user set himself takes precedence.
-    fields = tuple(name for name in ALL_FIELDS if name not in {*(given.get("extra_body") or ()), *given})
-    return HttpUpstream(base_url, key, timeout, fields=fields, headers=given.get("extra_headers"))
+    return HttpUpstream(base_url, key, timeout, extended=True, headers=given.get("extra_headers"))
 
 
 class _LiteLLM:
     """An ``Upstream`` for the APIs of vendors, which litellm knows."""
 
-    fields = ()
-
     def __init__(self, send: Callable[..., ModelResponse], provider: str) -> None:
-        self.extensions = ExtensionTable()
+        self.extensions: JsonObject = {}
+        self.refusal = ""
         self._send = send
         self._provider = provider
 

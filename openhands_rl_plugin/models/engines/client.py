@@ -1,22 +1,12 @@
-"""The client of model servers: requests, the errors of their answers, and when a request is sent again.
-
-Request fields beyond the common protocol (token ids, logprobs, the neutral values of sampling parameters): which of
-them each model of a server accepts.
-
-A server may refuse one for all models, for some, or in the words of any error, and an error that names one may have
-another cause: vLLM repeats the whole request in its errors. So a request that failed is sent again without the fields,
-and a field counts as refused only when that succeeds. The refused fields are tried again after five minutes.
-"""
+"""The client of model servers: requests, the errors of their answers, and when a request is sent again."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -27,7 +17,7 @@ from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, error_in
 from openhands_rl_plugin.core.secrets import SHORTEST_OWN
-from openhands_rl_plugin.core.types import JsonObject, SamplingParams, Tokens
+from openhands_rl_plugin.core.types import JsonObject, Tokens
 from openhands_rl_plugin.models.engines.openai_wire import LOGPROBS, TOKEN_IDS, Json, dump_object, parse_object
 
 Response = aiohttp.ClientResponse
@@ -43,107 +33,65 @@ _READ_BYTES, _LONGEST_HEAD = 2**20, 100 * 1024
 _CONNECT_SECONDS, _IDLE_SECONDS = 10.0, 4.0  # uvicorn, and so vLLM, closes an idle one after five
 MAX_ANSWER, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
 
-
-SAMPLING = "sampling"
-"""The neutral values of all sampling parameters that a request leaves open, together: a server that refuses one of them
-(OpenAI's knows no top_k) has no defaults of a model for the others."""
-
-ALL_FIELDS = (TOKEN_IDS, LOGPROBS, SAMPLING)
-"""The extensions that a server of the user's own is asked for."""
-
-Clock = Callable[[], float]
-"""Seconds; only differences count."""
-
-# What an error may call each field.
-_WORDS: Mapping[str, tuple[str, ...]] = {
-    TOKEN_IDS: ("token_id",),
-    LOGPROBS: ("logprob",),
-    SAMPLING: tuple(NEUTRAL_PARAMETERS),
-}
-# Statuses of errors that the request itself may have caused.
-_REFUSALS = frozenset({400, 403, 405, 415, 422})
-# Those that mostly have another cause: a missing model, a failure of the server.
-_REFUSALS_IF_NAMED = frozenset({404, 500, 501})
-_PAUSE = 300.0
-_MOST_MODELS = 256
+EXTENSIONS: JsonObject = {TOKEN_IDS: True, LOGPROBS: True, **NEUTRAL_PARAMETERS}
+"""What is sent beyond OpenAI's protocol, as vLLM, SGLang and ``serve`` accept it. Hosted APIs may refuse it."""
+_REFUSABLE = (*EXTENSIONS, "stream_options")
 
 
-class ExtensionTable:
-    """What was learned about each model of one server."""
+class Upstream(Protocol):
+    """A source of answers. ``extensions``: the fields that may be added to a request; none after a ``refusal``."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        # Model -> the status of the error for each refused field, and when all of them are tried again.
-        self._models: dict[str, tuple[dict[str, int], float]] = {}
+    extensions: JsonObject
+    refusal: str
 
-    def attempt(self, model: str, wanted: Sequence[str]) -> ExtensionAttempt:
-        """One request to ``model`` with the ``wanted`` fields, as far as it accepts them."""
-        refused, until = self._models.get(model, ({}, 0.0))
-        return ExtensionAttempt(self, model, wanted, refused if self._clock() < until else {})
-
-    def learn(self, model: str, refused: dict[str, int]) -> None:
-        """Note that a request succeeded without the ``refused`` fields only; without any, that it accepts all."""
-        self._models.pop(model, None)
-        if refused and len(self._models) < _MOST_MODELS:
-            self._models[model] = refused, self._clock() + _PAUSE
-
-    def refused(self) -> list[JsonObject]:
-        """The fields that are not sent now: ``model``, ``field``, ``status`` of the error, ``retry_in`` seconds."""
-        now = self._clock()
-        return [
-            {"model": model, "field": name, "status": status, "retry_in": max(0, round(until - now))}
-            for model, (refused, until) in self._models.items()
-            for name, status in refused.items()
-        ]
+    async def send(self, body: Json) -> bytes:
+        """The body of the answer. Raises ``ServerError``."""
+        ...
 
 
-class ExtensionAttempt:
-    """The fields of one request, which is repeated as long as ``is_refused`` says so. ``failures``: its other ones."""
+class Attempts:
+    """The attempts at one request. ``failures``: how many failed, those aside that the server refused because of the
+    ``extensions``; such a request is sent once more without them."""
 
-    def __init__(self, table: ExtensionTable, model: str, wanted: Sequence[str], known: dict[str, int]) -> None:
-        self._table, self._model, self._known, self._refused = table, model, known, dict(known)
+    def __init__(self, server: Upstream, *, extended: bool = True, tries: int = 1, pauses: Backoff = _PAUSES) -> None:
+        self.extended = extended and bool(server.extensions)
         self.failures = 0
-        self.fields = tuple(name for name in wanted if name not in known)
+        self._server, self._refusal, self._tries, self._pauses = server, server.refusal, tries, pauses
 
-    def why_missing(self, name: str) -> str:
-        """Why an answer came without what the field asks for."""
-        if (status := self._refused.get(name)) is None:
-            return f"the model server ignores {name}"
-        return f"the model server refuses {name} with status {status}"
+    async def answered[T](self, send: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``send``, which sends the request with the extensions where they are ``extended``. It is called
+        again after a refusal, and after a pause where its error is temporary. Raises ``ServerError``."""
+        while True:
+            try:
+                result = await send()
+            except ServerError as error:
+                if not await self._goes_on(error):
+                    raise
+            else:
+                # vLLM repeats the request, and so the names of all fields, in any error.
+                if self._refusal and not self._server.refusal:
+                    self._server.extensions, self._server.refusal = {}, self._refusal
+                return result
 
-    def is_refused(self, status: int, body: bytes) -> bool:
-        """Whether to send the request again, with the ``fields`` that are left: those that the error does not name;
-        none, where it names none."""
-        text = body.decode("utf-8", "replace").lower()
-        named = [name for name in self.fields if any(word in text for word in _WORDS.get(name, (name,)))]
-        if not self.fields or not (status in _REFUSALS or (status in _REFUSALS_IF_NAMED and named)):
+    async def _goes_on(self, error: ServerError) -> bool:
+        text = error.body.decode("utf-8", "replace").lower()
+        named = next((name for name in _REFUSABLE if name in text), None) if error.status in (400, 422) else None
+        if self.extended and named:
+            self.extended, self._refusal = False, f"the model server refuses {named} with status {error.status}"
+            return True
+        self.failures += 1
+        if not error.is_temporary or error.status == 200 or self.failures >= self._tries:
             return False
-        self._refused |= dict.fromkeys(named or self.fields, status)
-        self.fields = tuple(name for name in self.fields if name not in self._refused)
+        await asyncio.sleep(max(self._pauses.pause(self.failures), min(error.retry_after, _LONGEST_PAUSE)))
         return True
 
-    def succeeded(self) -> None:
-        """Learn from the answer that a request with ``fields``, and without the refused ones, got."""
-        if self._refused != self._known or not self._known:
-            self._table.learn(self._model, self._refused)
-
-
-def extension_values(fields: Sequence[str], body: Mapping[str, object]) -> JsonObject:
-    """What to add to a request for these fields. ``body``: its sampling parameters, which are not changed."""
-    values: JsonObject = dict.fromkeys((name for name in fields if name != SAMPLING), True)
-    open_ones = (name for name in NEUTRAL_PARAMETERS if SAMPLING in fields and body.get(name) is None)
-    return values | {name: NEUTRAL_PARAMETERS[name] for name in open_ones}
-
-
-def sampling_as_sent(sampling: SamplingParams, asking: ExtensionAttempt) -> SamplingParams:
-    """The parameters that the answered request had: ``None`` for neutral values that the server refused."""
-    sent = NEUTRAL_PARAMETERS if SAMPLING in asking.fields else dict.fromkeys(NEUTRAL_PARAMETERS)
-    own = {name: value for name in sent if (value := getattr(sampling, name)) not in (None, NEUTRAL_PARAMETERS[name])}
-    return sampling.model_copy(update={**sent, **own})
+    def why_missing(self, name: str) -> str:
+        """Why an answer came without what the extension ``name`` asks for."""
+        return self._refusal or f"the model server ignores {name}"
 
 
 def missing_parts(why: Callable[[str], str], tokens: Tokens | None) -> JsonObject:
-    """What training needs and an answer lacks, each with its cause, ``why`` for a field: as under ``MISSING``."""
+    """What training needs and an answer lacks, each with its cause, ``why`` for an extension: as under ``MISSING``."""
     if tokens is None:
         return {"token_ids": why(TOKEN_IDS)}
     if tokens.sampled_ids and not tokens.logprobs:
@@ -183,12 +131,6 @@ def server_error(caught: BaseException) -> ServerError | None:
     while error is not None and not isinstance(error, ServerError):
         error = error.__cause__
     return error
-
-
-@lru_cache(16)
-def extensions_of(base_url: str) -> ExtensionTable:
-    """What the models of one server accept; shared by all sessions of the process."""
-    return ExtensionTable()
 
 
 JSON = (b"content-type", b"application/json")
@@ -235,23 +177,11 @@ def _close_all() -> None:
             asyncio.run_coroutine_threadsafe(client.close(), loop).result(1.0)
 
 
-async def is_sent_again(
-    error: ServerError, asking: ExtensionAttempt, tries: int = 1, pauses: Backoff = _PAUSES
-) -> bool:
-    """Whether to repeat a request: without the fields that the server refuses, or after a pause, which this waits."""
-    if asking.is_refused(error.status, error.body):
-        return True
-    asking.failures += 1
-    if not error.is_temporary or error.status == 200 or asking.failures >= tries:
-        return False
-    await asyncio.sleep(max(pauses.pause(asking.failures), min(error.retry_after, _LONGEST_PAUSE)))
-    return True
-
-
 class HttpUpstream:
     """A server with an API like OpenAI's. ``timeout``: seconds of a request, from the connection to the last byte.
 
-    ``fields``: the extensions to ask for. ``connections``: by default those of all such servers of the process.
+    ``extended``: whether requests may have ``EXTENSIONS``. ``connections``: by default those of all such servers of the
+    process.
     """
 
     def __init__(
@@ -260,12 +190,12 @@ class HttpUpstream:
         key: str | None,
         timeout: float,
         *,
-        fields: tuple[str, ...] = (),
+        extended: bool = False,
         headers: Mapping[str, str] | RawHeaders | None = None,
         connections: Connections = _SHARED,
     ) -> None:
-        self.fields = fields
-        self.extensions = extensions_of(base_url)
+        self.extensions: JsonObject = EXTENSIONS if extended else {}
+        self.refusal = ""
         self._base = base_url.rstrip("/")
         self._timeout = timeout
         self._key = key.encode() if key else b""

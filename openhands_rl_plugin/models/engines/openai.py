@@ -10,25 +10,20 @@ from typing import Any
 
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
-from openhands_rl_plugin.core.messages import error_in, text_of
+from openhands_rl_plugin.core.messages import error_in, sampling_in, text_of
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.servers import named_key, sendable_key
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
 from openhands_rl_plugin.models.engines.client import (
-    LOGPROBS,
-    SAMPLING,
-    TOKEN_IDS,
+    Attempts,
     Connections,
     HttpUpstream,
     Response,
     ServerError,
     close_connections,
-    extension_values,
-    is_sent_again,
     missing_parts,
     parts,
-    sampling_as_sent,
 )
 from openhands_rl_plugin.models.engines.openai_wire import (
     DONE,
@@ -134,7 +129,6 @@ class OpenAIEngine:
         backoff: seconds before the first retry; doubled each time, with jitter.
         sampling: defaults for parameters that a call does not set. Those beyond temperature and ``top_p`` that nobody
             sets are sent with their neutral values (``core.messages.NEUTRAL_PARAMETERS``), unless the server refuses.
-        token_ids: whether to ask for token ids and logprobs; ``False`` for an endpoint that records them itself.
 
     Close it with ``aclose``, on the event loop of its requests.
     """
@@ -151,7 +145,6 @@ class OpenAIEngine:
         retries: int = 4,
         backoff: float = 0.5,
         sampling: SamplingParams | None = None,
-        token_ids: bool = True,
     ) -> None:
         self.model = model
         self.base_model = base_model or model
@@ -159,10 +152,9 @@ class OpenAIEngine:
         self._retries = retries
         self._backoff = Backoff(backoff, _LONGEST_PAUSE)
         self._sampling = sampling or SamplingParams()
-        self._tokens: tuple[str, ...] = (TOKEN_IDS, LOGPROBS) if token_ids else ()
         key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
         self._connections: Connections = {}
-        self._server = HttpUpstream(base_url, key, timeout, connections=self._connections)
+        self._server = HttpUpstream(base_url, key, timeout, extended=True, connections=self._connections)
 
     async def complete(
         self,
@@ -217,28 +209,33 @@ class OpenAIEngine:
     ) -> Completion:
         """The completion; the texts of a streamed answer are shown as they come. What training needs and is missing is
         named in its metadata."""
-        asking = self._server.extensions.attempt(self.model, (*self._tokens, SAMPLING))
+        attempts = Attempts(self._server, tries=self._retries + 1, pauses=self._backoff)
         shown: list[str] = []
-        while True:
+
+        async def send() -> ChatAnswer:
+            nonlocal sent
+            sent = {**self._server.extensions, **body} if attempts.extended else body
             try:
-                async with self._server.post({**body, **extension_values(asking.fields, body)}) as response:
+                async with self._server.post(sent) as response:
                     if "event-stream" in response.headers.get("content-type", ""):
-                        answer = await self._streamed(response, shown, show)
-                    else:
-                        answer = chat_answer(await self._server.completion(response))
+                        return await self._streamed(response, shown, show)
+                    return chat_answer(await self._server.completion(response))
             except ServerError as error:
-                if shown or not await is_sent_again(error, asking, self._retries + 1, self._backoff):
-                    raise error.as_failure(asking.failures) from error
-            except Unrecordable as problem:
-                raise ModelError(
-                    f"the model server's answer is not a chat completion (check base_url): {problem}"
-                ) from problem
-            else:
-                break
-        asking.succeeded()
-        sent = sampling_as_sent(sampling, asking)
-        made = completion_in(answer, self.base_model, self.model, sent, asking.failures + 1)
-        if self._tokens and (missing := missing_parts(asking.why_missing, made.tokens)):
+                if shown:
+                    raise error.as_failure() from error
+                raise
+
+        sent = body
+        try:
+            answer = await attempts.answered(send)
+        except ServerError as error:
+            raise error.as_failure(attempts.failures) from error
+        except Unrecordable as problem:
+            raise ModelError(
+                f"the model server's answer is not a chat completion (check base_url): {problem}"
+            ) from problem
+        made = completion_in(answer, self.base_model, self.model, sampling_in(sent), attempts.failures + 1)
+        if missing := missing_parts(attempts.why_missing, made.tokens):
             made.metadata[MISSING] = missing
         return made
 

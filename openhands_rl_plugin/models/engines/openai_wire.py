@@ -1,4 +1,4 @@
-"""The OpenAI chat format: builds requests, and parses responses with token ids in any of their usual places.
+"""The OpenAI chat format: builds requests, and parses responses with the token ids of vLLM, SGLang and ``serve``.
 
 The response to a prompt of 35,000 tokens has a quarter of a megabyte, nearly all of it prompt ids, most of which were
 in the prompt before. So arrays of ids stay text, which is compared with that of the earlier prompt, and only the new
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,61 +44,49 @@ DONE = b"[DONE]"
 DEEPEST = 100
 """Levels of nesting. Pydantic reads 200 from a store, and what is recorded is wrapped in some more."""
 
-# A quote inside of a JSON text has a backslash before it, so this is always the end of a field's name.
-_NAME = b'token_ids"'
-_OPENING = re.compile(rb"\s*:\s*\[")
+# A quote inside of a JSON text has a backslash before it, so this is always a field and the beginning of its array.
+_ARRAY = b'token_ids":['
 _ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
 _ASKED_FOR = frozenset({*IDS, LOGPROBS})
-_HOLDERS = frozenset({"choices", "message", "delta", _ELSEWHERE})
 _RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *IDS})
 _IN_MESSAGE = ("role", "content", "tool_calls", "function_call", _ELSEWHERE)
 
 
-def arrays_as_texts(body: bytes) -> tuple[bytes, int]:
-    """JSON with the text ``"1,2,"`` for every array ``[1,2]`` of ids, and how many arrays these are."""
+def parsed_completion(body: bytes) -> Any:
+    """As ``parsed``, with the text ``"1,2,"`` for every array ``[1,2]`` of ids."""
     parts: list[bytes] = []
     done = at = 0
-    while (at := body.find(_NAME, at) + len(_NAME)) >= len(_NAME):
-        if (opened := _OPENING.match(body, at)) is None:
-            continue
-        start = opened.end()
-        end = body.find(b"]", start, body.find(b'"', start))
-        if end >= 0 and body.find(b"[", start, end) < 0:
-            inside = body[start:end]
-            if b" " in inside or b"\n" in inside:
-                inside = inside.translate(None, b" \t\r\n")
-            parts += body[done : start - 1], b'"%s,"' % inside if inside else b'""'
+    while (at := body.find(_ARRAY, at)) >= 0:
+        at += len(_ARRAY)
+        end = body.find(b"]", at, body.find(b'"', at))
+        if end >= 0 and body.find(b"[", at, end) < 0:
+            inside = body[at:end].replace(b" ", b"")
+            parts += body[done : at - 1], b'"%s,"' % inside if inside else b'""'
             done = at = end + 1
-    return (b"".join((*parts, body[done:])), len(parts) // 2) if parts else (body, 0)
+    return parsed(b"".join((*parts, body[done:])))
 
 
-def ids_in(given: str | list[int]) -> Ids:
-    """The ids in a text, or those of a list. Raises ``ValueError`` for anything but ids."""
-    if isinstance(given, str) and given[-1:] not in ("", ","):
-        raise ValueError("it is no text of ids")
-    return Ids(from_json(f"[{given[:-1]}]") if isinstance(given, str) else given)
+Known = tuple[str, Ids]
+"""The text of an array of ids, and the ids."""
+_NOTHING: Known = "", Ids()
 
 
-class PromptIds:
-    """Reads the prompts of a conversation: of one that goes on from the prompt before, only what is new."""
+def read_ids(given: str | list[int], known: Known = _NOTHING) -> Ids:
+    """The ids in a text, or those of a list. Of a text that goes on from the ``known`` one, only what is new is read.
 
-    def __init__(self) -> None:
-        self._last = "", Ids()
-
-    def read(self, given: str | list[int]) -> Ids:
-        """As ``ids_in``."""
-        if isinstance(given, list):
-            return ids_in(given)
-        text, ids = self._last if given.startswith(self._last[0]) else ("", Ids())
-        self._last = given, ids + ids_in(given[len(text) :])
-        return self._last[1]
+    Raises ``ValueError`` for anything but ids.
+    """
+    if isinstance(given, list):
+        return Ids(given)
+    text, ids = known if given.startswith(known[0]) else _NOTHING
+    return ids + Ids(from_json(f"[{given[len(text) :].removesuffix(',')}]"))
 
 
 def request_body(
     model: str, messages: Sequence[Message], *, tools: Sequence[JsonObject], sampling: SamplingParams
 ) -> JsonObject:
     """The body of ``POST /chat/completions``; parameters that ``sampling`` does not set are omitted, and so are neutral
-    values beyond OpenAI's own parameters (``client.SAMPLING``)."""
+    values beyond OpenAI's own parameters (``client.EXTENSIONS``)."""
     body: JsonObject = {"model": model, "messages": [to_wire(message) for message in messages]}
     if tools:
         body["tools"] = list(tools)
@@ -164,44 +152,25 @@ def reading[**P, T](what: str, read: Callable[P, T], *given: P.args, **named: P.
         raise Unrecordable(f"{what} has an unknown format ({type(error).__name__})") from error
 
 
-def without(value: Any, hidden: frozenset[str]) -> Any:
-    """A response, a chunk, or any other JSON, without the fields ``hidden`` where servers put ids and logprobs.
-
-    A choice keeps ``logprobs``, as null: that is what a server sends who is not asked for them.
-    """
-    if not isinstance(value, dict):
-        return [without(each, hidden) for each in value] if isinstance(value, list) else value
-    kept: Json = {}
-    for name, each in value.items():
-        if name not in hidden:
-            kept[name] = without(each, hidden) if name in _HOLDERS else each
-        elif name == LOGPROBS and not value.keys().isdisjoint(("message", "delta")):
-            kept[name] = None
-    if not kept.get(_ELSEWHERE, True) and value[_ELSEWHERE]:
-        del kept[_ELSEWHERE]
+def without(document: Any, hidden: frozenset[str]) -> Any:
+    """A completion or a chunk without the fields ``hidden``. A choice keeps ``logprobs``, as null, as where nobody asks
+    for them."""
+    if not isinstance(document, dict):
+        return document
+    kept = {name: value for name, value in document.items() if name not in hidden}
+    if isinstance(choices := kept.get("choices"), list):
+        kept["choices"] = [_shown(each, hidden) if isinstance(each, dict) else each for each in choices]
     return kept
 
 
-def parsed_completion(body: bytes) -> Any:
-    """As ``parsed``, with arrays of token ids as texts."""
-    rest, count = arrays_as_texts(body)
-    document = parsed(rest)
-    if count and count > sum(isinstance(each, str) for each in _arrays(document)):
-        return parsed(body)  # one stands where no ids are expected
-    return document
-
-
-def _arrays(document: Any) -> Iterator[object]:
-    """The values of all fields that may be arrays of ids."""
-    choices = document.get("choices") if isinstance(document, dict) else None
-    for holder in (document, *(choices if isinstance(choices, list) else ())):
-        for place in places_of_ids(holder) if isinstance(holder, dict) else ():
-            yield from (place.get(name) for name in IDS)
+def _shown(choice: Json, hidden: frozenset[str]) -> Json:
+    kept = {name: value for name, value in choice.items() if name not in hidden}
+    return kept | {LOGPROBS: None} if LOGPROBS in hidden and LOGPROBS in choice else kept
 
 
 @dataclass(frozen=True, slots=True)
 class ChatChoice:
-    """One choice. ``prompt`` and ``sampled`` are for ``ids_in``, ``None`` when the server returned none.
+    """One choice. ``prompt`` and ``sampled`` are for ``read_ids``, ``None`` when the server returned none.
 
     ``logprobs`` has one for each sampled id, or none. ``extra`` has the other fields of the message,
     such as ``reasoning_content``.
@@ -222,7 +191,7 @@ def choices_in(document: Json) -> list[ChatChoice]:
 
 def _choice(document: Json, choice: Json) -> ChatChoice:
     message = choice["message"]
-    prompt, sampled = (array_in(name, choice, document) for name in IDS)
+    prompt, sampled = array_in(PROMPT_IDS, document, choice), array_in(SAMPLED_IDS, choice)
     extra = {name: value for name, value in message.items() if name not in _IN_MESSAGE and value}
     if isinstance(message.get("content"), list) and (thought := reasoning_in(message)):
         extra["reasoning_content"] = thought
@@ -300,7 +269,7 @@ def completion_in(
         message = message.model_copy(update={"content": message.content.strip() or None})
     return Completion(
         message=message,
-        tokens=tokens_in(choice, ids_in),
+        tokens=tokens_in(choice),
         finish_reason=choice.finish_reason,
         usage=answer.usage,
         policy=policy,
@@ -309,12 +278,12 @@ def completion_in(
     )
 
 
-def tokens_in(choice: ChatChoice, read_prompt: Callable[[str | list[int]], Ids]) -> Tokens | None:
-    """``None`` without ids. Raises ``ModelError`` for what are no ids."""
+def tokens_in(choice: ChatChoice, known: Known = _NOTHING) -> Tokens | None:
+    """``None`` without ids; ``known`` as for ``read_ids``. Raises ``ModelError`` for what are no ids."""
     if choice.prompt is None or choice.sampled is None:
         return None
     try:
-        return Tokens.of(read_prompt(choice.prompt), ids_in(choice.sampled), choice.logprobs)
+        return Tokens.of(read_ids(choice.prompt, known), read_ids(choice.sampled), choice.logprobs)
     except ValueError as error:
         raise ModelError(f"a token id of the model server's answer is none ({error}); repair the server") from error
 
@@ -380,7 +349,6 @@ class ChunkAssembler:
         choices = chunk.get("choices") or ()
         if not isinstance(choices, list | tuple):
             raise ValueError("its choices are no list")
-        self._prompt_ids = self._prompt_ids or array_in(PROMPT_IDS, chunk)
         for name, value in chunk.items():
             known = bool(value) if name == "usage" else value is not None and name not in self._about
             if known and name not in ("choices", PROMPT_IDS):
@@ -389,7 +357,7 @@ class ChunkAssembler:
             index = (choice.get("index") or 0) if isinstance(choice, dict) else None
             if type(index) is not int or not 0 <= index < _MOST_CHOICES:
                 raise ValueError("a choice has no valid index")
-            self._prompt_ids = self._prompt_ids or array_in(PROMPT_IDS, choice)
+            self._prompt_ids = self._prompt_ids or array_in(PROMPT_IDS, chunk, choice)
             self._choices.setdefault(index, _ChoiceParts()).add(choice)
 
     def document(self) -> Json:
@@ -498,14 +466,6 @@ class _Call:
 
 
 def array_in(name: str, *holders: Mapping[str, Any]) -> list[int] | str | None:
-    """The first array of ids called ``name``, or the text of one, in the objects that ``places_of_ids`` finds."""
-    found = (place.get(name) for holder in holders for place in places_of_ids(holder))
+    """The first array of ids called ``name``, or the text of one, in a response, a choice or a chunk."""
+    found = (holder.get(name) for holder in holders)
     return next((ids for ids in found if isinstance(ids, list | str)), None)
-
-
-def places_of_ids(holder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The objects of a response, a choice or a chunk that may have token ids."""
-    inner = [each for name in ("message", "delta") if isinstance(each := holder.get(name), dict)]
-    for place in (holder, holder.get(_ELSEWHERE), *(each.get(_ELSEWHERE) for each in inner)):
-        if isinstance(place, dict):
-            yield place

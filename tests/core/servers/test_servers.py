@@ -19,7 +19,6 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.core.servers import (
-    ACCESS,
     AccessRules,
     PortUnavailableError,
     listening,
@@ -197,15 +196,15 @@ def test_what_cannot_start_is_one_clear_line() -> None:
             pass
 
 
-def test_the_access_log_has_no_bodies_and_no_keys(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_access_log_has_no_bodies_and_no_keys(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openhands_rl_plugin.core.servers._access_log", [])
     log_accesses()
     headers = {"authorization": "Bearer sk-planted-0123456789abcdefghij"}
-    try:
-        with server() as url:
-            httpx.post(f"{url}/", json={"a": "planted-in-body"}, headers=headers, trust_env=False)
-            httpx.post(f"{url}/%0a%1b[31mfake%20line", json={}, trust_env=False)
-    finally:
-        logging.getLogger(ACCESS).handlers.clear()
+    with server() as url:
+        httpx.post(f"{url}/", json={"a": "planted-in-body"}, headers=headers, trust_env=False)
+        httpx.post(f"{url}/%0a%1b[31mfake%20line", json={}, trust_env=False)
     text = capfd.readouterr().err
     assert '"POST / HTTP/1.1" 200' in text and "planted" not in text
     assert "\x1b" not in text and "%0A%1B%5B31mfake%20line" in text

@@ -120,17 +120,6 @@ async def test_tool_calls_keep_their_exact_text():
     assert completion.message.content is None
 
 
-@pytest.mark.parametrize("place", ["choice", "message", "answer"])
-async def test_token_ids_where_litellm_puts_them(place: str):
-    one = choice(token_ids=None)
-    body = answer(one, prompt_token_ids=None)
-    extra = {"token_ids": [8, 9], "prompt_token_ids": [1, 2]}
-    {"choice": one, "message": one["message"], "answer": body}[place]["provider_specific_fields"] = extra
-    completion = await ask(body)
-    assert (completion.tokens.prompt_ids, completion.tokens.sampled_ids) == ((1, 2), (8, 9))
-    assert completion.tokens.logprobs == (-0.5, -1.5)
-
-
 @pytest.mark.parametrize(
     "logprobs",
     [
@@ -178,21 +167,6 @@ async def test_what_does_not_get_better_is_an_infrastructure_error(mode: str, wo
         with pytest.raises(InfrastructureError, match=f"{words}.*after 3 attempts"):
             await player.complete(ASK)
     assert len(server.requests) == 3
-
-
-async def test_the_mistake_of_one_request_ends_no_recording():
-    """vLLM repeats the request, and so the names of all fields, in its errors."""
-
-    def handler(path: str, body: Any) -> bytes:
-        if body.get("max_tokens") == 1:
-            return respond({"error": {"message": f"max_tokens is too small: {body}"}}, status="400 Bad Request")
-        return respond(answer())
-
-    async with asked(handler) as (_, player):
-        with pytest.raises(ModelError, match=r"400 - .*too small"):
-            await player.complete(ASK, sampling=SamplingParams(max_tokens=1))
-        (after,) = await player.complete(ASK)
-    assert after.tokens is not None and after.tokens.logprobs and "missing" not in after.metadata
 
 
 @pytest.mark.parametrize(
