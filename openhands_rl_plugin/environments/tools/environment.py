@@ -129,18 +129,6 @@ def _certain(unfinished: str, openings: Sequence[str]) -> str:
     return text[:end].strip()
 
 
-# The kinds of errors in feedback for the model, and what it is to do next.
-_NEXT = {
-    "no_tool_call": "Call one of the allowed tools.",
-    "invalid_action_format": "Write the call again, with a JSON object as its arguments.",
-    "unknown_tool": "Call one of the allowed tools by its exact name.",
-    "invalid_arguments": "Call the tool again with arguments that keep to its parameters.",
-    "tool_runtime_error": "Try other arguments or another tool.",
-    "ignored_after_final": "Nothing: the task has ended.",
-}
-_SHOW_ALLOWED = ("no_tool_call", "unknown_tool", "invalid_action_format")
-
-
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -239,14 +227,6 @@ class FunctionTool(ToolBase):
 BUILT_IN: dict[str, type[ToolBase]] = {ThinkTool.name: ThinkTool, FinalTool.name: FinalTool}
 
 
-def load_object(what: str, name: str) -> Any:
-    """The object that ``"module:name"`` names. Raises ``ConfigError``."""
-    try:
-        return TypeAdapter(ImportString).validate_python(name)
-    except ValidationError as error:
-        raise ConfigError(f"{what} {name!r} cannot be loaded: {describe(error)}") from error
-
-
 def load_tool(name: str) -> ToolBase:
     """``"think"``, ``"final"`` or ``"module:Name"`` of a tool class, a tool or a typed function.
 
@@ -256,7 +236,10 @@ def load_tool(name: str) -> ToolBase:
         return BUILT_IN[name]()
     if ":" not in name:
         raise ConfigError(f'unknown tool {name!r}; available: {", ".join(sorted(BUILT_IN))}, or "module:Class"')
-    found = load_object("tool", name)
+    try:
+        found = TypeAdapter(ImportString).validate_python(name)
+    except ValidationError as error:
+        raise ConfigError(f"tool {name!r} cannot be loaded: {describe(error)}") from error
     if isinstance(found, type) and issubclass(found, ToolBase):
         return found()
     if isinstance(found, ToolBase):
@@ -266,24 +249,29 @@ def load_tool(name: str) -> ToolBase:
     raise ConfigError(f"tool {name!r} is neither a ToolBase nor a typed function")
 
 
-def checked(tools: Sequence[ToolBase]) -> dict[str, ToolBase]:
-    """``tools`` by name. Raises ``ConfigError`` for invalid or duplicate names and for an invalid JSON Schema."""
-    seen: dict[str, ToolBase] = {}
+def validators(tools: Sequence[ToolBase]) -> dict[str, Draft202012Validator]:
+    """What checks the arguments of each tool, by name.
+
+    Raises ``ConfigError`` for invalid or duplicate names and for an invalid JSON Schema.
+    """
+    # Imported late: with some packages installed it takes over a second, and plain conversations do not need it.
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from referencing import Registry
+
+    found: dict[str, Draft202012Validator] = {}
     for tool in tools:
-        if _NAME.fullmatch(tool.name) is None or tool.name in seen:
+        if _NAME.fullmatch(tool.name) is None or tool.name in found:
             raise ConfigError(f"tool {tool.name!r} occurs twice, or its name has not 1 to 64 letters, digits, '_', '-'")
         if not isinstance(tool.parameters, dict) or tool.parameters.get("type") != "object":
             raise ConfigError(f"tool {tool.name!r}: parameters must be the JSON Schema of an object")
-        # Imported late: with some packages installed it takes over a second, and plain conversations do not need it.
-        from jsonschema import Draft202012Validator
-        from jsonschema.exceptions import SchemaError
-
         try:
             Draft202012Validator.check_schema(tool.parameters)
         except SchemaError as error:
             raise ConfigError(f"tool {tool.name!r}: parameters are no JSON Schema: {error.message}") from error
-        seen[tool.name] = tool
-    return seen
+        # An empty registry, so that no reference in a schema is fetched from the network.
+        found[tool.name] = Draft202012Validator(tool.parameters, registry=Registry())
+    return found
 
 
 class ToolCallStarted(Frozen):
@@ -308,19 +296,11 @@ ToolListener = Callable[[ToolEvent], None]
 
 
 class _CallError(Exception):
-    """A call has no result; ``code`` is one of ``_NEXT``."""
+    """A call has no result; ``code`` is the kind of error that the model is told."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-def _validator(tool: ToolBase) -> Draft202012Validator:
-    from jsonschema import Draft202012Validator
-    from referencing import Registry
-
-    # An empty registry, so that no reference in a schema is fetched from the network.
-    return Draft202012Validator(tool.parameters, registry=Registry())
 
 
 def read_arguments(text: str) -> JsonObject:
@@ -382,8 +362,9 @@ class ToolEnvironment:
         listener: ToolListener | None = None,
     ) -> None:
         self.options = options or ToolOptions()
-        self._tools = checked([load_tool(name) for name in self.options.tools] if tools is None else tools)
-        self._validators = {name: _validator(tool) for name, tool in self._tools.items()}
+        given = [load_tool(name) for name in self.options.tools] if tools is None else tools
+        self._validators = validators(given) if given else {}
+        self._tools = {tool.name: tool for tool in given}
         self._listener = listener
         self._dialect = Dialect(self.options.template, opens_thought=self.options.opens_thought)
         self._schemas = tuple(tool.openai_tool() for tool in self._tools.values())
@@ -443,9 +424,9 @@ class ToolEnvironment:
         messages = self._dialect.results(results)
         problems = " ".join(answer.problems)
         if problems or not results:
+            missing = f"The answer holds no tool call: call one of {', '.join(self._ending or self._tools)}."
             code = "invalid_action_format" if problems else "no_tool_call"
-            feedback = self._feedback(code, problems or "The answer holds no tool call.")
-            messages += (Message(role="user", content=feedback),)
+            messages += (Message(role="user", content=self._feedback(code, problems or missing)),)
         return Observation(messages=messages, terminated=not self._open)
 
     async def evidence(self) -> JsonObject:
@@ -467,7 +448,7 @@ class ToolEnvironment:
         try:
             text = await self._executed(call)
         except _CallError as error:
-            return self._feedback(error.code, str(error), call.name if call.name in self._tools else "")
+            return self._feedback(error.code, str(error))
         self._calls[call.name] += 1
         if not self._tools[call.name].ends:
             return _cut(text, self.options.max_result_length)
@@ -512,17 +493,10 @@ class ToolEnvironment:
         if self._listener is not None and not tool.private and not tool.ends:
             self._listener(event)
 
-    def _feedback(self, code: str, message: str, tool: str = "") -> str:
+    def _feedback(self, code: str, message: str) -> str:
         """An error for the model."""
         self._errors[code] += 1
-        error: JsonObject = {"code": code, "message": message, **({"tool": tool} if tool else {})}
-        suggestion = _NEXT[code]
-        if code == "no_tool_call" and self._ending:
-            suggestion += f" The user reads only what you give to {' or '.join(self._ending)}."
-        feedback: JsonObject = {"ok": False, "error": error, "next_action_suggestion": suggestion}
-        if code in _SHOW_ALLOWED:
-            feedback["allowed_tools"] = [*self._tools]
-        return json.dumps(feedback, ensure_ascii=False)
+        return json.dumps({"ok": False, "error": {"code": code, "message": message}}, ensure_ascii=False)
 
     def _prompt(self) -> str:
         if self.options.system_prompt is not None:
