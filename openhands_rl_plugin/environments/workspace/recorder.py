@@ -10,18 +10,14 @@ nobody may read is opened meanwhile.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import fnmatch
-import hashlib
 import json
 import os
 import shutil
 import stat
-import struct
 import subprocess
 import sys
-import zlib
 
 # A larger file is no text that anybody wrote: it is named, and not read.
 LARGEST = 64 * 1024**2
@@ -113,47 +109,6 @@ def recorded() -> list[bytes]:
     return git("ls-files", "-z").split(b"\0")[:-1]
 
 
-def store(files: Files, names: list[bytes]) -> None:
-    """What ``git update-index --add`` does, several times as fast: one pack with its index, and the record's index."""
-    base = os.path.join(os.environ["GIT_DIR"], "objects", "pack", "pack-" + "0" * 40)
-    objects, entries, whole = [], [struct.pack(">4sII", b"DIRC", 2, len(names))], hashlib.sha1()
-    data, offset = struct.pack(">4sII", b"PACK", 2, len(names)), 0
-    with open(f"{base}.pack", "wb") as pack:
-        for name in names:
-            whole.update(data)
-            offset += pack.write(data)
-            status = files.found[name]
-            if stat.S_ISLNK(status.st_mode):
-                content, mode = os.readlink(name), stat.S_IFLNK
-            else:
-                with open(name, "rb") as file:
-                    content, mode = file.read(), stat.S_IFREG | (0o755 if status.st_mode & stat.S_IXUSR else 0o644)
-            digest = hashlib.sha1(b"blob %d\0" % len(content) + content).digest()
-            size, head = len(content) >> 4, [0x30 | len(content) & 0xF]
-            while size:
-                head[-1] |= 0x80
-                head.append(size & 0x7F)
-                size >>= 7
-            data = bytes(head) + zlib.compress(content, 0)
-            objects.append((digest, zlib.crc32(data), offset))
-            times = (*divmod(status.st_ctime_ns, 10**9), *divmod(status.st_mtime_ns, 10**9))
-            numbers = (*times, status.st_dev, status.st_ino, mode, status.st_uid, status.st_gid, len(content))
-            entry = struct.pack(">10I20sH", *(n & 0xFFFFFFFF for n in numbers), digest, min(len(name), 0xFFF)) + name
-            entries.append(entry + bytes(8 - len(entry) % 8))
-        whole.update(data)
-        pack.write(data + whole.digest())
-    objects.sort()
-    names_of, sums, offsets = zip(*objects, strict=True) if objects else ((), (), ())
-    fan = [bisect.bisect(objects, (bytes([first]) + b"\xff" * 20,)) for first in range(256)]
-    listed = struct.pack(">256I", *fan) + b"".join(names_of) + struct.pack(f">{2 * len(objects)}I", *sums, *offsets)
-    for path, text in (
-        (f"{base}.idx", struct.pack(">4sI", b"\377tOc", 2) + listed + whole.digest()),
-        (os.environ["GIT_INDEX_FILE"], b"".join(entries)),
-    ):
-        with open(path, "wb") as file:
-            file.write(text + hashlib.sha1(text).digest())
-
-
 def remember(asked: dict) -> dict:
     """Record all files, also those that an index of the workspace's repository names and git would ignore."""
     own, index, record = b".git/index", os.environ["GIT_INDEX_FILE"], os.environ["GIT_DIR"]
@@ -175,9 +130,7 @@ def remember(asked: dict) -> dict:
                 sys.exit(f"the workspace has more than {asked['bytes'] >> 20} MiB, and is no git repository")
             with open(f"{record}/objects/info/alternates", "w") as file:
                 file.write(os.path.abspath(".git/objects") + "\n")
-            git("-c", "core.bigFileThreshold=1", "update-index", "--add", "-z", "--stdin", names=names)
-        else:
-            store(files, sorted(names))
+        git("update-index", "--add", "-z", "--stdin", names=names)
     finally:
         files.close()
     return {"tree": git("write-tree").decode().strip()}

@@ -97,15 +97,14 @@ class SandboxLimits(Frozen):
     disk: int = Field(default=32 * _GIBIBYTE, ge=1)
     output: int = Field(default=28_000, ge=2)
 
-    def counted(self, *folders: str, isolated: bool = True, **more: bool) -> dict[str, object]:
+    def counted(self, *folders: str, isolated: bool = True, grouped: bool = False) -> dict[str, object]:
         """What the supervisor takes as its bounds: these, with bytes that are added to ``folders``.
 
         ``isolated``: the sandbox has processes of its own. ``grouped``: a control group bounds processes and memory.
-        ``gives_way``: commands become less urgent after a moment, so that short ones of other sessions come first.
         """
         kept = {"RLIMIT_DATA": self.memory, "RLIMIT_NPROC": self.processes, "RLIMIT_FSIZE": self.file, "RLIMIT_CORE": 0}
         bounds = {"processes": self.processes, "memory": self.memory, "disk": self.disk, "folders": folders}
-        return {**bounds, "limits": kept, "isolated": isolated, "grouped": False, "gives_way": False, **more}
+        return {**bounds, "limits": kept, "isolated": isolated, "grouped": grouped}
 
 
 def sandboxed(

@@ -78,8 +78,8 @@ class Shell:
     """A session's shell: ``cd``, variables, functions and background processes last from command to command.
 
     ``variables``, as they are when it starts, are added to a small environment without the host's secrets. The first
-    command runs in ``start``, a directory as the session sees it (default: the workspace). ``gives_way``: a command
-    that takes longer is less urgent than those of others. Thread-safe; one command runs at a time.
+    command runs in ``start``, a directory as the session sees it (default: the workspace). Thread-safe;
+    one command runs at a time.
     """
 
     def __init__(
@@ -89,9 +89,7 @@ class Shell:
         limits: SandboxLimits | None = None,
         *,
         start: str | None = None,
-        gives_way: bool = True,
     ) -> None:
-        self._gives_way = gives_way
         self._sandbox = sandbox
         self._limits = limits or SandboxLimits()
         self._variables = {} if variables is None else variables
@@ -200,9 +198,7 @@ class Shell:
             "start": self._start_in,
             "state": sandbox.state,
             "output_bytes": limits.output,
-            "bounds": limits.counted(
-                *sandbox.folders, isolated=sandbox.isolated, grouped=grouped, gives_way=self._gives_way
-            ),
+            "bounds": limits.counted(*sandbox.folders, isolated=sandbox.isolated, grouped=grouped),
         }
 
     def _environment(self) -> dict[str, str]:
@@ -338,8 +334,7 @@ def check_workspace(
     ``start``: where it begins, as the session sees it (default: the workspace). Its output is cut to 16,000 bytes.
     """
     limits = limits.model_copy(update={"output": MOST_OUTPUT})
-    # Its time limit is part of what it measures.
-    shell = Shell(sandbox, variables, limits, start=start, gives_way=False)
+    shell = Shell(sandbox, variables, limits, start=start)
     began = 0.0
     try:
         shell.run(":", timeout=20.0)

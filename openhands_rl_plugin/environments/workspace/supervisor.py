@@ -2,7 +2,7 @@
 
 The sandbox executes what this file was compiled to, so it uses the standard library only. With a command as arguments
 it runs that alone, within bounds: ``python -I -S -c <text> BOUNDS COMMAND...``. ``BOUNDS`` is JSON:
-``{"processes", "memory", "disk", "folders", "limits": {name: number}, "grouped", "isolated", "gives_way"}``, which
+``{"processes", "memory", "disk", "folders", "limits": {name: number}, "grouped", "isolated"}``, which
 ``SandboxLimits.counted`` makes; ``limits`` are named as in ``resource``.
 
 Else it speaks JSON lines. The first line on stdin is the set-up, every other one a request. Each has one answer, which
@@ -70,8 +70,6 @@ MEBIBYTE = 1024**2
 # What file systems set aside for a file, however small (ext4's bytes-per-inode); memory of a file in memory.
 LEAST_FILE, FILE_IN_MEMORY = 16384, 1024
 IN_MEMORY = ("/tmp", "/dev/shm")
-# Commands that run for longer than so many seconds, and what they leave, make way for those of others.
-YOUTH, LESS_URGENT = 0.2, 10
 # After a bound was crossed the next command waits for so many seconds.
 PAUSE = 2.0
 
@@ -81,11 +79,11 @@ def close_to_others() -> None:
     ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
 
 
-Table = dict[int, tuple[int, int, int, int, int, str]]
+Table = dict[int, tuple[int, int, int, int, str]]
 
 
 def processes() -> Table:
-    """``pid -> (parent, session, threads, resident bytes, group, name)`` of every process that can be seen."""
+    """``pid -> (parent, session, threads, resident bytes, name)`` of every process that can be seen."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -95,8 +93,7 @@ def processes() -> Table:
             except OSError:
                 continue
             fields, called = after.split(), before.partition(b"(")[2].decode("utf-8", "replace")
-            parent, group, session = map(int, fields[1:4])
-            found[int(name)] = parent, session, int(fields[17]), int(fields[21]) * PAGE, group, called
+            found[int(name)] = int(fields[1]), int(fields[3]), int(fields[17]), int(fields[21]) * PAGE, called
     return found
 
 
@@ -231,8 +228,7 @@ class Bounds:
         if self.isolated and self.most_memory:
             reason = "the files in /tmp and /dev/shm take more than {} MiB of memory"
             self.grown[reason] = FilesInMemory(self.most_memory)
-        self.gives_way = bounds["gives_way"]
-        self.next = self.old = self.may_start = 0.0
+        self.next = self.may_start = 0.0
         for name, bound in bounds["limits"].items():
             kind = getattr(resource, name)
             hard = resource.getrlimit(kind)[1]
@@ -241,7 +237,6 @@ class Bounds:
 
     def begin(self) -> None:
         """A command begins now."""
-        self.old = time.monotonic() + YOUTH
         for each in self.grown.values():
             each.settle()
 
@@ -254,9 +249,6 @@ class Bounds:
         reason = self.beyond()
         if reason:
             self.may_start = now + PAUSE
-        elif self.gives_way and now > self.old:
-            self.old = now + YOUTH
-            self.make_way()
         return reason
 
     def beyond(self) -> str:
@@ -265,24 +257,13 @@ class Bounds:
         over = (text.format(each.most // MEBIBYTE) for text, each in self.grown.items() if each.crossed())
         return next(over, "")
 
-    def mine(self, table: Table) -> set[int]:
-        return {*table} - {1, os.getpid()} if self.isolated else family(os.getpid(), table) & {*table}
-
-    def make_way(self) -> None:
-        """Make all processes less urgent, their threads too; what they start later has the same urgency."""
-        table = processes()
-        mine = self.mine(table)
-        for group in {table[pid][4] for pid in mine} - {os.getpgid(0)}:
-            with contextlib.suppress(OSError):  # ended, or less urgent already
-                os.setpriority(os.PRIO_PGRP, group, LESS_URGENT)
-
     def too_many(self) -> str:
         too_many = f"the session has more than {self.most_processes} processes and threads"
         # Reading what each process is takes as long as many new ones take to start.
         if self.isolated and sum(name.isdigit() for name in os.listdir("/proc")) > self.most_processes + 2:
             return too_many
         table = processes()
-        mine = self.mine(table)
+        mine = {*table} - {1, os.getpid()} if self.isolated else family(os.getpid(), table) & {*table}
         if sum(table[pid][2] for pid in mine) > self.most_processes:
             return too_many
         # Pages that processes share are counted once for each of them, which is less work.
@@ -447,7 +428,7 @@ class Supervisor:
         """The working directory, and the names of the processes that commands left running."""
         self.reap_dead()
         table = processes()
-        return {"cwd": self.cwd, "processes": [table[pid][5] for pid in sorted(family(os.getpid(), table))]}
+        return {"cwd": self.cwd, "processes": [table[pid][4] for pid in sorted(family(os.getpid(), table))]}
 
     def hold(self, on: bool) -> None:
         """Stop all processes of the session, or let them go on. In a sandbox the kernel reaches all of them at once."""

@@ -103,13 +103,6 @@ class TestBombs:
         for _ in range(2):
             assert "added more than" in run(f"head -c 100000000 /dev/zero >> {tmp_path}/beside/big; sleep 9").output
 
-    def test_who_takes_long_makes_way(self, run: Run):
-        urgency = "cut -d' ' -f19 /proc/self/stat"
-        usual = os.getpriority(os.PRIO_PROCESS, 0)
-        assert run(f"({urgency}; sleep 0.9; {urgency})").output == f"{usual}\n10\n"
-        assert run(f"(sleep 0.9; {urgency}; sleep 9) > late & {urgency}").output == f"{usual}\n"
-        assert run(f'sleep 1; cat late; setsid -w sh -c "sleep 0.9; {urgency}"').output == "10\n10\n"
-
     def test_a_workspace_that_was_large_before_counts_from_there(self, run: Run, tmp_path: Path):
         (tmp_path / "work" / "mine").write_bytes(b"\1" * 150 * MEBIBYTE)
         result = run("head -c 30000000 /dev/zero > little; sleep 0.5; echo survived")
