@@ -81,7 +81,7 @@ def instance_of(row: Mapping[str, JsonValue]) -> Instance:
 
 
 def read_rows(file: Path) -> list[JsonObject]:
-    """The rows of a .json, .jsonl or .parquet file, in its order. Raises ``ConfigError`` for one that is no object."""
+    """The rows of a .json (list, object by id, or one row), .jsonl or .parquet file, in its order. Raises ``ConfigError`` for one that is no object."""
     return [row for _, row in _rows(file)]
 
 
@@ -150,8 +150,10 @@ def _parsed(file: Path) -> Iterator[tuple[int, Any]]:
     if file.suffix == ".parquet":
         yield from enumerate(_parquet(file), 1)
     elif file.suffix == ".json":
-        document = from_json(file.read_bytes())
-        yield from enumerate(document.values() if isinstance(document, dict) else document, 1)
+        rows = from_json(file.read_bytes())
+        if isinstance(rows, dict):
+            rows = rows.values() if all(isinstance(each, dict) for each in rows.values()) else [rows]
+        yield from enumerate(rows, 1)
     else:
         with file.open("rb") as lines:
             yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
