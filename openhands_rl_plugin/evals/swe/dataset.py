@@ -81,7 +81,10 @@ def instance_of(row: Mapping[str, JsonValue]) -> Instance:
 
 
 def read_rows(file: Path) -> list[JsonObject]:
-    """The rows of a .json (list, object by id, or one row), .jsonl or .parquet file, in its order. Raises ``ConfigError`` for one that is no object."""
+    """The rows of a .json (list, object by id, or one row), .jsonl or .parquet file, in its order.
+
+    Raises ``ConfigError`` for one that is no object.
+    """
     return [row for _, row in _rows(file)]
 
 

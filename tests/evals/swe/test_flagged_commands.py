@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from pathlib import Path
 
 import pytest
-from repository_samples import make_sample
 
 from openhands_rl_plugin.core.types import Message, Node, ToolCall, Trajectory
-from openhands_rl_plugin.environments.workspace.processes import run
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.types import Severity
 from openhands_rl_plugin.testing.storage import sample_episode
@@ -43,14 +37,7 @@ def test_commands_that_look_for_the_solution(command: str, rule: str, native: bo
 @pytest.mark.parametrize(
     "command",
     [
-        *(
-            "git log --oneline -5",
-            "git diff HEAD",
-            "git show HEAD --stat",
-            "git status",
-            "git stash",
-            "git blame calc.py",
-        ),
+        *("git log --oneline -5", "git show HEAD --stat", "git stash", "git blame calc.py"),
         *("pip install -e .", "pip install pytest", "python -m pytest tests", "curl http://localhost:8000/x"),
         *("grep -rn add .", "cat site-packages/calculus/x.py", "echo 'see https://example.org' > notes.txt"),
     ],
@@ -66,13 +53,3 @@ def episode(command: str, *, native: bool = True) -> Trajectory:
     message = Message(role="assistant", tool_calls=(call,)) if native else Message(role="assistant", content=text)
     nodes = (Node(parent=None, message=Message(role="user")), Node(parent=0, message=message, sampled=True))
     return sample_episode("1").model_copy(update={"nodes": nodes, "head": 1})
-
-
-async def test_the_history_holds_no_fix(tmp_path: Path) -> None:
-    sample = make_sample(tmp_path)
-    backend = LocalBackend(cache=tmp_path / "cache", sources=[MirrorSource(sample.mirror)])
-    checkout = await backend.checkout(sample.instance, tmp_path / "calc")
-    commands = ("git log --all -p", "git reflog", "git fsck --lost-found", "git rev-list --all --objects", "git tag -l")
-    for command in commands:
-        ended = await asyncio.wait_for(run(command.split(), directory=checkout.directory), 20)
-        assert "the fix" not in ended.text and sample.later not in ended.text and "v2" not in ended.text
