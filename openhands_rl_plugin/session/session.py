@@ -216,9 +216,8 @@ class SampledTexts:
 
 def _as_sampled(call: Any, sampled: ToolCall) -> Any:
     """Arguments that are no JSON object keep the host's form: servers refuse such a history."""
-    if not is_json_object(sampled.arguments):
-        return call
-    return {**call, "function": {**call["function"], "name": sampled.name, "arguments": sampled.arguments}}
+    form = {**call, "function": {**call["function"], "name": sampled.name, "arguments": sampled.arguments}}
+    return form if form == call or is_json_object(sampled.arguments) else call
 
 
 def read_text(text: str) -> tuple[object, ...]:

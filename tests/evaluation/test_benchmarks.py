@@ -15,6 +15,7 @@ SHORT = {
     "hosts.sessions": ["--sessions", "2", "--commands", "2"],
     "training.packing": [],
     "storage.compare": ["--repeats", "1", "--sessions", "2", "--trajectories", "2000"],
+    "storage.arrays": ["--repeats", "1", "--episodes", "4"],
     "hosts.harness": ["--instances", "2", "--workers", "1", "--repeats", "1"],
     "serving.reload": ["--clients", "2", "--reloads", "2"],
     "serving.generation": ["--context", "40", "--batch", "1", "2"],

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from openhands_rl_plugin import FileTrajectoryStorage, Message, Task, Trajectory, TrajectoryFilter
+from openhands_rl_plugin import FileTrajectoryStorage, Trajectory, TrajectoryFilter
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryOrder
-from openhands_rl_plugin.core.types import Node, PolicyRef, StopReason, StrategySpec, Times, Tokens, Usage
+from openhands_rl_plugin.core.types import PolicyRef, StopReason
+from openhands_rl_plugin.testing.storage import sample_episode
 
 PAGE = 50
 
@@ -24,51 +26,39 @@ _BATCH = 512
 
 
 def small(number: int) -> Trajectory:
-    """One of many: an answer to one question."""
-    random_ = random.Random(number)
-    ids = tuple(random_.randrange(49_152) for _ in range(12))
-    tokens = Tokens.of(ids[:8], ids[8:], (-0.5,) * 4)
-    split = "train" if number % 50 else "heldout"
-    return Trajectory(
-        id=f"{number:08d}",
-        run_id=f"run-{number % 20}",
-        group_id=f"group-{number // 8}",
-        task=Task(id=f"goal-{number // 8}", environment=("webshop", "workspace", "grid")[number % 3], split=split),
-        strategy=StrategySpec(name="StandardReAct"),
+    """One of many, of two turns."""
+    return sample_episode(
+        f"{number:08d}",
+        run=f"run-{number % 20}",
+        group=f"group-{number // 8}",
+        task=f"goal-{number // 8}",
+        environment=("webshop", "workspace", "grid")[number % 3],
+        split="train" if number % 50 else "heldout",
         policy=PolicyRef(base_model="smollm2-135m", adapter="policy", version=number // 5000),
-        nodes=(
-            Node(parent=None, message=Message(role="user", content="Find a red mug.")),
-            Node(
-                parent=0,
-                message=Message(role="assistant", content=f"search[red mug {number}]"),
-                sampled=True,
-                tokens=tokens,
-                reward=random_.random(),
-            ),
-        ),
-        head=1,
         stop=StopReason.TERMINATED if number % 4 else StopReason.MAX_TURNS,
-        usage=Usage(prompt_tokens=8, completion_tokens=4, calls=1, steps=1),
-        times=Times(started=float(number), finished=number + random_.random() * 100),
+        reward=random.Random(number).random(),
+        finished=2000.0 + number,
     )
 
 
 def queries(count: int) -> dict[str, TrajectoryFilter]:
-    """Pages that somebody wants to see of ``count`` trajectories."""
-    best = TrajectoryFilter(sort=TrajectoryOrder.REWARD, descending=True, limit=PAGE)
-    late = TrajectoryFilter(environment="grid", stop=StopReason.TERMINATED, reward_at_least=0.25)
+    """Pages that somebody wants to see of ``count`` trajectories: each filter, by time and by reward."""
+    orders = {"newest": TrajectoryOrder.FINISHED, "best": TrajectoryOrder.REWARD}
+    filters: dict[str, dict[str, Any]] = {
+        "all": {},
+        "outcome": {"stop": StopReason.MAX_TURNS, "reward_at_most": 0.5},
+        "task": {"task_id": "goal-7"},
+        "run": {"run_id": "run-7"},
+        "version": {"adapter": "policy", "policy_version": 0},
+        "split": {"split": "heldout"},
+        "label": {"label": "look again"},
+        "time": {"since": 2000 + count / 2, "until": 3000 + count / 2},
+        "far down": {"environment": "grid", "reward_at_least": 0.25, "offset": count // 7},
+    }
     return {
-        "newest first": TrajectoryFilter(descending=True, limit=PAGE),
-        "best first": best,
-        "the best of a run": best.model_copy(update={"run_id": "run-7"}),
-        "far down by time": late.model_copy(update={"sort": TrajectoryOrder.FINISHED, "offset": count // 7}),
-        "by outcome": TrajectoryFilter(stop=StopReason.MAX_TURNS, reward_at_most=0.5, limit=PAGE),
-        "by task": TrajectoryFilter(task_id="goal-7", limit=PAGE),
-        "by run": TrajectoryFilter(run_id="run-7", sort=TrajectoryOrder.FINISHED, limit=PAGE),
-        "by version": TrajectoryFilter(adapter="policy", policy_version=0, descending=True, limit=PAGE),
-        "by split": TrajectoryFilter(split="heldout", limit=PAGE),
-        "by label": TrajectoryFilter(label="look again", limit=PAGE),
-        "by time": TrajectoryFilter(since=count / 2, until=count / 2 + 1000, limit=PAGE),
+        f"{name}, {order} first": TrajectoryFilter(**asked, sort=sort, descending=True, limit=PAGE)
+        for name, asked in filters.items()
+        for order, sort in orders.items()
     }
 
 
@@ -82,19 +72,18 @@ async def fill(folder: Path, count: int) -> None:
         await storage.add_labels([tag.model_copy(update={"id": each, "trajectory_id": each}) for each in tagged])
 
 
-async def first_page(folder: Path, where: TrajectoryFilter) -> float:
-    """Seconds until the first page is there, with a storage that is opened anew."""
+def first_page(folder: Path, where: TrajectoryFilter) -> float:
+    """Seconds of the first page and the count of all, as ``openhands-rl list`` asks a storage that it opens."""
+    return asyncio.run(_first_page(folder, where))
+
+
+async def _first_page(folder: Path, where: TrajectoryFilter) -> float:
     started = time.perf_counter()
     async with FileTrajectoryStorage(folder) as storage:
-        page = 0
-        async for _ in storage.find(where):
-            page += 1
-            if page == PAGE:
-                break
-        seconds = time.perf_counter() - started
-    if not page:
-        raise SystemExit("error: nothing was found")
-    return seconds
+        page = [each.id async for each in storage.summaries(where)]
+        if not page or await storage.count(where) < len(page):
+            raise SystemExit("error: nothing was found")
+    return time.perf_counter() - started
 
 
 def cold_first_page(folder: Path, where: TrajectoryFilter) -> float:
@@ -104,4 +93,4 @@ def cold_first_page(folder: Path, where: TrajectoryFilter) -> float:
 
 
 if __name__ == "__main__":
-    print(asyncio.run(first_page(Path(sys.argv[1]), TrajectoryFilter.model_validate_json(sys.argv[2]))))
+    print(first_page(Path(sys.argv[1]), TrajectoryFilter.model_validate_json(sys.argv[2])))

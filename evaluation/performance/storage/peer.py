@@ -12,69 +12,57 @@ import asyncio
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from load import Turn, prompts, session  # pyright: ignore[reportMissingImports]
+from rllm_model_gateway.models import TraceRecord  # pyright: ignore[reportMissingImports]
+from rllm_model_gateway.store.sqlite_store import SqliteTraceStore  # pyright: ignore[reportMissingImports]
 
 
-def rllm(file: Path, sessions: list[list[Turn]], concurrency: int) -> tuple[float, float]:
-    """``SqliteTraceStore.store_trace`` from several tasks; then all sessions are read."""
-    from rllm_model_gateway.models import TraceRecord  # pyright: ignore[reportMissingImports]
-    from rllm_model_gateway.store.sqlite_store import SqliteTraceStore  # pyright: ignore[reportMissingImports]
-
-    def record(number: int, at: int, turn: Turn, prompt: list[int], messages: list[Any]) -> dict[str, Any]:
-        return TraceRecord(
+def records_of(number: int, turns: list[Turn]) -> list[dict[str, Any]]:
+    """A session, a record a turn."""
+    records, messages = [], []
+    for at, (turn, prompt) in enumerate(zip(turns, prompts(turns), strict=True)):
+        messages = [*messages, {"role": "user", "content": turn.read}]
+        answer = {"role": "assistant", "content": turn.said}
+        record = TraceRecord(
             trace_id=f"{number}-{at}",
             session_id=str(number),
             model="policy",
             messages=messages,
             prompt_token_ids=prompt,
-            response_message={"role": "assistant", "content": turn.said},
+            response_message=answer,
             completion_token_ids=list(turn.said_ids),
             logprobs=list(turn.logprobs),
             finish_reason="stop",
-        ).model_dump()
-
-    records = []
-    for number, turns in enumerate(sessions):
-        messages: list[Any] = []
-        for at, (turn, prompt) in enumerate(zip(turns, prompts(turns), strict=True)):
-            messages = [*messages, {"role": "user", "content": turn.read}]
-            records.append(record(number, at, turn, prompt, messages))
-            messages = [*messages, {"role": "assistant", "content": turn.said}]
-
-    async def run() -> tuple[float, float]:
-        store = SqliteTraceStore(str(file))
-        waiting = iter(records)
-
-        async def work() -> None:
-            for each in waiting:
-                await store.store_trace(each["trace_id"], each["session_id"], each)
-
-        started = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(concurrency)))
-        writing = time.perf_counter() - started
-        started = time.perf_counter()
-        read = [len(await store.get_session_traces(str(number))) for number in range(len(sessions))]
-        reading = time.perf_counter() - started
-        await store.close()
-        assert sum(read) == len(records)
-        return writing, reading
-
-    return asyncio.run(run())
+        )
+        records.append(record.model_dump())
+        messages = [*messages, answer]
+    return records
 
 
-def main() -> None:
-    """Store, read, print."""
-    folder, *numbers = sys.argv[1:]
-    count, turns, concurrency = map(int, numbers)
-    sessions = [session(seed, turns) for seed in range(count)]
-    writing, reading = rllm(Path(folder) / "store.db", sessions, concurrency)
-    size = sum(path.stat().st_size for path in Path(folder).iterdir())
-    calls = count * turns
-    print(json.dumps({"appends": calls / writing, "bytes": size / calls, "scan": calls / reading}))
+async def main(folder: Path, count: int, turns: int, concurrency: int) -> None:
+    """``SqliteTraceStore.store_trace`` from several tasks; then all sessions are read."""
+    store = SqliteTraceStore(str(folder / "store.db"))
+    waiting = iter([record for seed in range(count) for record in records_of(seed, session(seed, turns))])
+
+    async def work() -> None:
+        for each in waiting:
+            await store.store_trace(each["trace_id"], each["session_id"], each)
+
+    times = [time.perf_counter()]
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    times.append(time.perf_counter())
+    read = [len(await store.get_session_traces(str(number))) for number in range(count)]
+    times.append(time.perf_counter())
+    await store.close()
+    assert sum(read) == count * turns
+    size = sum(path.stat().st_size for path in folder.iterdir()) / sum(read)
+    appends, scan = (sum(read) / (after - before) for before, after in pairwise(times))
+    print(json.dumps({"appends": appends, "bytes": size, "scan": scan}))
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -64,20 +64,24 @@ class ConversationSeeds:
     def __init__(self) -> None:
         self._first: int | None = None
         self._calls: Counter[int] = Counter()
+        self._last: tuple[tuple[Message, ...], int] = (), 0
 
     def copy(self) -> ConversationSeeds:
         """The numbers as they are now."""
         copied = ConversationSeeds()
-        copied._first, copied._calls = self._first, self._calls.copy()
+        copied._first, copied._calls, copied._last = self._first, self._calls.copy(), self._last
         return copied
 
     def next(self, messages: Sequence[Message]) -> int:
         """The number of the next call about ``messages``."""
-        digest = 0
-        for message in messages:
+        (known, digest), given = self._last, tuple(messages)
+        if given[: len(known)] != known:
+            known, digest = (), 0
+        for message in given[len(known) :]:
             digest = zlib.crc32(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"), digest)
             for call in message.tool_calls:
                 digest = zlib.crc32(repr((call.name, call.arguments)).encode("utf-8", "surrogatepass"), digest)
+        self._last = given, digest
         self._first = digest if self._first is None else self._first
         times = self._calls[digest]
         self._calls[digest] += 1
