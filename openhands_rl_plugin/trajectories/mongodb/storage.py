@@ -46,7 +46,7 @@ from openhands_rl_plugin.trajectories.storages.log import (
     OvertakenError,
     Record,
     conditions_of,
-    judge,
+    note,
     pack_document,
     unpack_document,
     upgrade,
@@ -363,7 +363,7 @@ class MongoDBTrajectoryStorage(LogStorage):
                     await counters.update_one(_UPGRADED, {"$set": {"value": 1}}, upsert=True)
                 # A writer may have died between a score and the document of its episode.
                 pending = self._log["scores"].find({"pending": True}, {"episode": 1})
-                await judge(self._log, {each["episode"] async for each in pending})
+                await note(self._log, {each["episode"] async for each in pending}, ["scores"])
                 self._upgraded = True
             return await work(self._log)
 

@@ -18,7 +18,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import batched, chain
+from itertools import batched, chain, product
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -64,6 +64,7 @@ from openhands_rl_plugin.core.types import (
 
 Found = tuple[Trajectory, tuple[Score, ...]]
 Kind = Literal["scores", "labels"]
+_RECORDS: dict[Kind, type[Any]] = {"scores": Score, "labels": Label}
 
 # Trajectories, or summaries, that a reader holds in one batch.
 _BATCH, _SUMMARIES = 8, 256
@@ -525,8 +526,8 @@ class LogStorage(ABC):
     async def _append(self, log: Log, values: Sequence[Score] | Sequence[Label]) -> None:
         clean: Any = [redact_value(value) for value in values]
         await log.add(clean, [packed_json(value) for value in clean])
-        note = judge if isinstance(clean[0], Score) else _name
-        await note(log, {value.trajectory_id for value in clean})
+        kind = "scores" if isinstance(clean[0], Score) else "labels"
+        await note(log, {value.trajectory_id for value in clean}, [kind])
 
     async def _standing(self, log: Log, identity: str, nodes: int) -> _Standing:
         """Where an episode stands. Raises ``StorageError`` when it is not known.
@@ -566,8 +567,7 @@ async def upgrade(log: Log) -> None:
             if trajectory.stop is not StopReason.UNFINISHED:
                 header = episode.header.ended(trajectory.nodes, EpisodeEnd.of(trajectory))
                 await log.judge([(episode._replace(header=header), (), None)])
-    await judge(log, ids)
-    await _name(log, ids)
+    await note(log, ids)
 
 
 async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | None:
@@ -576,34 +576,28 @@ async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | N
     if before is not None and (content.end is None or not before.header.open):
         return None
     episode = await log.write(before, header, content)
-    for note in () if before else (judge, _name):
+    if before is None:
         await note(log, [header.id])
     return episode
 
 
-async def judge(log: Log, ids: Iterable[str]) -> None:
-    """Write the newest judgement beside every header. A score that is damaged is named when it is read."""
-    for some in batched(ids, 1000):
-        scores = _parsed(Score, await log.records("scores", some), [])
+async def note(log: Log, ids: Iterable[str], kinds: Sequence[Kind] = ("scores", "labels")) -> None:
+    """Write beside every header the newest judgement, and the names by which its labels find it: the kinds of those
+    that hold, and the texts of tags. What is damaged is named when it is read."""
+    for some, kind in product(batched(ids, 1000), kinds):
+        found = _parsed(_RECORDS[kind], await log.records(kind, some), [])
         judged: list[Judged] = []
-        for episode in await log.headers(list(scores)) if scores else ():
-            known = scores[episode.header.id]
-            newest = newest_outcome(score for _, score in known)
-            judged.append((episode, [number for number, _ in known], newest))
-        if judged:
-            await log.judge(judged)
-
-
-async def _name(log: Log, ids: Iterable[str]) -> None:
-    """Note the kinds of the labels that hold, and the texts of tags. One that is damaged is named when it is read."""
-    for some in batched(ids, 1000):
-        labels = _parsed(Label, await log.records("labels", some), [])
-        for episode in await log.headers(list(labels)) if labels else ():
-            own = [label for _, label in labels[episode.header.id]]
+        for episode in await log.headers(list(found)) if found else ():
+            numbers, own = zip(*found[episode.header.id], strict=True)
+            if kind == "scores":
+                judged.append((episode, numbers, newest_outcome(own)))
+                continue
             gone = {each.withdraws for each in own}
             held = [each for each in own if each.withdraws is None and each.id not in gone]
             names = {each.text if each.kind is LabelKind.TAG else each.kind.value for each in held}
             await log.name(episode, sorted(names), len(own))
+        if judged:
+            await log.judge(judged)
 
 
 def _parsed[Value: (Score, Label)](

@@ -1,4 +1,4 @@
-"""What is left after a writer is killed, after two write at once, and after the disk is full. Real processes."""
+"""What is left after a writer is killed, and after the disk is full. Real processes."""
 
 from __future__ import annotations
 
@@ -95,15 +95,9 @@ async def test_nothing_acknowledged_is_lost_when_the_writer_is_killed(tmp_path: 
     assert_nothing_lost(acknowledged, stored)
 
 
-async def test_two_processes_write_at_once_and_readers_see_both(tmp_path: Path) -> None:
-    writers = [start(tmp_path, "left"), start(tmp_path, "right")]
-    assert all(writer.stdout is not None and writer.stdout.readline() for writer in writers)
-    seen_live = await read(tmp_path)
-    assert {"left", "right"} <= {identity.split("-")[0] for identity in seen_live}
-    acknowledged = [kill_after_first(writer, 0.1) for writer in writers]
-    stored = await read(tmp_path)
-    assert_nothing_lost(acknowledged[0] | acknowledged[1], stored)
-    assert all(stored[identity] >= count for identity, count in seen_live.items())
+def program(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", text, str(folder)]
+    return subprocess.run(command, cwd=WRITER.parent, capture_output=True, text=True, timeout=60, check=True)
 
 
 FULL_DISK = """
@@ -131,14 +125,7 @@ asyncio.run(main())
 
 
 async def test_a_full_disk_is_reported_with_a_remedy_and_leaves_no_half_record(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        cwd=WRITER.parent,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = program(FULL_DISK, tmp_path)
     number, _, message = done.stdout.strip().partition(" ")
     assert int(number) > 1
     assert message.count("\n") == 0
@@ -159,8 +146,7 @@ atexit.register(lambda: asyncio.run(storage.add(trajectory("at exit"))))
 
 
 async def test_the_last_episode_can_be_saved_while_the_interpreter_exits(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", AT_EXIT, str(tmp_path)]
-    done = subprocess.run(command, cwd=WRITER.parent, capture_output=True, text=True, timeout=60, check=True)
+    done = program(AT_EXIT, tmp_path)
     assert done.stderr == ""
     storage = FileTrajectoryStorage(tmp_path)
     assert [trajectory.id async for trajectory, _ in storage.find()] == ["before", "at exit"]
@@ -186,6 +172,5 @@ os.waitpid(child, 0)
 
 
 async def test_a_storage_is_not_carried_over_a_fork(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
-    done = subprocess.run(command, cwd=WRITER.parent, capture_output=True, text=True, timeout=60, check=True)
+    done = program(FORK, tmp_path)
     assert done.stdout.count("carried over a fork") == 2

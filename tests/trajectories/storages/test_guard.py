@@ -18,7 +18,6 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 KEY = "ghp_" + "aB3dE5gH7jK9mN1pQ3sT5uV7wX9yZ1"
 SECRET = f"the key is {KEY}"
 TOOL: JsonObject = {"type": "function", "function": {"name": "bash", "description": SECRET}}
-EPISODE = sample_episode("a")
 
 Open = Callable[[], TrajectoryStorage]
 
@@ -33,16 +32,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 def begun(tools: tuple[JsonObject, ...] = ()) -> EpisodeStart:
-    return EpisodeStart(
-        id="a",
-        run_id="run",
-        group_id="group",
-        task=EPISODE.task,
-        strategy=EPISODE.strategy,
-        policy=EPISODE.policy,
-        tools=tools,
-        started=1000.0,
-    )
+    return EpisodeStart.of(sample_episode("a")).model_copy(update={"tools": tools})
 
 
 def grown(first: int, *texts: str) -> EpisodeGrowth:
@@ -66,49 +56,33 @@ async def trained(storage: TrajectoryStorage) -> list[int]:
     return [at for at, node in enumerate(trajectory.nodes) if node.tokens is not None]
 
 
-@pytest.mark.parametrize("played_before", [1, 2, 3])
-async def test_below_a_secret_no_ids_are_stored_whoever_goes_on(opened: Open, played_before: int) -> None:
-    texts = (SECRET, "yes", "and now?", "done")
-    first = opened()
-    await first.begin(begun())
-    await first.grow(grown(0, *texts[:played_before]))
-    await first.close()
-    second = opened()
-    await second.grow(grown(played_before, *texts[played_before:]))
-    assert await trained(second) == []
-    await second.close()
+ABOUT_NONE = f"this says {REDACTED} but there never was a secret"
 
 
-async def test_a_secret_in_the_tools_holds_for_the_next_process(opened: Open) -> None:
-    first = opened()
-    await first.begin(begun((TOOL,)))
-    await first.close()
-    second = opened()
-    await second.grow(grown(0, "go", "yes"))
-    assert await trained(second) == []
-    await second.close()
-
-
-async def test_a_secret_that_another_process_stored_in_between_counts(opened: Open) -> None:
-    first, second = opened(), opened()
-    await first.begin(begun())
-    await first.grow(grown(0, "go", "yes"))
-    await second.grow(grown(2, SECRET))
-    await first.grow(grown(3, "done"))
-    assert await trained(first) == [1]
-    await first.close()
-    await second.close()
-
-
-async def test_an_episode_without_secrets_keeps_its_ids_in_the_next_process(opened: Open) -> None:
-    first = opened()
-    await first.begin(begun())
-    await first.grow(grown(0, f"this says {REDACTED} but there never was a secret", "yes"))
-    await first.close()
-    second = opened()
-    await second.grow(grown(2, "and now?", "done"))
-    assert await trained(second) == [1, 3]
-    await second.close()
+@pytest.mark.parametrize(
+    ("tools", "calls", "kept"),
+    [
+        ((), [(SECRET,), ("yes", "and now?", "done")], []),
+        ((), [(SECRET, "yes", "and now?"), ("done",)], []),
+        ((TOOL,), [(), ("go", "yes")], []),
+        ((), [("go", "yes"), (SECRET,), ("done",)], [1]),
+        ((), [(ABOUT_NONE, "yes"), ("and now?", "done")], [1, 3]),
+    ],
+    ids=["prompt", "later", "tools", "in between", "none"],
+)
+async def test_below_a_secret_no_ids_are_stored_whoever_goes_on(
+    opened: Open, tools: tuple[JsonObject, ...], calls: list[tuple[str, ...]], kept: list[int]
+) -> None:
+    """Two processes take turns; each knows what the other one stored."""
+    both, first = (opened(), opened()), 0
+    await both[0].begin(begun(tools))
+    for turn, texts in enumerate(calls):
+        if texts:
+            await both[turn % 2].grow(grown(first, *texts))
+        first += len(texts)
+    assert await trained(both[0]) == kept
+    for storage in both:
+        await storage.close()
 
 
 async def test_a_label_holds_no_secret(opened: Open) -> None:

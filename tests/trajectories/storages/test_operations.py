@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Awaitable
 from itertools import count
+from operator import ne
 from typing import Any
 
 from hypothesis import given, settings
@@ -186,13 +187,19 @@ def test_both_do_what_the_model_does(mongodb: MongoServer, calls: list[Any]) -> 
         database, model = f"operations_{next(_DATABASES)}", Model()
         files = [FileTrajectoryStorage(folder, durable=False) for _ in range(2)]
         storages = files, [MongoDBTrajectoryStorage(mongodb.url, database) for _ in range(2)]
+        seen: list[str] = [await pair[0].revision() for pair in storages]
         for turn, call in enumerate(calls):
             for name, value in applied(model, *call):
                 if name == "close":
                     await asyncio.gather(*(pair[turn % 2].close() for pair in storages))
                     continue
+                was = str(vars(model))
                 done = [await outcome(of, name, value) for of in (model, *(pair[turn % 2] for pair in storages))]
                 assert len(set(done)) == 1, call
+                if str(vars(model)) != was:
+                    now = [await pair[1 - turn % 2].revision() for pair in storages]
+                    assert all(map(ne, now, seen)), call
+                    seen = now
         file, other = [await checked(pair[0], model) for pair in storages]
         assert file == other
         await asyncio.gather(*(storage.close() for pair in storages for storage in pair))

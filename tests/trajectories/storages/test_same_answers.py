@@ -22,7 +22,7 @@ from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectorySt
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 TEXTS = (
-    *("", "shop", "Shop", "shop-v000007", "a.b*[c]\\", "$shop"),
+    *("", "shop", "Shop", "shop-v000007", "a.b*[c]\\", "$shop", "'; DROP TABLE episodes; --\"%_?"),
     "\N{LATIN SMALL LETTER SHARP S}",
     "two\nlines",
     "nul\0",
