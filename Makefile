@@ -65,7 +65,7 @@ test-vllm: $(READY) ## Publish to a real vLLM on this machine's processor
 	OPENHANDS_RL_VLLM_PYTHON="$${OPENHANDS_RL_VLLM_PYTHON:-install}" $(BIN)/pytest -m slow tests/models/adapters/test_vllm.py $(ARGS)
 
 # Makes .peers, up to 10 GB; ARGS="openenv ray" chooses some.
-test-peers: $(READY) ## Test against OpenEnv, AgentGym, verifiers, Harbor, Ray, vLLM and other trainers
+test-peers: $(READY) ## Test against OpenEnv, AgentGym, verifiers, Ray, vLLM and other trainers
 	.ci/peers $(ARGS)
 
 # Docker, or podman, which is started for it; the script says what to install.

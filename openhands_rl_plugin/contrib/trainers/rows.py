@@ -1,4 +1,4 @@
-"""Episodes as the rows of TRL, SkyRL, verl and Harbor. No trainer is imported: rows are plain values with its field
+"""Episodes as the rows of TRL, SkyRL and verl. No trainer is imported: rows are plain values with its field
 names.
 
 What is not carried: the temperature (one for all), the places of answers, and advantages.
@@ -65,13 +65,6 @@ def checked(sample: Sample, trainer: str, *, temperature: float = 1.0) -> Sample
     if sample.token_advantages:
         raise ExchangeError(f"{where}: {trainer} takes one advantage for a sequence, and this has one for each token")
     return sample
-
-
-def answers(sample: Sample) -> list[tuple[int, int]]:
-    """Start and end of each completion. Raises ``ExchangeError`` for a sequence without ``spans``."""
-    if not sample.spans:
-        raise ExchangeError(f"trajectory {sample.trajectory_id}: it does not say where its completions are")
-    return [(start, stop) for _, start, stop in sample.spans]
 
 
 def batch_columns(
@@ -150,22 +143,3 @@ def agent_loop_rows(
             "extra_fields": {"min_global_steps": version, "max_global_steps": version},
         }
     return rows
-
-
-def rollout_details(samples: Sequence[Sample], *, temperature: float = 1.0) -> list[JsonObject]:
-    """Harbor's ``RolloutDetail`` of each sequence: an item of each list is a turn, with the whole prompt.
-
-    Raises ``ExchangeError``.
-    """
-    details: list[JsonObject] = []
-    for each in samples:
-        sample = checked(each, "Harbor", temperature=temperature)
-        turns = answers(sample)
-        details.append(
-            {
-                "prompt_token_ids": [[*sample.input_ids[:start]] for start, _ in turns],
-                "completion_token_ids": [[*sample.input_ids[start:stop]] for start, stop in turns],
-                "logprobs": [[*sample.logprobs[start:stop]] for start, stop in turns],
-            }
-        )
-    return details

@@ -9,19 +9,6 @@ from pydantic import Field
 from openhands_rl_plugin.core.types import Frozen
 
 
-class ContainerPlace(Frozen):
-    """Where a container of another program is, and how one command is run in it.
-
-    Its owner listens at ``socket`` of this machine, in a folder that no other user reads. A connection is one command,
-    a line ``{"command": text, "timeout": seconds or null}``, answered by ``{"return_code", "stdout", "stderr"}``, or by
-    ``{"error"}`` where it could not be run. A command whose connection is closed is given up. ``folder`` is this
-    session's own in the container.
-    """
-
-    socket: Path
-    folder: str
-
-
 class WorkspaceMount(Frozen):
     """A directory or file of the host that the session sees, read-only, under another name."""
 
@@ -34,11 +21,9 @@ class TaskWorkspace(Frozen):
 
     ``root`` is ``/workspace`` inside. ``repository`` is the name of the directory below it in which the session begins
     and whose changes are evidence; empty for the root itself. ``mounts`` and ``variables`` are for its programs.
-    ``container``: the session works there instead, and nothing but its records is in ``root``.
     """
 
     root: Path
     repository: str = ""
     mounts: tuple[WorkspaceMount, ...] = ()
     variables: dict[str, str] = Field(default_factory=dict)
-    container: ContainerPlace | None = None

@@ -1,7 +1,7 @@
 """The workspace of one conversation: the tools ``terminal`` and ``file_editor``, its evidence, and forks for search.
 
-It is a folder in bubblewrap, or a container that another program owns. Importing this module registers the tools: for
-an ``RLAgent`` they work in the sandbox, for all others they are the stock ones. Their descriptions are the SDK's own.
+It is a folder in bubblewrap. Importing this module registers the tools: for an ``RLAgent`` they work in the sandbox,
+for all others they are the stock ones. Their descriptions are the SDK's own.
 
 Commands run without a terminal, with an empty standard input. One that reaches its time limit goes on; until it has
 ended, an empty command waits for it and ``C-c`` interrupts it, as with the SDK's own. Its output comes when it ends.
@@ -32,13 +32,8 @@ from openhands.tools.terminal.definition import TerminalAction, TerminalObservat
 from openhands.tools.terminal.metadata import CmdOutputMetadata
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.core.files import remove_tree, temporary_folder
-from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject
-from openhands_rl_plugin.environments.container import ContainerFiles, ContainerShell
 from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, is_rewritten
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
-from openhands_rl_plugin.environments.workspace.task_workspace import ContainerPlace
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
 
@@ -46,7 +41,7 @@ from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_run
 class ConversationWorkspace:
     """What the tools ``terminal`` and ``file_editor`` of one conversation work on. All methods block."""
 
-    def __init__(self, sandboxed: SandboxedWorkspace | ContainerWorkspace) -> None:
+    def __init__(self, sandboxed: SandboxedWorkspace) -> None:
         self.sandboxed, self.closed = sandboxed, False
         self.terminal, self.editor = Terminal(self), ConversationEditor(self)
         self.conclude, self.check = sandboxed.conclude, sandboxed.check
@@ -55,7 +50,6 @@ class ConversationWorkspace:
         """As ``SandboxedWorkspace.fork``, with the editor's history."""
         if self.terminal.running is not None:
             raise BadEnvironmentError("the workspace cannot be forked while a command runs in its terminal")
-        assert isinstance(self.sandboxed, SandboxedWorkspace), "a container cannot be forked"
         twin = ConversationWorkspace(self.sandboxed.fork())
         sandboxed = twin.sandboxed
         twin.editor.copies = self.editor.copies.forked(lambda: sandboxed.files, sandboxed.private)
@@ -65,49 +59,6 @@ class ConversationWorkspace:
         """End all processes and remove what is not the folder itself. Idempotent."""
         self.closed = True
         self.sandboxed.close()
-
-
-_JUDGED_BY_OTHERS = "the workspace is a container of another program, which judges it"
-
-
-class ContainerWorkspace(ContainerShell):
-    """As ``SandboxedWorkspace``, without forks and without evidence. All methods block.
-
-    The constructor raises ``InfrastructureError``. Where the container's owner fails, so does the episode, whatever the
-    agent makes of it.
-    """
-
-    forks = False
-    seconds = SandboxedWorkspace.seconds
-
-    def __init__(self, container: ContainerPlace) -> None:
-        super().__init__(container)
-        self.inside = self.start
-        self.private = temporary_folder("container")
-
-    def begin(self) -> None:
-        """Nothing is evidence here."""
-
-    @property
-    def files(self) -> ContainerFiles:
-        """The container's files, for one use of them."""
-        return ContainerFiles(self)
-
-    def conclude(self) -> tuple[JsonObject | None, Failure | None]:
-        """No evidence, and the failure of the container's owner, if any."""
-        failed = self.failure[:500]
-        failure = Failure(kind=FailureKind.INFRASTRUCTURE, message=failed, boundary="container") if failed else None
-        return {"git_patch": None, "git_patch_missing": _JUDGED_BY_OTHERS}, failure
-
-    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
-        """Not run."""
-        return asked.did(error=_JUDGED_BY_OTHERS)
-
-    def close(self) -> None:
-        """End the command that is running. What runs in the background stays, for those who judge the work."""
-        with suppress(InfrastructureError):
-            super().close()
-        remove_tree(self.private)
 
 
 _RESET = "Terminal session has been reset. All previous environment variables and session state have been cleared."
@@ -297,8 +248,7 @@ def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
     """The conversation's sandboxed workspace; ``None`` where its tools are the stock ones.
 
     One that was registered under the conversation's id, weakly, or else, of an ``RLAgent``, one over its folder, which
-    is used as it is, or over its task's. Raises ``ConfigError``, and ``InfrastructureError`` where the task's is a
-    container that does not answer.
+    is used as it is, or over its task's. Raises ``ConfigError``.
     """
     id, agent = str(state.id), cast(Any, state.agent)
     with _opening:
@@ -309,13 +259,10 @@ def workspace_of(state: ConversationState) -> ConversationWorkspace | None:
             return None
         task = agent.made_for.workspace if agent.made_for is not None else None
         settings, folder = agent.settings(), Path(str(state.workspace.working_dir))
-        if task is not None and task.container is not None:
-            place = ContainerWorkspace(task.container)
-        elif settings.workspace.isolation == "none":
+        if settings.workspace.isolation == "none":
             return None
-        else:
-            protected = protected_by(settings.reward)
-            place = SandboxedWorkspace(folder, settings.workspace, task=task, protected=protected, output=_OUTPUT)
+        protected = protected_by(settings.reward)
+        place = SandboxedWorkspace(folder, settings.workspace, task=task, protected=protected, output=_OUTPUT)
         opened = ConversationWorkspace(place)
         register_runtime(id, opened)
         return opened

@@ -1,11 +1,11 @@
-"""Episodes as the rows of TRL, SkyRL, verl and Harbor; what would be trained wrongly is refused."""
+"""Episodes as the rows of TRL, SkyRL and verl; what would be trained wrongly is refused."""
 
 from __future__ import annotations
 
 import pytest
 from segment_samples import ONE, played, sample_of
 
-from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows, batch_columns, outcome, rollout_details, segments
+from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows, batch_columns, outcome, segments
 from openhands_rl_plugin.core.types import Failure, FailureKind
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 
@@ -50,15 +50,6 @@ def test_verl() -> None:
         agent_loop_rows(played(ONE), longest_prompt=9, longest_response=3)
     with pytest.raises(ExchangeError, match="no episode to train on"):
         agent_loop_rows(played(), longest_prompt=9, longest_response=9)
-
-
-def test_harbor_has_whole_prompts() -> None:
-    (detail,) = rollout_details([ONE])
-    assert detail == {
-        "prompt_token_ids": [[1, 2], [1, 2, 3, 4, 5]],
-        "completion_token_ids": [[3, 4], [6]],
-        "logprobs": [[-0.5, -0.25], [-1.0]],
-    }
 
 
 def test_a_row_has_the_names_of_its_trainer() -> None:
