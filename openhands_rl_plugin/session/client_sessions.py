@@ -15,9 +15,7 @@ The first of these that is present is the name of a request's session:
 2. the header ``x-litellm-session-id``, which OpenHands' SDK sends with every request of a conversation, or
    ``x-claude-code-session-id``;
 3. ``prompt_cache_key`` in the body, which Codex and older SDKs send;
-4. ``session_id`` in the body's ``metadata`` or ``litellm_metadata``, or in their ``user_id``, where Claude Code has it,
-   or ``litellm_session_id`` beside them;
-5. a digest of the client's address and user agent, and of all messages up to the first user message.
+4. a digest of the client's address and user agent, and of all messages up to the first user message.
 
 By the last rule, conversations with the same first messages share a session and are branches of one tree. It is all
 that is left for OpenHands' SDK before 1.18.1, which sends no id. From then on it sends the id of the conversation as
@@ -25,7 +23,7 @@ that is left for OpenHands' SDK before 1.18.1, which sends no id. From then on i
 
 A request is a retry when a byte-identical one of the same session is in flight or was the last one answered, and
 
-- its headers mark it as one: ``x-stainless-retry-count`` above 0 (OpenAI's client), or the same ``idempotency-key``; or
+- its header ``x-stainless-retry-count`` is above 0 (OpenAI's client); or
 - all clients of the first request have disconnected, or its response was not delivered.
 
 Other identical requests are separate samples, for example when a client sends several requests at once.
@@ -75,18 +73,16 @@ from openhands_rl_plugin.core.types import (
     path_to,
 )
 from openhands_rl_plugin.models.engines.client import missing_parts
-from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json, parse_object
+from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, Upstream
 from openhands_rl_plugin.session.wire import CHAT, ClientRequest
 
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
-_IN_USER_ID = "_session_"
 LONGEST = 200
-OPENING = "opening"
-MOST_OPEN = 100_000
-"""Sessions that have not ended; all are in memory."""
+OPENING = "opening-"
+"""How the names of sessions begin whose client sends no id."""
 TOOLS = "tools"
 """The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
 # Characters without white space; a shorter answer is in many texts by chance.
@@ -141,7 +137,6 @@ class GatewayConfig(BaseModel):
     )
     reward_min: Bounded = Field(default=-1.0, description="lowest reward that a client may end a session with")
     reward_max: Bounded = Field(default=1.0, description="highest reward that a client may end a session with")
-    keep_alive: float = Field(default=10.0, gt=0, description="seconds between keep-alive comments in a stream")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -158,16 +153,10 @@ class GatewayConfig(BaseModel):
 
 def session_name(
     path_name: str, client: str, headers: Mapping[str, str], document: Json, messages: Sequence[WireMessage]
-) -> tuple[str, str]:
-    """The name of the session, and which of the rules gave it. ``path_name``: from the path, or empty; ``client``: the
-    client's address."""
-    about = [found for name in ("metadata", "litellm_metadata") if isinstance(found := document.get(name), dict)]
-    places = [("path", path_name), *(("header", headers.get(each)) for each in HEADERS)]
-    places += [("prompt_cache_key", document.get("prompt_cache_key"))]
-    places += [("metadata", given) for each in about for given in (each.get("session_id"), _in_user(each))]
-    places += [("metadata", document.get("litellm_session_id"))]
-    found = next(((name, named_by) for named_by, given in places if (name := _name(given))), None)
-    return found or (_from_opening(client, headers, messages), OPENING)
+) -> str:
+    """The name of a request's session. ``path_name``: from the path, or empty; ``client``: the client's address."""
+    known = named_session(path_name, headers) or _name(document.get("prompt_cache_key"))
+    return known or _from_opening(client, headers, messages)
 
 
 def named_session(path_name: str, headers: Mapping[str, str]) -> str:
@@ -183,21 +172,13 @@ def _name(given: Any) -> str:
     return name if len(name) <= LONGEST else hashlib.sha256(name.encode()).hexdigest()
 
 
-def _in_user(metadata: Json) -> str:
-    """The session in Claude Code's ``user_id``: ``user_<id>_account_<id>_session_<id>``, or an object with its id."""
-    if not isinstance(user := metadata.get("user_id"), str):
-        return ""
-    found = parse_object(user.encode("utf-8", "replace"))
-    return found.get("session_id", "") if found is not None else user.partition(_IN_USER_ID)[2]
-
-
 def _from_opening(client: str, headers: Mapping[str, str], messages: Sequence[WireMessage]) -> str:
     digest = hashlib.sha256(f"{client}\0{headers.get('user-agent', '')}".encode())
     for message in messages:
         digest.update(f"\0{message['role']}\0{text_of(message.get('content')) or ''}".encode("utf-8", "replace"))
         if message["role"] == "user":
             break
-    return f"opening-{digest.hexdigest()[:24]}"
+    return f"{OPENING}{digest.hexdigest()[:24]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +207,6 @@ class PendingCall:
     """
 
     digest: tuple[str, int, int]
-    key: str
     left: list[asyncio.Future[Any]]
     task: asyncio.Task[Reply] = field(init=False)
     delivered: bool = False
@@ -266,8 +246,6 @@ class PendingCall:
         """Whether a request with the same body repeats this one."""
         count = headers.get("x-stainless-retry-count", "")
         if count.isascii() and count.isdecimal() and count.strip("0"):
-            return True
-        if self.key and self.key == headers.get("idempotency-key"):
             return True
         return not self.delivered if self.task.done() else all(left.done() for left in self.left)
 
@@ -362,7 +340,7 @@ class ClientSession(Session):
                 return call
         if self._last is not None and self._last.digest == digest:
             self._last = None  # a later retry belongs to the call that starts now
-        call = PendingCall(digest, headers.get("idempotency-key", ""), [left])
+        call = PendingCall(digest, [left])
         self.pending.append(call)
         call.task = asyncio.create_task(ask(call))
         call.task.add_done_callback(lambda task: self._finish(call, task))
@@ -607,9 +585,6 @@ class SessionPool:
         if opened is not None or name not in self._open:
             async with self._lock:
                 if name not in self._open:
-                    if (many := len(self._open)) >= MOST_OPEN:
-                        message = f"{many} sessions are open: end some (/session/NAME/end) or retry later."
-                        raise ErrorReply(429, message)
                     part, _ = await self._parts(name)
                     self._open[name] = self._session(name, part, opened)
                 elif opened is not None:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -86,12 +86,10 @@ _LOG = redacting_logger(__name__)
 JSON, EVENTS = "application/json", "text/event-stream"
 LATEST = "latest"
 NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients ignore
-_LONGEST_ERROR, _MOST_RESPONSES = 2000, 65536
+KEEP_ALIVE, KEEP_ALIVE_SECONDS = b": keep-alive\n\n", 10.0  # a comment, which clients ignore
+_LONGEST_ERROR = 2000
 _SHUTDOWN_SECONDS, _MAX_SWEEP_SECONDS = 10, 60.0
 _PROTOCOLS = {each.path: each for each in (CHAT, MESSAGES, RESPONSES)}
-# Paths of completions that are passed on, but have no place in an episode.
-_UNRECORDED = frozenset({"completions", "messages/batches", "responses/compact", "batches"})
 # Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
 _OWN = frozenset(
     b"accept-encoding api-key authorization connection content-encoding content-length cookie expect host keep-alive"
@@ -114,18 +112,11 @@ class EndRequest(BaseModel):
 
 @dataclass
 class Counts:
-    """Counters of a gateway since its start.
-
-    ``missing``: how many recorded answers lack token ids or logprobs, by cause. ``unrecorded_paths``: requests for
-    completions in protocols that are not recorded. ``named_by``: requests by what named their session.
-    """
+    """Answers since the gateway's start. ``missing``: how many recorded ones lack token ids or logprobs, by cause."""
 
     recorded: int = 0
     unrecorded: int = 0
-    upstream_errors: int = 0
     missing: Counter[str] = field(default_factory=Counter)
-    unrecorded_paths: Counter[str] = field(default_factory=Counter)
-    named_by: Counter[str] = field(default_factory=Counter)
 
 
 class Incoming:
@@ -163,9 +154,8 @@ class Gateway:
         self._upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True)
         self._adapters = AdapterStore(config.adapters_path)
         self._routed = (LATEST, check_name(config.adapter)) if config.adapter else ()
-        # Response -> name of its session, for requests that go on from a response and name no session.
-        self._sessions_of: OrderedDict[str, str] = OrderedDict()
         self._counts = Counts()
+        self._warned = False
         self.sessions = SessionPool(storage, config, settings or RLSettings.model_validate(LIMITS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,16 +223,10 @@ class Gateway:
 
     async def _forwarded(self, request: Incoming, name: str, sent: str) -> Reply | None:
         """Any request below ``/v1``. ``sent``: the path as it was sent; a part of it may contain ``%2F``."""
-        path, posted = unquote(sent), request.scope["method"] == "POST"
-        protocol = _PROTOCOLS.get(path) if posted else None
+        protocol = _PROTOCOLS.get(unquote(sent)) if request.scope["method"] == "POST" else None
         if protocol is not None:
             return await self._complete(request, protocol, name)
-        if not posted or path not in _UNRECORDED:
-            return await self._pass(request, sent, {})
-        if not self._counts.unrecorded_paths[path]:
-            _LOG.warning("POST /v1/%s is passed on, but not recorded: use /v1/chat/completions", path)
-        self._counts.unrecorded_paths[path] += 1
-        return await self._pass(request, sent, NOT_RECORDED)
+        return await self._pass(request, sent, {})
 
     async def _pass(self, request: Incoming, path: str, marks: Mapping[str, str]) -> None:
         """Forward a request unchanged and unrecorded."""
@@ -272,19 +256,17 @@ class Gateway:
             return await self._pass(request, protocol.path, NOT_RECORDED)
         client = (request.scope.get("client") or ("",))[0]
         named = session_name(name, client, request.headers, call.document, call.messages)
-        if not name and call.continues and (known := self._sessions_of.get(call.continues)):
-            named = known, "response"
-        if named[1] == OPENING and not self._counts.named_by[OPENING]:
+        if named.startswith(OPENING) and not self._warned:
+            self._warned = True
             _LOG.warning(
                 "a conversation sends no id: those with the same first messages become one episode; "
                 "give each a base_url of its own (/session/NAME/v1) or the header x-litellm-session-id"
             )
-        self._counts.named_by[named[1]] += 1
-        session = await self.sessions.open(named[0])
+        session = await self.sessions.open(named)
         ask = partial(self._completion, request, session, call)
         pending = session.join(protocol.path, request.body, request.headers, request.left, ask)
         # Until the first event, and in long pauses, comments; before JSON that a strategy decides, white space.
-        silence = self._config.keep_alive if call.streams or session.is_searched else None
+        silence = KEEP_ALIVE_SECONDS if call.streams or session.is_searched else None
         head = {"content-type": EVENTS, "cache-control": "no-cache"} if call.streams else {"content-type": JSON}
         async for part in pending.parts(silence, KEEP_ALIVE if call.streams else b" "):
             await request.write(part, Reply(200, b"", {**pending.headers, **head}))
@@ -308,7 +290,6 @@ class Gateway:
             with boundary(FailureKind.INFRASTRUCTURE, "gateway"):
                 return await work
         except RLError as error:
-            self._counts.upstream_errors += server_error(error) is not None
             return refusal(error)
 
     async def _completion(
@@ -366,10 +347,6 @@ class Gateway:
         else:
             self._counts.recorded += 1
             self._counts.missing.update(missing)
-            if call.protocol is RESPONSES and (identity := answer.document.get("id")):
-                self._sessions_of[str(identity)] = session.name
-                if len(self._sessions_of) > _MOST_RESPONSES:
-                    self._sessions_of.popitem(last=False)
             if stream is None and call.hidden:
                 body = answer.body_without(call.hidden)
             reply = Reply(200, body, headers, recorded=True)
@@ -414,7 +391,7 @@ def refusal(error: RLError) -> Reply:
         status = error.status
     kind = HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
     body = {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": status}}
-    return Reply(status, dump_object(body), {"retry-after": "60"} if status == 429 else {})
+    return Reply(status, dump_object(body))
 
 
 def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:

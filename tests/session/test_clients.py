@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ async def test_errors_of_the_model_server_pass_unchanged(tmp_path: Path, stream:
     assert (response.status_code, response.text) == (429, text)
     assert response.headers["content-type"].startswith("application/problem+json")
     assert response.headers["retry-after"] == "7" and response.headers["x-ratelimit-remaining"] == "0"
-    assert health["upstream_errors"] == 1 and health["recorded"] == 0
+    assert health["recorded"] == 0
     assert await gateway.stored() == []
 
 
@@ -48,50 +47,23 @@ async def test_an_unreachable_or_silent_server_is_an_error_in_openais_form(tmp_p
     assert "start it" in away.json()["error"]["message"] and "0.2 s" in late.json()["error"]["message"]
 
 
-async def test_other_paths_pass_through_unrecorded(tmp_path: Path):
-    async def other(request: web.Request, body: Body) -> web.StreamResponse:
-        if request.path.endswith("/models"):
-            return web.json_response({"data": [], "query": request.query_string})
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        for part in (b"data: 1\n\n", b"data: [DONE]\n\n"):
-            await response.write(part)
-        return response
-
-    async with world(tmp_path, Model(behave=other)) as gateway:
-        models = await gateway.http.get("/session/a%20b/v1/models?limit=2")
-        completion = await gateway.http.post("/v1/completions", json={"prompt": "x", "stream": True})
-        missing = await gateway.http.get("/nothing")
-        outside = await gateway.http.get("/v1/%2e%2e/secret")
-    assert models.json() == {"data": [], "query": "limit=2"}
-    assert completion.text == "data: 1\n\ndata: [DONE]\n\n"
-    assert completion.headers["content-type"].startswith("text/event-stream")
-    assert missing.status_code == 404 and outside.status_code == 400
-    assert gateway.model.bodies[-1] == {"prompt": "x", "stream": True}
-    assert await gateway.stored() == []
-
-
-async def test_sessions_are_named_by_path_header_body_and_opening(tmp_path: Path):
+async def test_sessions_are_named_by_path_header_body_and_opening(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with world(tmp_path) as gateway:
-        body = {"model": "policy", "messages": [user("one")], "prompt_cache_key": "from-body"}
-        header = {"x-litellm-session-id": "from-header"}
-        await gateway.http.post("/session/from-path/v1/chat/completions", json=body, headers=header)
+        plain: Body = {"model": "policy", "messages": [user("one")]}
+        body, header = {**plain, "prompt_cache_key": "from-body"}, {"x-litellm-session-id": "from-header"}
+        await gateway.http.post("/session/from%20path/v1/chat/completions", json=body, headers=header)
         await gateway.http.post("/v1/chat/completions", json=body, headers=header)
         await gateway.http.post("/v1/chat/completions", json=body)
-        for place in ("metadata", "litellm_metadata"):
-            named = {**body, "prompt_cache_key": None, place: {"session_id": f"from-{place}"}}
-            await gateway.http.post("/v1/chat/completions", json=named)
-        plain = {"model": "policy", "messages": [user("one")]}
         answer = (await gateway.http.post("/v1/chat/completions", json=plain)).json()["choices"][0]["message"]
         plain["messages"] += [answer, user("two")]
         await gateway.http.post("/v1/chat/completions", json=plain)
         await gateway.http.post("/v1/chat/completions", json={"model": "policy", "messages": [user("other")]})
-        named_by = (await gateway.http.get("/health")).json()["named_by"]
-    assert named_by == {"path": 1, "header": 1, "prompt_cache_key": 1, "metadata": 2, "opening": 3}
     found = {trajectory.task.id: len(trajectory.nodes) for trajectory in await gateway.stored()}
-    named = {"from-path", "from-header", "from-body", "from-metadata", "from-litellm_metadata"}
-    assert named < set(found)
+    assert {"from path", "from-header", "from-body"} < set(found)
     assert sorted(nodes for name, nodes in found.items() if name.startswith("opening-")) == [2, 4]
+    assert caplog.text.count("a conversation sends no id") == 1
 
 
 async def test_a_retry_joins_the_call_that_is_on_its_way(tmp_path: Path):
@@ -147,8 +119,11 @@ async def said(client: openai.AsyncOpenAI, history: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
-async def test_a_strategy_chooses_among_proposals_and_all_of_them_are_recorded(tmp_path: Path) -> None:
-    async with world(tmp_path, judged(), keep_alive=0.001) as gateway:
+async def test_a_strategy_chooses_among_proposals_and_all_of_them_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openhands_rl_plugin.session.gateway.KEEP_ALIVE_SECONDS", 0.001)
+    async with world(tmp_path, judged()) as gateway:
         client = await opened(gateway, task="Do it.", strategy=BEST, limits={"max_turns": 9}, seed=4)
         history: Any = [SYSTEM, user("one")]
         for text in ("two", "three"):
@@ -199,22 +174,6 @@ async def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, body
         await opened(gateway)
         assert (await gateway.http.post("/session", json={"session": "s"})).status_code == 409
     assert await gateway.stored() == []
-
-
-async def test_a_server_that_asks_to_wait_is_asked_again_then(tmp_path: Path) -> None:
-    async def busy(request: web.Request, body: Body) -> web.Response | None:
-        if len(model.bodies) in (1, 3, 4, 5):
-            text = {"error": {"message": "slow down"}}
-            return web.json_response(text, status=429, headers={"retry-after": "1"})
-        return None
-
-    model = Model(behave=busy)
-    async with world(tmp_path, model) as gateway:
-        client, started = await opened(gateway), time.monotonic()
-        assert await said(client, [user("one")]) == "answer 1" and time.monotonic() - started >= 1
-        with pytest.raises(openai.RateLimitError, match="slow down") as refused:
-            await said(client, [user("two")])
-        assert refused.value.response.headers["retry-after"] == "1"
 
 
 async def test_the_next_prompt_shows_what_the_client_made_of_an_answer(tmp_path: Path) -> None:

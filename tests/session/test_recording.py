@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from gateway_world import SYSTEM, TOOL, Model, prompt_ids, sampled_ids, stored, streamed, user, world
-from wire_shapes import AGAIN, MESSAGES, REFUSED, STREAMS
+from wire_shapes import MESSAGES, STREAMS
 
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, reasoning_of
 from openhands_rl_plugin.core.types import (
@@ -79,17 +78,6 @@ async def test_several_answers_are_siblings_and_the_conversation_goes_on_below_t
     assert ids_along(trajectory)[: len(prompt_ids(history))] == prompt_ids(history)
     assert [trajectory.nodes[index].reward for index in siblings] != [0.0, 0.0, 0.0]
     assert trajectory.usage.calls == 2
-
-
-async def test_branches_side_by_side_keep_their_token_ids(tmp_path: Path):
-    async def branch(number: int) -> None:
-        history = [user(f"hello {number}")]
-        for _ in range(5):
-            history += [await gateway.say(*history), user("go on")]
-
-    async with world(tmp_path) as gateway:
-        await asyncio.gather(*map(branch, range(20)))
-    assert [node.sampled for node in (await gateway.only()).nodes if node.tokens] == [True] * 100
 
 
 async def test_what_the_server_says_beside_the_message_is_kept(tmp_path: Path):
@@ -275,17 +263,6 @@ async def test_a_title_that_was_asked_for_before_the_first_tools_is_no_turn(tmp_
     assert [node.metadata.get("tools") for node in episode.nodes if node.sampled] == [[], [], None, None]
 
 
-async def test_only_the_choice_that_the_client_used_was_acted_on(tmp_path: Path) -> None:
-    async with world(tmp_path) as gateway:
-        body = (await gateway.ask(SYSTEM, user("one"), n=3)).json()
-        second = body["choices"][1]["message"]
-        await gateway.say(SYSTEM, user("one"), second, user("two"))
-        await gateway.say(SYSTEM, user("so far: one and two"))
-        assert (await gateway.end()).status_code == 200
-    episode = await gateway.only()
-    assert [node.message.content for node in episode.sampled()] == ["answer 2", "answer 4", "answer 5"]
-
-
 def answer(name: str, given: Any) -> dict[str, Any]:
     choice = {"index": 0, name: given, "finish_reason": None if name == "delta" and given else "stop"}
     return {"id": "c1", "model": "m", "error": None, "choices": [choice], "usage": None}
@@ -316,19 +293,3 @@ async def test_answers_streams_and_the_histories_that_repeat_them(tmp_path: Path
         first, last = trajectory.nodes[1], trajectory.nodes[-1]
         assert (first.message, reasoning_of(first), last.message) == (said, reasoning, said), trajectory.task.id
         assert isinstance(given, list) or [node.sampled for node in trajectory.nodes] == [False, True, False, True]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_error_in_a_200_has_the_status_of_its_code(tmp_path: Path, stream: bool) -> None:
-    left = [*AGAIN, *REFUSED]
-
-    async def behave(request: web.Request, body: Any) -> web.StreamResponse:
-        error = left.pop(0)
-        return await streamed(request, [error]) if stream else web.json_response(error)
-
-    async with world(tmp_path, Model(behave=behave)) as gateway:
-        for body in (*AGAIN, *REFUSED):
-            reply = await gateway.ask(user("one"), stream=stream)
-            assert (reply.status_code >= 429) is (body in AGAIN) and reply.status_code >= 400, body
-            assert reply.json() == body
-    assert await gateway.stored() == []

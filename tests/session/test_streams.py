@@ -212,7 +212,7 @@ async def test_a_server_that_dies_in_the_middle(tmp_path: Path, path: str):
         dies[0] = False
         assert await consume(path, url) == TEXT
         health = (await gateway.http.get("/health")).json()
-    assert health["upstream_errors"] == 1 and health["recorded"] == 1
+    assert health["recorded"] == 1
     assert len((await gateway.only()).nodes) == 2
 
 
@@ -276,7 +276,11 @@ async def test_a_client_sees_no_end_that_is_not_stored(tmp_path: Path, path: str
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_silence_is_filled_and_late_errors_come_in_the_protocols_form(tmp_path: Path, path: str):
+async def test_silence_is_filled_and_late_errors_come_in_the_protocols_form(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("openhands_rl_plugin.session.gateway.KEEP_ALIVE_SECONDS", 0.1)
+
     async def slow(request: web.Request, body: Body) -> web.StreamResponse:
         await asyncio.sleep(0.3)
         if "fail" in str(body):
@@ -284,64 +288,11 @@ async def test_silence_is_filled_and_late_errors_come_in_the_protocols_form(tmp_
         return await streamed(request, events_of(path, body, model))
 
     model = Model(behave=slow)
-    async with world(tmp_path, model, keep_alive=0.1) as gateway:
+    async with world(tmp_path, model) as gateway:
         good, bad = await read(gateway, path), await read(gateway, path, text="fail")
     assert good.text.startswith(": keep-alive\n\n") and text_in(good.text) == TEXT
     assert "out of memory" in bad.text
     assert ("event: error\n" in bad.text) == (path != PATHS[0]) and ("[DONE]" in bad.text) == (path == PATHS[0])
-
-
-@pytest.mark.parametrize("path", PATHS)
-async def test_large_events_pass_and_too_large_ones_do_not(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("openhands_rl_plugin.models.engines.client.MAX_ANSWER", 4_000_000)
-    large = ["x" * 3_000_000]
-
-    async def behave(request: web.Request, body: Body) -> web.StreamResponse:
-        events = events_of(path, body, model, "short")
-        return await streamed(request, [each.replace(b'"shor"', json.dumps(large[0]).encode()) for each in events])
-
-    model = Model(behave=behave)
-    async with world(tmp_path, model) as gateway:
-        got = await read(gateway, path, session="a", text="y" * 100_000)
-        assert large[0] in got.text
-        large[0] *= 2
-        with pytest.raises(httpx.RemoteProtocolError):
-            await read(gateway, path, session="b")
-    assert [trajectory.task.id for trajectory in await gateway.stored()] == ["a"]
-
-
-async def test_many_sessions_in_all_protocols_side_by_side(tmp_path: Path):
-    async def behave(request: web.Request, body: Body) -> web.StreamResponse:
-        path = path_of(request)
-        said = body["input"] if path == "responses" else body["messages"][0]["content"]
-
-        async def pause(number: int) -> None:
-            await asyncio.sleep(0.001 * (number % 3))
-
-        return await streamed(request, events_of(path, body, model, f"you said {said}"), pause=pause)
-
-    model = Model(behave=behave)
-    async with world(tmp_path, model) as gateway:
-        calls = [(path, f"{path.replace('/', '-')}-{at}") for path in PATHS for at in range(16)]
-        got = await asyncio.gather(*(read(gateway, path, session=name, text=name) for path, name in calls))
-        assert all(each.status_code == 200 for each in got)
-    found = {trajectory.task.id: trajectory for trajectory in await gateway.stored()}
-    assert set(found) == {name for _, name in calls}
-    for path, name in calls:
-        asked_for, answer = found[name].nodes
-        assert (asked_for.message.content, answer.message.content) == (name, f"you said {name}")
-        assert (answer.tokens is not None) == (path == PATHS[0])
-
-
-async def test_a_server_that_does_not_stream_answers_at_once(tmp_path: Path):
-    async def whole(request: web.Request, body: Body) -> web.Response:
-        return web.json_response(model.completion(body))
-
-    model = Model(behave=whole)
-    async with world(tmp_path, model) as gateway:
-        answer = await read(gateway, PATHS[0])
-    assert answer.json()["choices"][0]["message"]["content"] == "answer 1" and "token_ids" not in answer.text
-    assert (await gateway.only()).nodes[-1].tokens is not None
 
 
 async def test_a_server_that_refuses_token_ids_is_not_asked_for_them_again(tmp_path: Path):
@@ -360,18 +311,6 @@ async def test_a_server_that_refuses_token_ids_is_not_asked_for_them_again(tmp_p
     assert health["refusal"] == why and health["missing"] == {f"token_ids: {why}": 3}
     assert len(gateway.model.bodies) == 4
     assert [each.nodes[-1].metadata["missing"] for each in await gateway.stored()] == [{"token_ids": why}] * 3
-
-
-async def test_text_completions_are_counted_and_marked(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    async with world(tmp_path) as gateway:
-        await read(gateway, PATHS[0])
-        for _ in range(2):
-            body = {"model": "policy", "messages": [user("x")]}
-            answer = await gateway.http.post("/session/s/v1/completions", json=body)
-            assert answer.headers["x-openhands-rl-recorded"] == "no"
-        health = (await gateway.http.get("/health")).json()
-    assert health["unrecorded_paths"] == {"completions": 2}
-    assert caplog.text.count("POST /v1/completions is passed on, but not recorded") == 1
 
 
 async def test_what_is_missing_is_shown_to_who_looks_at_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -90,7 +90,6 @@ async def test_a_conversation_of_the_sdk_is_recorded(tmp_path: Path, which: str)
         async with world(tmp_path / "store", upstream=server.url, restore_calls=True) as gateway:
             status, out, err = await run([*python, str(SCRIPT), f"{gateway.url}/v1", str(workspace)], home)
             assert status == 0, err[-2000:]
-            health = (await gateway.http.get("/health")).json()
         requests = server.requests["policy"]
     report: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     assert report["status"] == "finished" and (workspace / "note.txt").read_text().strip() == NOTE
@@ -100,9 +99,8 @@ async def test_a_conversation_of_the_sdk_is_recorded(tmp_path: Path, which: str)
     # The conversation of the SDK is the session, and all of its calls are one path.
     if tuple(map(int, report["sdk"].split("."))) >= SAYS_ITS_ID:
         assert trajectory.task.id.replace("-", "") == report["id"].replace("-", "")
-        assert "opening" not in health["named_by"]
     else:
-        assert trajectory.task.id.startswith("opening-") and health["named_by"] == {"opening": 3}
+        assert trajectory.task.id.startswith("opening-")
     sampled = list(trajectory.sampled())
     assert len(sampled) == sum(node.sampled for node in trajectory.nodes) == 3
     names = [node.message.tool_calls[0].name for node in sampled]
