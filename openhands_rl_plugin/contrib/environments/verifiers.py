@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,8 +41,9 @@ HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSF
 UV_CACHE_DIR PIP_CACHE_DIR SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CUDA_VISIBLE_DEVICES DOCKER_HOST NLTK_DATA
 HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy
 """
-_LAST_WORDS = 20
-_END_PATIENCE = 10.0
+_LEAVE_PATIENCE = 10.0
+# Failures of machines and servers behind a task, rather than of the task.
+_INFRASTRUCTURE = frozenset({"SandboxError", "InterceptionError", "ProviderError", "ToolsetError", "TunnelError"})
 
 
 def find_interpreter(named: str = "") -> str:
@@ -74,31 +73,20 @@ def environment_for(pass_env: Sequence[str], path: Sequence[str] = ()) -> dict[s
 
 
 class VerifiersProcess:
-    """Starts at once; ``ready`` waits for it. Waiting is by any event loop.
+    """Runs the episodes of one set-up, until this process ends. Thread-safe.
 
-    Raises ``InfrastructureError`` where the process ends.
+    Raises ``InfrastructureError`` where it cannot be started or has ended.
     """
 
     def __init__(self, python: str, setup: JsonObject, env: Mapping[str, str]) -> None:
         source = (Path(__file__).parent / "verifiers_bridge.py").read_text(encoding="utf-8")
-        pipe = subprocess.PIPE
+        self._printed, self._setup = tempfile.TemporaryFile(), json.dumps(setup).encode()  # noqa: SIM115
+        self._url, self._loading = "", threading.Lock()
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._printed}
         try:
-            self._process = subprocess.Popen(
-                [python, "-c", source],
-                env=dict(env),
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,
-            )
+            self._process = subprocess.Popen([python, "-c", source], env=dict(env), start_new_session=True, **pipes)
         except OSError as error:
             raise InfrastructureError(f"{python} cannot be started: {error}") from error
-        self._url: Future[str] = Future()
-        self._words: deque[str] = deque(maxlen=_LAST_WORDS)
-        for hear in (self._hear_errors, lambda: self._hear(setup)):
-            threading.Thread(target=hear, daemon=True).start()
 
     @property
     def alive(self) -> bool:
@@ -108,10 +96,9 @@ class VerifiersProcess:
     async def ready(self, seconds: float) -> None:
         """Wait until tasks can be run. Raises ``BadEnvironmentError`` for a taskset that cannot be loaded."""
         try:
-            async with asyncio.timeout(seconds):
-                await asyncio.shield(asyncio.wrap_future(self._url))
+            await asyncio.wait_for(asyncio.shield(asyncio.to_thread(self._loaded)), seconds)
         except TimeoutError as error:
-            self.discard()
+            self._kill()
             raise InfrastructureError(
                 f"verifiers did not load the taskset within {seconds:g} s, so its process was ended: raise "
                 "start_timeout in [rl.environment]"
@@ -121,7 +108,7 @@ class VerifiersProcess:
         """What comes next in the episode that ``body`` starts or goes on with."""
         try:
             async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-                found = await client.post(f"{self._url.result()}/{path}", content=json.dumps(body))
+                found = await client.post(f"{self._url}/{path}", content=json.dumps(body))
                 return found.raise_for_status().json()
         except httpx.TimeoutException as error:
             raise InfrastructureError(
@@ -130,45 +117,33 @@ class VerifiersProcess:
         except httpx.HTTPError as error:
             raise self._gone() from error
 
-    def close(self) -> None:
-        """End the process and what it started."""
-        assert self._process.stdin is not None
-        with suppress(OSError, ValueError):
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_PATIENCE)
-        self.discard()
+    def _loaded(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._loading:
+            if self._url:
+                return
+            try:
+                self._process.stdin.write(self._setup + b"\n")
+                self._process.stdin.flush()
+                found = json.loads(self._process.stdout.readline())
+            except (OSError, ValueError) as error:
+                self._kill()
+                raise self._gone() from error
+            if "refused" in found:
+                self._kill()
+                raise BadEnvironmentError(f"verifiers cannot run this: {redact_text(str(found['refused']))}")
+            self._url = found["url"]
 
-    def discard(self) -> None:
-        """End the process and what it started, at once; episodes that wait fail."""
+    def _kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: its tool servers are in it
         self._process.wait()
 
-    def _hear(self, setup: JsonObject) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(setup) + "\n")
-            self._process.stdin.flush()
-            found = json.loads(self._process.stdout.readline())
-            if "refused" not in found:
-                self._url.set_result(found["url"])
-                return
-            why = redact_text(str(found["refused"]))
-            self._url.set_exception(BadEnvironmentError(f"verifiers cannot run this: {why}"))
-        except (OSError, ValueError, TypeError, LookupError):
-            self._url.set_exception(self._gone())
-        self.discard()
-
-    def _hear_errors(self) -> None:
-        assert self._process.stderr is not None
-        for text in self._process.stderr:
-            self._words.append(text[:500])
-
     def _gone(self) -> InfrastructureError:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # what it wrote last is read meanwhile
-        printed = " ".join(redact_text("".join(self._words)).split())[-300:]
+            self._process.wait(1.0)
+        self._printed.seek(0)
+        printed = " ".join(redact_text(self._printed.read().decode("utf-8", "replace")[-10_000:]).split())[-300:]
         return InfrastructureError(f"the process of verifiers ended: {printed or self._process.poll()}")
 
 
@@ -182,25 +157,17 @@ def process_for(python: str, setup: JsonObject, env: Mapping[str, str]) -> Verif
     with _MAKING:
         found = _PROCESSES.get(key)
         if found is None or not found.alive:
-            if found is not None:
-                atexit.unregister(found.close)
             found = _PROCESSES[key] = VerifiersProcess(python, setup, env)
-            atexit.register(found.close)
         return found
-
-
-# Failures of machines and servers behind a task, rather than of the task.
-_INFRASTRUCTURE = frozenset({"SandboxError", "InterceptionError", "ProviderError", "ToolsetError", "TunnelError"})
 
 
 class VerifiersOptions(Frozen):
     """``python``: the one that has verifiers and the tasksets (default: the environment variable
     ``OPENHANDS_RL_VERIFIERS_PYTHON``, or this one). ``path`` are further folders with modules of tasksets.
 
-    ``taskset``: its id, a module or package (default: what follows the slash in ``env_name``); ``taskset_options`` are
-    its config, and ``env`` further settings of verifiers' ``[env]``, such as the models of other roles, or a harness of
-    its own in place of a chat loop: ``{agent = {harness = {id = ...}, runtime = {type = ...}}}``. ``role``: the one of
-    the policy (default: the first).
+    ``taskset_options`` are the taskset's config, and ``env`` further settings of verifiers' ``[env]``, such as the
+    models of other roles, or a harness of its own in place of a chat loop:
+    ``{agent = {harness = {id = ...}, runtime = {type = ...}}}``. ``role``: the one of the policy (default: the first).
 
     ``template``: the model family in whose format tools are called in the text; empty: by the server's own tool calls.
 
@@ -213,7 +180,6 @@ class VerifiersOptions(Frozen):
 
     python: str = ""
     path: tuple[str, ...] = ()
-    taskset: str = ""
     taskset_options: JsonObject = Field(default_factory=dict)
     env: JsonObject = Field(default_factory=dict)
     role: str = ""
@@ -225,10 +191,11 @@ class VerifiersOptions(Frozen):
 
 
 class VerifiersEnvironment:
-    """A task's number is its position in the taskset. The conversation is verifiers' own: system prompt, user turns,
-    tool results. The reward of the last step is ``trace.reward``; the evidence has each function's score and weight.
+    """The taskset after the slash of ``verifiers/TASKSET``, a module or package; a task's number is its position there.
 
-    An episode cannot be forked: verifiers holds its state. A trace without a reward fails; it is never a 0.
+    The conversation is verifiers' own: system prompt, user turns, tool results. The reward of the last step is
+    ``trace.reward``; the evidence has each function's score and weight. An episode cannot be forked: verifiers holds
+    its state. A trace without a reward fails; it is never a 0.
     """
 
     Options: ClassVar[type[VerifiersOptions]] = VerifiersOptions
@@ -238,8 +205,7 @@ class VerifiersEnvironment:
         self.options = options or VerifiersOptions()
         self._python = find_interpreter(self.options.python)
         environment_for(self.options.pass_env)
-        template = self.options.template
-        self._dialect = Dialect(template)
+        self._dialect = Dialect(self.options.template)
         self._tools: tuple[JsonObject, ...] = ()
         self._process: VerifiersProcess | None = None
         self._episode: JsonValue = None
@@ -249,7 +215,6 @@ class VerifiersEnvironment:
         self._rewards: list[float] = []
         self._end: dict[str, Any] | None = None
         self._running = False  # it waits for an answer
-        self._open = False  # its process plays it
 
     @property
     def info(self) -> EnvInfo:
@@ -260,36 +225,34 @@ class VerifiersEnvironment:
         """Start the episode; the observation is verifiers' first request to the model."""
         if self._process is not None:
             raise RuntimeError("an environment runs one episode: make a new one")
-        options = self.options
-        taskset = options.taskset or task.environment.partition("/")[2]
+        options, taskset = self.options, task.environment.partition("/")[2]
         if not taskset:
-            raise BadEnvironmentError(
-                "verifiers needs the id of a taskset: write it after a slash, as in "
-                'env_name = "verifiers/ID", or as taskset in [rl.environment]'
-            )
-        self._idx, self._name = episode_index(task), f"verifiers/{taskset}"
+            raise BadEnvironmentError('verifiers needs the id of a taskset: env_name = "verifiers/ID"')
+        self._idx, self._name = episode_index(task), task.environment
         setup: JsonObject = {
             "env": {**options.env, "taskset": {**options.taskset_options, "id": taskset}},
             "role": options.role,
             "max_turns": options.max_turns,
-            "path": [*options.path],
         }
         self._process = process_for(self._python, setup, environment_for(options.pass_env, options.path))
         await self._process.ready(options.start_timeout)
-        line = await self._ask("start", {"index": self._idx})
-        self._episode = line["episode"]
-        if "request" not in line:
-            self._finish(line)
+        found = await self._ask("start", {"index": self._idx})
+        self._episode = found["episode"]
+        if "request" not in found:
+            self._finish(found)
             raise BadEnvironmentError(f"{self._name}: task {self._idx} ended before the model was asked")
-        self._tools = tuple(line["request"]["tools"])
-        return Observation(messages=self._opening(self._new_messages(line["request"])))
+        self._tools = tuple(found["request"]["tools"])
+        messages = self._new_messages(found["request"])
+        given = "\n\n".join(each.content or "" for each in messages if each.role == "system")
+        text = self._dialect.system(given, self._tools)
+        system = (Message(role="system", content=text),) if text else ()
+        return Observation(messages=(*system, *(each for each in messages if each.role != "system")))
 
     async def step(self, action: Message) -> Observation:
         """Give verifiers the answer; the observation is what is new in its next request, or the end."""
         if not self._running:
             raise RuntimeError("no episode is open")
-        read = self._dialect.read(action)
-        number = len(self._rewards)
+        read, number = self._dialect.read(action), len(self._rewards)
         calls = tuple(
             call if call.id else call.model_copy(update={"id": f"call_{number}_{at}"})
             for at, call in enumerate(read.calls)
@@ -298,19 +261,20 @@ class VerifiersEnvironment:
         content = (read.speech if calls and not action.tool_calls else action.content) or ""
         answer = Message(role="assistant", content=content, tool_calls=calls)
         self._answers.append(answer)
-        line = await self._ask("answer", {"episode": self._episode, "answer": to_wire(answer)})
-        if "request" in line:
+        found = await self._ask("answer", {"episode": self._episode, "answer": to_wire(answer)})
+        if "request" in found:
             self._rewards.append(0.0)
-            return Observation(messages=self._results_of(calls, self._new_messages(line["request"])))
-        self._rewards.append(reward := self._finish(line))
-        truncated = line["end"]["truncated"]
+            return Observation(messages=self._results_of(calls, self._new_messages(found["request"])))
+        self._rewards.append(reward := self._finish(found))
+        truncated = found["end"]["truncated"]
         return Observation(reward=reward, terminated=not truncated, truncated=truncated)
 
     async def cut_short(self) -> Observation | None:
         """Have verifiers score the episode as it stands, as it does at a limit of its own."""
         if not self._running or not self._rewards:
             return None
-        reward = self._rewards[-1] = self._finish(await self._ask("answer", self._cut()))
+        found = await self._ask("answer", {"episode": self._episode, "answer": None})
+        reward = self._rewards[-1] = self._finish(found)
         return Observation(reward=reward, truncated=True)
 
     async def evidence(self) -> JsonObject:
@@ -334,28 +298,26 @@ class VerifiersEnvironment:
 
     async def close(self) -> None:
         """Leave the episode; its process goes on for others."""
-        if self._open and self._process is not None:
-            self._running = self._open = False
+        if self._process is not None and self._episode is not None and self._end is None:
+            self._running = False
             with suppress(InfrastructureError):
-                await self._process.ask("answer", {**self._cut(), "left": True}, _END_PATIENCE)
-
-    def _cut(self) -> JsonObject:
-        return {"episode": self._episode, "answer": None}
+                left: JsonObject = {"episode": self._episode, "answer": None, "left": True}
+                await self._process.ask("answer", left, _LEAVE_PATIENCE)
 
     async def _ask(self, path: str, body: JsonObject) -> dict[str, Any]:
         assert self._process is not None
-        self._running, self._open = False, self._episode is not None  # until it has answered
+        self._running = False  # until it has answered
         found = await self._process.ask(path, body, self.options.timeout)
-        self._open = self._running = "request" in found
+        self._running = "request" in found
         if "failed" in found:
             raise BadEnvironmentError(f"{self._name}: {found['failed']}")
         return found
 
-    def _finish(self, line: dict[str, Any]) -> float:
+    def _finish(self, found: dict[str, Any]) -> float:
         """The episode's reward. Raises ``EpisodeError`` for a trace that failed or has none."""
-        if "end" not in line:
+        if "end" not in found:
             raise BadEnvironmentError(f"{self._name}: the episode goes on although it was ended")
-        end = self._end = line["end"]
+        end = self._end = found["end"]
         if end["errors"]:
             first = end["errors"][0]
             kind = InfrastructureError if first["type"] in _INFRASTRUCTURE else BadEnvironmentError
@@ -374,12 +336,6 @@ class VerifiersEnvironment:
         if own and [_words(found[at]) for at in answers[-len(own) :]] != own:
             raise BadEnvironmentError(f"{self._name}: the harness rewrote the conversation, which cannot be recorded")
         return found[answers[-1] + 1 :] if own else found
-
-    def _opening(self, messages: list[Message]) -> tuple[Message, ...]:
-        given = "\n\n".join(each.content or "" for each in messages if each.role == "system")
-        text = self._dialect.system(given, self._tools)
-        system = (Message(role="system", content=text),) if text else ()
-        return (*system, *(each for each in messages if each.role != "system"))
 
     def _results_of(self, calls: tuple[ToolCall, ...], messages: list[Message]) -> tuple[Message, ...]:
         by_id = {call.id: call for call in calls}

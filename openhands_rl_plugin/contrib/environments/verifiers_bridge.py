@@ -76,14 +76,11 @@ def policy_harness(vf):
                         messages.append(result)
 
         async def call(self, call, dispatch, opened, call_mcp):
-            try:
+            arguments = None
+            with contextlib.suppress(ValueError):
                 arguments = json.loads(call.function.arguments or "{}")
-            except ValueError as error:
-                return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
             if not isinstance(arguments, dict):
-                return (
-                    f"error: tool arguments must be a JSON object, got {type(arguments).__name__}; resend as an object"
-                )
+                return "error: the arguments of the tool are no JSON object; resend the call with valid JSON"
             if call.function.name not in dispatch:
                 return f"error: unknown tool {call.function.name!r}"
             return await call_mcp(opened, dispatch, call.function.name, arguments)
@@ -107,12 +104,6 @@ class Bridge:
         self.role = setup["role"] or next(iter(roles), "")
         if self.role not in roles:
             raise ValueError(f"{taskset} has no role {self.role!r}; it has {', '.join(roles)}")
-        others = [name for name in roles if name != self.role and not (raw.get(name) or {}).get("model")]
-        if others:
-            raise ValueError(
-                f"{taskset} needs several models: give {', '.join(others)} a model and a client in env, as in "
-                f"env = {{ {others[0]} = {{ model = ..., client = {{ base_url = ... }} }} }}, or choose another role"
-            )
         seat = dict(raw.get(self.role) or {})
         seat.setdefault("harness", {"id": POLICY})
         seat.setdefault("runtime", {"type": "subprocess"})
@@ -178,17 +169,17 @@ class Bridge:
             error = {"error": {"message": "the episode was cut by a limit of the caller", "type": "cut"}}
             return web.json_response(error, status=400)
         reason = "tool_calls" if message.get("tool_calls") else "stop"
-        head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body["model"]}
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        if not body.get("stream"):
-            choice = {"index": 0, "message": message, "finish_reason": reason}
-            return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
-        calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls") or [])]
-        delta = {**message, **({"tool_calls": calls} if calls else {})}
-        chunk = {**head, "object": "chat.completion.chunk", "usage": usage}
-        chunk["choices"] = [{"index": 0, "delta": delta, "finish_reason": reason}]
-        text = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-        return web.Response(text=text, content_type="text/event-stream")
+        return web.json_response(
+            {
+                "id": f"chatcmpl-{secrets.token_hex(8)}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": body["model"],
+                "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+                "usage": usage,
+            }
+        )
 
     async def play(self, number, index):
         (found,) = await asyncio.gather(self.run(number, index), return_exceptions=True)

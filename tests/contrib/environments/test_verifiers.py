@@ -23,17 +23,16 @@ from openhands_rl_plugin.core.types import (
 HERE = Path(__file__).parent
 
 
-def task(idx: int = 0) -> Task:
-    return Task(id="t", environment="verifiers", data={"idx": idx})
+def task(taskset: str, idx: int = 0) -> Task:
+    return Task(id="t", environment=f"verifiers/{taskset}", data={"idx": idx})
 
 
-def make(taskset: str, **options: Any) -> VerifiersEnvironment:
-    given = {"taskset": taskset, "path": (str(HERE),), "timeout": 120, **options}
-    return VerifiersEnvironment(VerifiersOptions.model_validate(given))
+def make(**options: Any) -> VerifiersEnvironment:
+    return VerifiersEnvironment(VerifiersOptions.model_validate({"path": (str(HERE),), "timeout": 120, **options}))
 
 
-async def played(environment: VerifiersEnvironment, *answers: str, idx: int = 0, turns: int = 10) -> Trajectory:
-    return await one_episode(environment, answers, task(idx), limits=Limits(max_turns=turns))
+async def played(taskset: str, *answers: str, idx: int = 0, **options: Any) -> Trajectory:
+    return await one_episode(make(**options), answers, task(taskset, idx), limits=Limits(max_turns=10))
 
 
 def test_without_verifiers_it_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch):
@@ -41,9 +40,9 @@ def test_without_verifiers_it_says_how_to_have_it(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         ConfigError, match=r"in a Python of its own: `uv venv VERIFIERS .*python = \"VERIFIERS/bin/python\""
     ):
-        make("sums")
+        make()
     with pytest.raises(ConfigError, match="/nowhere/python is no Python"):
-        make("sums", python="/nowhere/python")
+        make(python="/nowhere/python")
 
 
 async def test_the_process_sees_no_keys_but_those_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -53,11 +52,11 @@ async def test_the_process_sees_no_keys_but_those_that_are_named(tmp_path: Path,
     python.write_text(f"#!/bin/bash\nread -r setup\nenv > {tmp_path}/seen\necho no JSON\n")
     python.chmod(0o755)
     with pytest.raises(InfrastructureError, match="the process of verifiers ended"):
-        await make("keys", python=str(python), pass_env=("A_JUDGES_KEY",)).reset(task())
+        await make(python=str(python), pass_env=("A_JUDGES_KEY",)).reset(task("keys"))
     seen = (tmp_path / "seen").read_text()
     assert "SOME_SECRET_KEY" not in seen and "A_JUDGES_KEY=sk-2" in seen and "PATH=" in seen
     with pytest.raises(ConfigError, match="pass_env names NOT_SET, which is not set"):
-        make("keys", python=str(python), pass_env=("NOT_SET",))
+        make(python=str(python), pass_env=("NOT_SET",))
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def scores(found: Trajectory) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("idx", "answer", "correct"), [(1, "It is 2.", 1.0), (2, "5", 0.0)])
 async def test_an_answer_is_worth_its_weighted_functions(python: str, idx: int, answer: str, correct: float):
-    found = await played(make("tasksets_of_tests"), answer, idx=idx)
+    found = await played("tasksets_of_tests", answer, idx=idx)
     assert found.failure is None and found.stop is StopReason.TERMINATED
     short = 1 / len(answer)
     assert scores(found) == {"correct": correct, "short": short}
@@ -87,16 +86,15 @@ async def test_an_answer_is_worth_its_weighted_functions(python: str, idx: int, 
 @pytest.mark.slow
 @pytest.mark.parametrize("told", ["5", "6"])
 async def test_tools_are_offered_called_and_scored(python: str, told: str):
-    name = "shelf_tools_count"
-    environment = make("tool_taskset_of_tests")
-    opening = await environment.reset(task())
+    environment = make()
+    opening = await environment.reset(task("tool_taskset_of_tests"))
     name = environment._tools[0]["function"]["name"]  # type: ignore[index,call-overload]
     assert str(name) in (opening.messages[0].content or "") and "How many there are" in (
         opening.messages[0].content or ""
     )
     await environment.close()
     call = json.dumps({"name": name, "arguments": {"what": "books"}})
-    found = await played(make("tool_taskset_of_tests"), f"<tool_call>\n{call}\n</tool_call>", f"There are {told}.")
+    found = await played("tool_taskset_of_tests", f"<tool_call>\n{call}\n</tool_call>", f"There are {told}.")
     assert (found.failure, found.episode_return) == (None, float(told == "5"))
     assert "<tool_response>\n5 books\n</tool_response>" in [m.content for m in found.messages()]
 
@@ -106,7 +104,7 @@ async def test_tools_are_offered_called_and_scored(python: str, told: str):
 async def test_an_environment_that_talks_back_is_played_turn_by_turn(
     python: str, guesses: tuple[str, ...], worth: float
 ):
-    found = await played(make("dialogue_taskset_of_tests"), *guesses)
+    found = await played("dialogue_taskset_of_tests", *guesses)
     assert found.failure is None and found.episode_return == pytest.approx(worth)
     told = [m.content for m in found.messages() if m.role == "user"]
     assert told == ["Guess a number from 1 to 9.", *["lower", "higher", "lower", "lower"][: len(guesses) - 1]] or told[
@@ -116,10 +114,10 @@ async def test_an_environment_that_talks_back_is_played_turn_by_turn(
 
 @pytest.mark.slow
 async def test_limits_are_verifiers_own_and_a_cut_episode_is_scored(python: str):
-    limited = await played(make("dialogue_taskset_of_tests", max_turns=1), "please 5")
+    limited = await played("dialogue_taskset_of_tests", "please 5", max_turns=1)
     assert (limited.failure, limited.stop, limited.episode_return) == (None, StopReason.TRUNCATED, 0.5)
-    environment = make("dialogue_taskset_of_tests")
-    await environment.reset(task())
+    environment = make()
+    await environment.reset(task("dialogue_taskset_of_tests"))
     await environment.step(Message(role="assistant", content="please 5"))
     paid = await environment.cut_short()
     assert paid is not None and paid.reward == 0.5 and (await environment.evidence())["return"] == 0.5
@@ -129,21 +127,18 @@ async def test_limits_are_verifiers_own_and_a_cut_episode_is_scored(python: str)
 @pytest.mark.slow
 async def test_what_is_wrong_is_typed(python: str):
     with pytest.raises(BadEnvironmentError, match=r"No module named 'no_such_taskset'|'no_such_taskset' not found"):
-        await make("no_such_taskset").reset(task())
+        await make().reset(task("no_such_taskset"))
     with pytest.raises(BadEnvironmentError, match="has the tasks 0 to 2, and no 99"):
-        await make("tasksets_of_tests").reset(task(99))
+        await make().reset(task("tasksets_of_tests", 99))
+    environment = make()
+    await environment.reset(task("unpaid_taskset_of_tests"))
     with pytest.raises(BadEnvironmentError, match="verifiers recorded no reward"):
-        await played_out(make("unpaid_taskset_of_tests"), "hello")
-    environment = make("tasksets_of_tests", start_timeout=170)
-    await environment.reset(task())
+        await environment.step(Message(role="assistant", content="hello"))
+    environment = make(start_timeout=170)
+    await environment.reset(task("tasksets_of_tests"))
     assert environment._process is not None
     environment._process._process.kill()
     with pytest.raises(InfrastructureError, match="the process of verifiers ended"):
         await environment.step(Message(role="assistant", content="2"))
-    again = await played(make("tasksets_of_tests", start_timeout=170), "2", idx=1)
+    again = await played("tasksets_of_tests", "2", idx=1, start_timeout=170)
     assert again.failure is None, "a new process takes the place of one that died"
-
-
-async def played_out(environment: VerifiersEnvironment, answer: str) -> None:
-    await environment.reset(task())
-    await environment.step(Message(role="assistant", content=answer))
