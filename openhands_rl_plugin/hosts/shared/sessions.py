@@ -588,8 +588,7 @@ class EnvironmentSessions(SessionRunner):
         options = options or HostOptions()
         if options.agent != RL_AGENT:
             raise ConfigError(f"{options.agent} works in workspaces only; environment mode needs {RL_AGENT}")
-        engine_options = {"token_ids": options.token_ids, **settings.engine_options}
-        served = settings.model_copy(update={"engine": "openai", "engine_options": engine_options})
+        served = settings.model_copy(update={"engine": "openai"})
         base_model, base_url = settings.serving.model, settings.serving.base_url
         self._engines = engines = dict[str, Any]()
 
