@@ -8,8 +8,8 @@
   - ``install``: commands, a list or one text, run in the repository with the network on; left out, none.
   - ``packages``: requirements that the environment is made of, a list; left out, pytest alone. pip itself is in it
     only when it is named; ``pip install`` works all the same.
-  - ``log_parser``: ``pytest`` (also when left out), ``pytest_cut`` for tests that are named up to their first blank
-    (also when left out and a name ends within its parameters), or another name of ``swe_bench.parser_of``.
+  - ``log_parser``: ``pytest`` (also when left out), or a parser of the ``swebench`` package, as ``parse_log_pytest``,
+    which names tests up to their first blank.
   - ``exclude_newer``: the date of which packages are installed, ``YYYY-MM-DD``.
   - ``image``: for Docker.
 
@@ -42,7 +42,10 @@ from openhands_rl_plugin.evals.swe.recipes.scripts import (
 )
 from openhands_rl_plugin.evals.swe.types import Instance
 
-_OF_VERSION_5 = {"image": "image", "log_parser": "parser", "eval_script": "evaluation_script", "eval_type": "eval_type"}
+_OF_VERSION_5 = {
+    **{"image": "image", "log_parser": "parser", "eval_script": "evaluation_script", "eval_type": "eval_type"},
+    "exclude_newer": "exclude_newer",
+}
 
 
 class Columns(Frozen):
@@ -53,7 +56,7 @@ class Columns(Frozen):
     python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
     install: str | tuple[str, ...] = ()
     packages: tuple[str, ...] = ("pytest",)
-    log_parser: str = ""
+    log_parser: str = "pytest"
     exclude_newer: str = ""
     image: str | None = None
 
@@ -64,29 +67,28 @@ def recipe_of(instance: Instance, read_file: ReadFile) -> Recipe:
     Raises ``ConfigError`` for a row without a known recipe and for a column of the wrong type, ``MissingExtraError``
     without ``swebench`` where its tables are needed, and ``InfrastructureError``.
     """
-    extra = {name: value for name, value in instance.extra.items() if value is not None}
+    extra = {name: value for name, value in instance.extra.items() if value not in (None, "")}
     if "test_command" in extra:
-        named = {name: extra[name] for name in Columns.model_fields if extra.get(name, "") != ""}
+        named = {name: extra[name] for name in Columns.model_fields if name in extra}
         return _own(instance, _checked(instance, Columns, named))
-    changes = {field: extra[column] for column, field in _OF_VERSION_5.items() if extra.get(column)}
-    changes |= {"exclude_newer": extra["exclude_newer"]} if extra.get("exclude_newer") else {}
-    marks = {f": '{mark}'" for mark in (START, END)}
-    if extra.get("eval_script") and not all(mark in str(extra["eval_script"]) for mark in marks):
+    script = str(extra.get("eval_script", f": '{START}' : '{END}'"))
+    if not all(f": '{mark}'" in script for mark in (START, END)):
         raise ConfigError(f"{instance.instance_id}: its eval_script does not mark the output of its tests: {START}")
-    if swe_gym.knows(instance.repo):
-        recipe = swe_gym.recipe(instance, read_file)
-    elif all(map(extra.get, ("image", "eval_script", "log_parser"))) and not swe_bench.knows(instance):
+    changes = {field: extra[column] for column, field in _OF_VERSION_5.items() if column in extra}
+    try:
+        source = swe_gym if instance.repo.lower() in swe_gym.REPOSITORIES else swe_bench
+        recipe = source.recipe(instance, read_file)
+    except ConfigError:
+        if not {"image", "eval_script", "log_parser"} <= extra.keys():
+            raise
         recipe = Recipe(environment_script="", install_script="", evaluation_script="", python="", parser="")
-    else:
-        recipe = swe_bench.recipe(instance, read_file)
-    return _checked(instance, Recipe, {**recipe.model_dump(), **changes}) if changes else recipe
+    return _checked(instance, Recipe, {**recipe.model_dump(), **changes})
 
 
 def _own(instance: Instance, columns: Columns) -> Recipe:
     changed = [file for file in changed_files(instance.test_patch) if file.endswith(".py")]
     tests = [file for file in changed if not file.endswith("conftest.py")]
     command = [columns.test_command, *map(shlex.quote, tests if columns.test_files is None else columns.test_files)]
-    cut = any("[" in name and not name.endswith("]") for name in (*instance.fail_to_pass, *instance.pass_to_pass))
     install = columns.install.splitlines() if isinstance(columns.install, str) else columns.install
     return Recipe(
         environment_script=environment_script(
@@ -95,9 +97,9 @@ def _own(instance: Instance, columns: Columns) -> Recipe:
         install_script=install_script(instance, [line for line in install if line.strip()]),
         evaluation_script=evaluation_script(instance, " ".join(command)),
         python=columns.python,
-        parser=columns.log_parser or ("pytest_cut" if cut else "pytest"),
+        parser=columns.log_parser,
         exclude_newer=columns.exclude_newer,
-        image=columns.image or None,
+        image=columns.image,
     )
 
 

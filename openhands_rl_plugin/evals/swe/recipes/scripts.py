@@ -49,7 +49,6 @@ def environment_script(
     python: str | None,
     pip_packages: Iterable[str] = (),
     environment_yml: str | None = None,
-    patches: Iterable[str] = (),
     bare: bool = False,
 ) -> str:
     """Make the environment, from an ``environment.yml`` or from a Python and packages. ``bare``: without those that
@@ -60,7 +59,7 @@ def environment_script(
         more = " --no-default-packages" if bare else ""
         lines += [f"conda create -n {ENVIRONMENT} python={python} -y{more}", f"conda activate {ENVIRONMENT}"]
     else:
-        lines += [f"cat <<'{_FILE_END}' > environment.yml\n{environment_yml}\n{_FILE_END}", *patches]
+        lines += [f"cat <<'{_FILE_END}' > environment.yml\n{environment_yml}\n{_FILE_END}"]
         lines += ["conda env create --file environment.yml", f"conda activate {ENVIRONMENT}"]
         lines += [f"conda install python={python} -y"] if python else []
         lines += ["rm environment.yml"]

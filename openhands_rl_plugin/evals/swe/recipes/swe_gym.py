@@ -8,7 +8,7 @@ SWE-Gym writes names of repositories in any case. Its versions are ranges here, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import date, timedelta
 from typing import NamedTuple
 
@@ -30,80 +30,7 @@ EXCLUDE_NEWER = "2024-11-01"
 _SETTLING = timedelta(days=30)
 _NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 _CASE = re.compile(r"\[case ([^\]]+)\]")
-
-
-def knows(repo: str) -> bool:
-    """Whether the repository is one of SWE-Gym's."""
-    return repo.lower() in REPOSITORIES
-
-
-def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
-    """The recipe of the instance's version. Raises ``ConfigError`` and ``InfrastructureError``."""
-    repo = instance.repo.lower()
-    spec = _spec(instance, REPOSITORIES[repo])
-    described = _environment_yml(instance, read_file) if repo in ENVIRONMENT_FILES else None
-    return Recipe(
-        environment_script=environment_script(
-            python=spec.python, environment_yml=described, patches=spec.environment_patches
-        ),
-        install_script=install_script(instance, [*spec.pre_install, spec.install]),
-        evaluation_script=evaluation_script(
-            instance, _test_command(instance, spec), install=spec.install, before=spec.before_tests
-        ),
-        python=spec.python or _python_in(described or ""),
-        parser="pytest_pydantic" if repo == "pydantic/pydantic" else "pytest_cut",
-        exclude_newer=_cut_off(instance) if described else EXCLUDE_NEWER,
-        image=f"xingyaoww/sweb.eval.x86_64.{instance.instance_id.lower().replace('__', '_s_')}:latest",
-    )
-
-
-def _spec(instance: Instance, specs: Mapping[str, GymSpec]) -> GymSpec:
-    """That of the newest version which is not newer than the instance's."""
-    try:
-        wanted = _version(instance.version)
-    except ValueError as error:
-        raise ConfigError(f"{instance.instance_id}: the version {instance.version!r} is no number") from error
-    reached = [since for since in specs if _version(since) <= wanted]
-    if not reached:
-        raise ConfigError(
-            f"{instance.instance_id}: {instance.repo} {instance.version} is older than what can be installed"
-        )
-    return specs[max(reached, key=_version)]
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
-
-
-def _test_command(instance: Instance, spec: GymSpec) -> str:
-    if instance.repo.lower() == "python/mypy":
-        # mypy's tests are cases in data files.
-        return f'{spec.test_command} "{" or ".join(_CASE.findall(instance.test_patch))}"'
-    files = [file for file in changed_files(instance.test_patch) if not file.endswith(_NO_TESTS)]
-    return " ".join([spec.test_command, *files])
-
-
-def _environment_yml(instance: Instance, read_file: ReadFile) -> str:
-    commit = instance.environment_setup_commit or instance.base_commit
-    paths: Sequence[str] = ENVIRONMENT_FILES[instance.repo.lower()]
-    for path in paths:
-        if (text := read_file(instance.repo, commit, path)) is not None:
-            return re.sub(r"^name:.*$", f"name: {ENVIRONMENT}", text, flags=re.MULTILINE)
-    raise InfrastructureError(f"{instance.repo} has none of {', '.join(paths)} at {commit[:12]}")
-
-
-def _python_in(environment_yml: str) -> str:
-    """The version in a line such as ``- python=3.10``; for ``>=3.8`` the lowest."""
-    match = re.search(r"^\s*-\s*python\s*[=><~]+\s*(\d+\.\d+)", environment_yml, re.MULTILINE)
-    return match[1] if match else "3.10"
-
-
-def _cut_off(instance: Instance) -> str:
-    """An ``environment.yml`` names no versions, so that the packages of the instance's own time are taken."""
-    try:
-        return (date.fromisoformat(instance.created_at[:10]) + _SETTLING).isoformat()
-    except ValueError:
-        return EXCLUDE_NEWER
+_PYTHON = re.compile(r"^\s*-\s*python\s*[=><~]+\s*(\d+\.\d+)", re.MULTILINE)
 
 
 class GymSpec(NamedTuple):
@@ -113,8 +40,57 @@ class GymSpec(NamedTuple):
     install: str
     test_command: str = "pytest -n0 -rA"
     pre_install: tuple[str, ...] = ()
-    environment_patches: tuple[str, ...] = ()
     before_tests: tuple[str, ...] = ()
+
+
+def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
+    """The recipe of the newest version which is not newer than the instance's.
+
+    Raises ``ConfigError`` for an unknown version, and ``InfrastructureError``.
+    """
+    repo, name = instance.repo.lower(), instance.instance_id
+    try:
+        wanted, found = (
+            _version(instance.version),
+            {_version(since): spec for since, spec in REPOSITORIES[repo].items()},
+        )
+        spec = found[max(since for since in found if since <= wanted)]
+    except ValueError as error:
+        raise ConfigError(f"{name}: no recipe for {instance.repo!r} in version {instance.version!r}") from error
+    described = _environment_yml(instance, read_file) if repo in ENVIRONMENT_FILES else None
+    python = spec.python or (match[1] if (match := _PYTHON.search(described or "")) else "3.10")
+    files = [file for file in changed_files(instance.test_patch) if not file.endswith(_NO_TESTS)]
+    # mypy's tests are cases in data files.
+    cases = f'"{" or ".join(_CASE.findall(instance.test_patch))}"'
+    tests = " ".join([spec.test_command, *([cases] if repo == "python/mypy" else files)])
+    return Recipe(
+        environment_script=environment_script(python=spec.python, environment_yml=described),
+        install_script=install_script(instance, [*spec.pre_install, spec.install]),
+        evaluation_script=evaluation_script(instance, tests, install=spec.install, before=spec.before_tests),
+        python=python,
+        parser="parse_log_pytest_v2" if repo == "pydantic/pydantic" else "parse_log_pytest",
+        # An ``environment.yml`` names no versions, so that the packages of the instance's own time are taken.
+        exclude_newer=_cut_off(instance) if described and instance.created_at else EXCLUDE_NEWER,
+        image=f"xingyaoww/sweb.eval.x86_64.{name.lower().replace('__', '_s_')}:latest",
+    )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+def _environment_yml(instance: Instance, read_file: ReadFile) -> str:
+    commit = instance.environment_setup_commit or instance.base_commit
+    for path in ENVIRONMENT_FILES[instance.repo.lower()]:
+        if (text := read_file(instance.repo, commit, path)) is not None:
+            # What dask's gives pip would install the newest dask from its repository.
+            text = re.sub(r"^ *- pip:.*\n *-.*\n?", "", text, flags=re.M) if "dask" in instance.repo else text
+            return re.sub(r"^name:.*$", f"name: {ENVIRONMENT}", text, flags=re.M)
+    raise InfrastructureError(f"{instance.repo} has none of its environment files at {commit[:12]}")
+
+
+def _cut_off(instance: Instance) -> str:
+    return (date.fromisoformat(instance.created_at[:10]) + _SETTLING).isoformat()
 
 
 _STUBS = ("git submodule update --init mypy/typeshed || true",)
@@ -147,7 +123,6 @@ _DVC_MOTO = (r"[ -f setup.py ] && sed -E -i 's/moto==([0-9]+\.[0-9]+\.[0-9]+)\.d
 
 _BOKEH = 'pip install "setuptools<66" "jinja2<3.1"; printf "1\\n" | python setup.py develop; bokeh sampledata;'
 _BOKEH_SCRIPT = ("cd bokehjs && npm install --location=global npm && npm ci && cd ../",)
-_BOKEH_MKL = (": \"${CONDA_MKL_INTERFACE_LAYER_BACKUP:=''}\"",)
 
 _PDM_PATH = 'export PATH="$HOME/.local/bin:$PATH"'
 _PYDANTIC = f"{_PDM_PATH}; pdm add pre-commit; make install;"
@@ -178,15 +153,7 @@ REPOSITORIES: Mapping[str, Mapping[str, GymSpec]] = {
         "2.0": GymSpec("3.10", _CYTHON + _CONAN, before_tests=_CONAN_PATH),
         "2.1": GymSpec("3.10", _CONAN, before_tests=_CONAN_PATH),
     },
-    "dask/dask": {
-        "0": GymSpec(
-            None,
-            "python -m pip install --no-deps -e .",
-            "pytest -n0 -rA  --color=no",
-            # It would install the newest dask from its repository.
-            environment_patches=("sed -i '/- pip:/,/^ *-/d' environment.yml",),
-        )
-    },
+    "dask/dask": {"0": GymSpec(None, "python -m pip install --no-deps -e .", "pytest -n0 -rA  --color=no")},
     "project-monai/monai": {"0": GymSpec("3.8", _MONAI, "pytest -rA ")},
     "iterative/dvc": {
         "0": GymSpec("3.8", _DVC_OLD, "pytest -rA", _DVC_MOTO),
@@ -194,7 +161,7 @@ REPOSITORIES: Mapping[str, Mapping[str, GymSpec]] = {
         "3.4": GymSpec("3.10", _DVC, "pytest -rA", _DVC_MOTO),
     },
     "bokeh/bokeh": {
-        "0": GymSpec("3.8", _BOKEH, "pytest -rA -n0", _BOKEH_SCRIPT, _BOKEH_MKL),
+        "0": GymSpec("3.8", _BOKEH, "pytest -rA -n0", _BOKEH_SCRIPT),
         "3.0": GymSpec(
             "3.10",
             "python -m pip install -e .; python -m pip install bokeh_sampledata;",
