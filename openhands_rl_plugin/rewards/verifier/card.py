@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,20 +197,11 @@ def auc(scores: Sequence[float], outcomes: Sequence[bool]) -> float | None:
 
     ``None`` when there are no successes or no failures.
     """
-    positives = sum(outcomes)
-    negatives = len(outcomes) - positives
-    if not positives or not negatives:
+    pairs = [*zip(scores, outcomes, strict=True)]
+    good, bad = [score for score, success in pairs if success], sorted(score for score, success in pairs if not success)
+    if not good or not bad:
         return None
-    order = sorted(range(len(scores)), key=scores.__getitem__)
-    total, at = 0.0, 0
-    while at < len(order):
-        stop = at
-        while stop < len(order) and scores[order[stop]] == scores[order[at]]:
-            stop += 1
-        # Ranks start at 1; equal scores have the mean of their ranks.
-        total += sum(outcomes[index] for index in order[at:stop]) * (at + stop + 1) / 2
-        at = stop
-    return (total - positives * (positives + 1) / 2) / (positives * negatives)
+    return sum(bisect_left(bad, score) + bisect_right(bad, score) for score in good) / (2 * len(good) * len(bad))
 
 
 def brier(scores: Sequence[float], outcomes: Sequence[bool]) -> float:
@@ -236,13 +228,13 @@ def fitted(judged: Sequence[ScoredEpisode], settings: VerifierSettings, least: i
     free = settings.calibration == "platt"
     for _ in range(_STEPS):
         slope = math.exp(s)
-        grad_s, grad_b, curve_s, curve_b, cross = _RIDGE * s, _RIDGE * offset, _RIDGE, _RIDGE, 0.0
+        sums = [_RIDGE * s, _RIDGE * offset, _RIDGE, _RIDGE, 0.0]  # gradient, curvature, and the mixed derivative
         for each in judged:
-            p = sigmoid(slope * each.margin + offset)
-            error, weight, x = p - each.success, p * (1 - p), slope * each.margin
-            grad_s, grad_b = grad_s + error * x / len(judged), grad_b + error / len(judged)
-            curve_s, curve_b = curve_s + weight * x * x / len(judged), curve_b + weight / len(judged)
-            cross += weight * x / len(judged)
+            p, x = sigmoid(slope * each.margin + offset), slope * each.margin
+            error, weight = p - each.success, p * (1 - p)
+            for at, part in enumerate((error * x, error, weight * x * x, weight, weight * x)):
+                sums[at] += part / len(judged)
+        grad_s, grad_b, curve_s, curve_b, cross = sums
         determinant = curve_s * curve_b - cross * cross
         step_s = (curve_b * grad_s - cross * grad_b) / determinant if free else grad_s / curve_s
         step_b = (curve_s * grad_b - cross * grad_s) / determinant if free else 0.0

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import cached_property, lru_cache
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,7 +87,7 @@ class VerifierReward:
         return self._card.version
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        """Score one episode; the model in this process scores all that wait together. Raises ``GraderError``."""
+        """Score one episode. Raises ``GraderError``."""
         (outcome,) = await self.judge_all([trajectory])
         if isinstance(outcome, Failure):
             raise GraderError(outcome.message)
@@ -153,46 +153,26 @@ class VerifierReward:
         return self._options.model or self._card.model
 
 
-class _SharedModel:
-    """Scores all prompts that wait in one batch, from whatever thread and event loop."""
-
+class _OwnModel:
     def __init__(self, model: VerifierModel) -> None:
         self._model = model
-        self._turn = threading.Lock()
-        self._waiting: dict[int, Sequence[tuple[int, ...]]] = {}
-        self._found: dict[int, list[VerifierOutput]] = {}
 
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
-        return [*await asyncio.to_thread(self._judged, prompts)]
-
-    def _judged(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput]:
-        caller = threading.get_ident()
-        self._waiting[caller] = prompts
-        with self._turn:
-            try:
-                if caller not in self._found:
-                    together = self._waiting.copy()
-                    verdicts = iter(self._model.judge([prompt for each in together.values() for prompt in each]))
-                    self._found |= {one: list(islice(verdicts, len(each))) for one, each in together.items()}
-                    for one in together:
-                        del self._waiting[one]
-                return self._found.pop(caller)
-            finally:
-                self._waiting.pop(caller, None)  # a thread that comes again has other prompts
+        return [*await asyncio.to_thread(self._model.judge, prompts)]
 
 
 _LOADING = threading.Lock()
 
 
 @lru_cache(maxsize=2)
-def _loaded(directory: str, sha256: str, base: str, tokens_per_pass: int) -> _SharedModel:
+def _loaded(directory: str, sha256: str, base: str, tokens_per_pass: int) -> _OwnModel:
     """The model that all rewards with the same weights share; the newest two are kept.
 
     Every episode has its own reward object, and so may every search.
     """
     with from_extra("train"):
         from openhands_rl_plugin.rewards.verifier.training import VerifierModel
-    return _SharedModel(VerifierModel(Path(directory), model=base, tokens_per_pass=tokens_per_pass))
+    return _OwnModel(VerifierModel(Path(directory), model=base, tokens_per_pass=tokens_per_pass))
 
 
 def forget_models() -> None:
