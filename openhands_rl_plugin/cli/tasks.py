@@ -2,16 +2,17 @@
 
 examples:
   openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (bugs in its code, and fixes in its history)
-  openhands-rl tasks make inflection==0.5.1 tabulate==0.10.0 --out tasks.jsonl --per-package 4 --seed 1
+  openhands-rl tasks make https://github.com/jpvanhal/inflection@0.5.1 --out tasks.jsonl --per-package 4 --seed 1
   openhands-rl tasks check tasks.jsonl --repeats 3
   openhands-rl tasks list swe-local --split heldout
 
-Everything runs in bubblewrap without network; packages are downloaded by your own pip or uv from its index.
+Tests run in bubblewrap without a network; what they need is installed from your package index before.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from openhands_rl_plugin.cli.options import above_zero, checked, positive
 from openhands_rl_plugin.cli.terminal import ENDING
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.tasks.packages import Package
+    from openhands_rl_plugin.evals.tasks.make import TaskPlan
 
 RESUME = "the same command continues where it stopped"
 
@@ -27,8 +28,8 @@ RESUME = "the same command continues where it stopped"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``make``, ``check`` and ``list``."""
     what = parser.add_subparsers(dest="what", required=True, metavar="{make,check,list}")
-    make = what.add_parser("make", help="insert bugs into packages and keep those that make good tasks")
-    source = "a git repository (@commit), or name==version of a package"
+    make = what.add_parser("make", help="insert bugs into repositories and keep those that make good tasks")
+    source = "a git repository, FOLDER or URL, with @COMMIT if that is not HEAD"
     make.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
     make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     make.add_argument("--per-package", type=positive, default=4, metavar="TASKS", help="tasks wanted of each source")
@@ -62,24 +63,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _make(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-    from openhands_rl_plugin.evals.tasks.packages import TaskPlan, parse_source
-    from openhands_rl_plugin.evals.tasks.suite import make_suite
+    from openhands_rl_plugin.evals.tasks.make import TaskPlan, make_tasks
+    from openhands_rl_plugin.evals.tasks.source import find_source
     from openhands_rl_plugin.trajectories.view import progress_bar
 
-    given = {name: getattr(args, name) for name in ("per_package", "seed", "python", "timeout")}
-    requirements = (*TaskPlan.model_fields["requirements"].default, *args.requirements)
-    packages = tuple(parse_source(each, tuple(args.tests)) for each in args.sources)
-    plan = checked(TaskPlan, {**given, "packages": packages, "requirements": requirements})
-    with progress_bar("making", len(packages) * plan.per_package) as bar:
+    cache = args.cache or default_cache()
+    given = {name: getattr(args, name) for name in ("seed", "python", "timeout", "requirements", "tests")}
+    parts = [re.fullmatch(r"(.+?)(?:@([^@/:]+(?:/[^@:]+)?))?", each) for each in args.sources]
+    sources = [find_source(each[1], each[2] or "HEAD", cache) for each in parts if each]
+    plans = [checked(TaskPlan, {**given, "source": each, "wanted": args.per_package}) for each in sources]
+    with progress_bar("making", len(plans) * args.per_package) as bar:
 
-        def on_tried(package: Package, made: int, reason: str) -> None:
-            note = f"{package.label}: {made} of {plan.per_package} tasks; {reason or 'made one'}"
-            bar.update(packages.index(package) * plan.per_package + made, note=note)
+        def on_tried(plan: TaskPlan, made: int, reason: str) -> None:
+            note = f"{plan.source.name}: {made} of {plan.wanted} tasks; {reason or 'made one'}"
+            bar.update(plans.index(plan) * plan.wanted + made, note=note)
             if not bar.drawn:
                 bar.print(note)
 
-        count, problems = make_suite(plan, args.out, args.cache or default_cache(), on_tried)
-    print("\n  ".join([f"{args.out}: {count} tasks of {len(packages)} packages", *problems]))
+        count, problems = ENDING.run(make_tasks(plans, args.out, cache, on_tried))
+    print("\n  ".join([f"{args.out}: {count} tasks of {len(plans)} repositories", *problems]))
     return 0
 
 

@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from openhands_rl_plugin.evals.tasks.trees import SourceTree, make_repository
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.evals.tasks.source import commit_files
 
 REPAIR = "sed -i s/-/+/ sums.py"
 FILES = {
@@ -237,7 +238,9 @@ def gym_repository(folder: Path) -> Path:
     return folder
 
 
-def commit_of(files: Mapping[str, str]) -> str:
+def commit_of(files: Mapping[str, str], who: str = "repair") -> str:
     """The commit of a repository of these files."""
     with tempfile.TemporaryDirectory() as folder:
-        return make_repository(SourceTree({}).changed(files), Path(folder) / "repository")
+        for name, text in files.items():
+            write_file(Path(folder, "work", name), text, parents=True)
+        return commit_files(Path(folder, "work", ".git"), Path(folder, "work"), "start", who=who)

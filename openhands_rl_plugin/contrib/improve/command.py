@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.contrib.improve.gym import Gym
     from openhands_rl_plugin.contrib.improve.price import PromptChoice
     from openhands_rl_plugin.core.types import JsonObject
-    from openhands_rl_plugin.evals.tasks.packages import OwnRepository
+    from openhands_rl_plugin.evals.tasks.source import Source
 
 _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
 _GRADING = 300.0
@@ -103,18 +103,19 @@ def run(args: argparse.Namespace) -> int:
     with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.checks import check_alone, held
         from openhands_rl_plugin.apps.loop.run import check_trainable
-    from openhands_rl_plugin.evals.tasks.packages import find_repository
+    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.tasks.source import find_source
 
     check_alone()
-    repository = find_repository(args.repo, args.commit)
-    directory = (args.run_dir or Path("runs") / f"improve-{repository.name}").absolute()
-    settings = _settings(args, repository, directory)
+    source = find_source(str(args.repo), args.commit, args.cache or default_cache())
+    directory = (args.run_dir or Path("runs") / f"improve-{source.name}").absolute()
+    settings = _settings(args, source, directory)
     check_trainable(settings)
     with held(directory):
-        return _improve(args, settings, repository, directory)
+        return _improve(args, settings, source, directory)
 
 
-def _settings(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> RLSettings:
+def _settings(args: argparse.Namespace, source: Source, directory: Path) -> RLSettings:
     """Those of the config, else defaults with everything in the run's folder; and what the options change."""
     from openhands_rl_plugin.contrib.improve.price import own_settings
 
@@ -123,14 +124,14 @@ def _settings(args: argparse.Namespace, repository: OwnRepository, directory: Pa
     if args.config is not None:
         settings = load_settings(args.config)
     else:
-        settings = own_settings(repository.name, directory, args.timeout)
+        settings = own_settings(source.name, directory, args.timeout)
     workers = {"max_workers": args.workers} if args.workers is not None else {}
     # A config may be for other runs, too: nobody has scripted episodes of the user's own repository.
     loop = checked(LoopSettings, {**settings.loop.model_dump(), **given, "demonstrations": 0})
     return settings.model_copy(update={"loop": loop, **workers})
 
 
-def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepository, directory: Path) -> int:
+def _improve(args: argparse.Namespace, settings: RLSettings, source: Source, directory: Path) -> int:
     from openhands_rl_plugin.apps.loop.checks import forget
     from openhands_rl_plugin.contrib.improve.gym import gym_lines
     from openhands_rl_plugin.contrib.improve.price import check_room, price_lines, price_of
@@ -141,7 +142,7 @@ def _improve(args: argparse.Namespace, settings: RLSettings, repository: OwnRepo
         shutil.rmtree(directory / "tasks", ignore_errors=True)
     model, settings, choice = _fitted(args, settings)
     check_room(settings, choice)
-    gym = _gym(args, repository, directory)
+    gym = _gym(args, source, directory)
     lengths, loop = check_room(settings, choice, gym.longest), settings.loop
     sizes = {"held_out": gym.counts[1], "tasks_per_iteration": min(loop.tasks_per_iteration, gym.counts[0])}
     settings = settings.model_copy(update={"loop": loop.model_copy(update=sizes)})
@@ -174,27 +175,22 @@ def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSet
     return model, fitted(settings, choice, chosen=args.config is not None), choice
 
 
-def _gym(args: argparse.Namespace, repository: OwnRepository, directory: Path) -> Gym:
+def _gym(args: argparse.Namespace, source: Source, directory: Path) -> Gym:
     """The tasks, made or found. A run keeps the commit that it began with."""
-    from openhands_rl_plugin.apps.loop.checks import claim
-    from openhands_rl_plugin.contrib.improve.gym import WantedTasks, forget_unsurveyed, make_gym, pinned
+    from openhands_rl_plugin.contrib.improve.gym import WantedTasks, make_gym
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
-    from openhands_rl_plugin.evals.tasks.packages import repository_lines
     from openhands_rl_plugin.trajectories.view import progress_bar
 
-    options = checked(
+    wanted = checked(
         WantedTasks,
         {"timeout": args.test_timeout, **{name: getattr(args, name) for name in _GYM_OPTIONS}},
         {"timeout": "--test-timeout", "requirements": "--with"},
     )
-    folder = directory / "tasks"
-    there = {"repository": str(repository.root), "commit": args.commit, **options.model_dump(mode="json")}
-    forget_unsurveyed(folder)
-    claim(folder, there)
-    of = pinned(repository, folder)
-    _print(args, *repository_lines(of, repository.commit))
     with progress_bar("reading") as bar:
-        return make_gym(of, options, folder, args.cache or default_cache(), bar)
+        of, gym = make_gym(source, wanted, directory / "tasks", args.cache or default_cache(), bar)
+    newer = f"; {source.commit[:12]} is there by now: --fresh makes tasks of that" if of.commit != source.commit else ""
+    _print(args, f"{of.name}: commit {of.commit[:12]} of {of.git}{newer}")
+    return gym
 
 
 def _train(
@@ -216,7 +212,7 @@ def _train(
     from openhands_rl_plugin.contrib.improve.gym import earned, earned_lines, use_lines
 
     folder = directory / "tasks"
-    source = TaskSource(suite=str(folder / gym.training), held_out_rows=folder / gym.held_out)
+    source = TaskSource(suite=str(folder / gym.rows))
     claim(directory, identity_of(settings, source.model_dump(mode="json"), model=model, timeout=args.timeout))
     job = replace(
         loop_job(args, served, model, loop_tasks(source, served), directory),

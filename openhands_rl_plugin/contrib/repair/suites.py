@@ -6,16 +6,14 @@ import ast
 import asyncio
 import contextlib
 import functools
-import os
+import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from openhands_rl_plugin.contrib.repair.bugs import LineEdit
-from openhands_rl_plugin.contrib.repair.calling import LONGEST
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
 from openhands_rl_plugin.contrib.repair.rows import (
     COLUMN,
@@ -31,9 +29,18 @@ from openhands_rl_plugin.contrib.repair.rows import (
     spec_of,
 )
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.files import read_left, scratch_folder
+from openhands_rl_plugin.core.files import is_contained, scratch_folder, write_file
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
+from openhands_rl_plugin.environments.workspace.git import OTHER, git_command
+from openhands_rl_plugin.environments.workspace.processes import Ended, run
+from openhands_rl_plugin.environments.workspace.sandbox import (
+    OF_A_PREFIX,
+    SandboxLimits,
+    bounded,
+    check_bubblewrap,
+    prefix_mounts,
+    sandboxed,
+)
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.suites import OwnSuite, Suite, swe_task
 from openhands_rl_plugin.evals.swe.backends.interpreters import with_own_interpreter
@@ -41,12 +48,13 @@ from openhands_rl_plugin.evals.swe.grading import grade_and_log
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
-from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
-from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile, apply_patch, make_repository
+from openhands_rl_plugin.evals.tasks.source import commit_files, git_output
 
 _CALLING = Path(__file__).with_name("calling.py")
-_MOST_FILES, _MOST_BYTES = 100, 2**20
-_LONGEST = LONGEST + len("list:")
+_LIMITS = SandboxLimits(memory=4 * 1024**3)
+INSIDE = "/tmp/testbed"
+_LONGEST = 30.0
+"""Seconds that all calls of one task may take, whatever the tests of other tasks may."""
 
 
 class RepairBackend:
@@ -60,7 +68,8 @@ class RepairBackend:
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
         """The repository with the bug, and this interpreter. Raises ``InfrastructureError``, ``ConfigError``."""
-        commit = await asyncio.to_thread(make_repository, _files(spec_of(instance)), directory)
+        write_repository(spec_of(instance), directory)
+        commit = await asyncio.to_thread(commit_files, directory / ".git", directory, "start", who=REPAIR)
         if commit != instance.base_commit:
             raise InfrastructureError(
                 f"{instance.instance_id}: its files give commit {commit[:12]}, not {instance.base_commit[:12]}; the row"
@@ -74,28 +83,28 @@ class RepairBackend:
         """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""
         written = InstanceLogs(logs)
 
-        async def grade() -> PatchVerdict:
-            return await asyncio.to_thread(_graded, instance, patch, written, timeout)
-
-        return await grade_and_log(instance, patch, written, grade)
+        return await grade_and_log(instance, patch, written, lambda: _graded(instance, patch, written, timeout))
 
     async def close(self) -> None:
         """Does nothing."""
 
 
-def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) -> PatchVerdict:
+async def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) -> PatchVerdict:
     spec = spec_of(instance)
     verdict = PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED)
     with scratch_folder("repair") as folder:
-        if why := apply_patch(_files(spec), patch, folder):
-            return verdict.model_copy(update={"kind": VerdictKind.UNAPPLIED, "reason": why})
-        tree = _python_files(folder / "repository", spec.path)
-    started = time.monotonic()
-    outcomes = _outcomes(spec, tree, timeout)
-    seconds = time.monotonic() - started
-    if outcomes is None:
-        late = f"the calls were not done after {timeout:g} s, or the sandbox did not start"
-        return verdict.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": late, "test_seconds": seconds})
+        write_repository(spec, folder / "repository")
+        (folder / "patch.diff").write_text(patch, encoding="utf-8")
+        script = 'cd "$1/repository"; git apply --whitespace=nowarn ../patch.diff'
+        try:
+            await asyncio.to_thread(git_output, git_command(None, OTHER, script=script, other=folder), "git apply")
+        except ConfigError as error:
+            return verdict.model_copy(update={"kind": VerdictKind.UNAPPLIED, "reason": str(error)[:300]})
+        ended = await _called(spec, folder / "repository", timeout)
+    if ended.timed_out:
+        late = f"the calls were not done after {ended.seconds:.0f} s"
+        return verdict.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": late, "test_seconds": ended.seconds})
+    outcomes = _outcomes(spec, ended.last_line)
     good = [same(found, wanted) for found, wanted in zip(outcomes, spec.expected, strict=True)]
     lines = [
         f"{'PASSED' if each else 'FAILED'} {'' if at < spec.shown else 'hidden '}{called(spec, at)} gave {outcomes[at]}"
@@ -110,7 +119,7 @@ def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) 
             "reason": f"{first} gives another value" if first else "",
             "fail_to_pass": _status(instance.fail_to_pass, passed),
             "pass_to_pass": _status((*instance.pass_to_pass, *list(passed)[spec.shown :]), passed),
-            "test_seconds": seconds,
+            "test_seconds": ended.seconds,
         }
     )
 
@@ -152,48 +161,33 @@ def _status(names: tuple[str, ...], passed: dict[str, bool]) -> TestsStatus:
     )
 
 
-def _files(spec: RepairSpec) -> SourceTree:
-    return SourceTree({}).changed(repository_files(spec))
+def write_repository(spec: RepairSpec, folder: Path) -> None:
+    """Write the files. Raises ``ConfigError`` for a name that leaves the folder."""
+    for path, text in repository_files(spec).items():
+        if not is_contained(path):
+            raise ConfigError(f"the file name {path!r} leaves the folder, or is one of git's own")
+        write_file(folder / path, text, parents=True)
 
 
-def _python_files(folder: Path, module: str) -> SourceTree:
-    """The regular ``.py`` files, ``module`` first; no link that a patch may have made is followed."""
-    found: dict[str, TreeFile] = {}
-    for path in _paths(folder, module):
-        with contextlib.suppress(OSError):  # too large, a link, or a path through a file
-            if len(found) < _MOST_FILES and not (folder / path).is_symlink():
-                found[path] = TreeFile(PLAIN, read_left(folder, path, _MOST_BYTES))
-    return SourceTree(found)
+async def _called(spec: RepairSpec, repository: Path, timeout: float) -> Ended:
+    """``calling.py`` in a sandbox without network; it prints the outcomes, which are compared outside."""
+    prefix = sys.base_prefix
+    item = {"path": spec.path, "name": spec.function, "calls": spec.model_dump(mode="json")["calls"]}
+    mounts = [*prefix_mounts({prefix: OF_A_PREFIX}), "--bind", str(repository), INSIDE]
+    mounts += ["--ro-bind", str(_CALLING), "/tmp/calling.py"]
+    variables = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+    limited = bounded(_LIMITS.counted(INSIDE), f"{prefix}/bin/python3", ["python3", "/tmp/calling.py"])
+    command = sandboxed(limited, mounts, variables={**variables, "PYTHONHASHSEED": "0"}, folder=INSIDE)
+    return await run(command, timeout=min(timeout, _LONGEST), given=json.dumps(item).encode())
 
 
-def _paths(folder: Path, module: str) -> Iterator[str]:
-    yield module
-    for parent, _, names in os.walk(folder):
-        paths = (Path(parent, name).relative_to(folder).as_posix() for name in sorted(names) if name.endswith(".py"))
-        yield from (path for path in paths if path != module)
-
-
-def _outcomes(spec: RepairSpec, tree: SourceTree, timeout: float) -> list[str | None] | None:
-    calls = [[list(positional), dict(keywords)] for positional, keywords in spec.calls]
-    data = tree.files[spec.path].data if spec.path in tree.files else b""
-    text = data.decode("utf-8", "surrogateescape")
-    item = {"path": spec.path, "name": spec.function, "text": text, "calls": calls, "kinds": True}
-    result = TreeSandbox(Path(sys.base_prefix), (), timeout).run_program(tree, _CALLING, [item], isolated=True)
-    if not isinstance(result, list) or len(result) != 1:
-        return None
-    found = result[0]
-    if not isinstance(found, list) or len(found) != len(calls):
-        return [None for _ in calls]
-    return [each if isinstance(each, str) and len(each) <= _LONGEST and _is_text(each) else None for each in found]
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be logged: JSON may hold halves of characters."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _outcomes(spec: RepairSpec, printed: str) -> list[str | None]:
+    """What is no list of as many literals counts as nothing."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(printed)
+        if isinstance(found, list) and len(found) == len(spec.calls):
+            return [each if isinstance(each, str) and each.isprintable() else None for each in found]
+    return [None for _ in spec.calls]
 
 
 class OtherBug(Frozen):

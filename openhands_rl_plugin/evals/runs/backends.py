@@ -14,7 +14,7 @@ from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
-from openhands_rl_plugin.evals.tasks.packages import TaskRepositories
+from openhands_rl_plugin.evals.tasks.source import TaskRepositories
 
 BackendName = Literal["local", "docker"]
 

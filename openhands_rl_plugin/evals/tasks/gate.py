@@ -12,7 +12,7 @@ from rich.table import Table
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import file_sha256, scratch_folder, write_file
-from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.runs.suites import own_suite_of
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
@@ -21,18 +21,7 @@ from openhands_rl_plugin.trajectories.view import table
 SCHEMA_VERSION = 1
 
 
-class Validation(Frozen):
-    """The runs that a task was accepted on: how often the tests ran without the bug and with it, how many tests there
-    are, and how many of them fail with the bug.
-    """
-
-    runs_without_bug: int
-    runs_with_bug: int
-    tests: int
-    failing: int
-
-
-class Check(Frozen):
+class Check(Frozen, extra="ignore"):
     """The result of the quality gate. ``oracle`` and ``no_op``: how often the gold patch, and a patch without effect,
     resolved the task in ``repeats`` runs each.
     """
@@ -40,21 +29,16 @@ class Check(Frozen):
     repeats: int
     oracle: int
     no_op: int
-    same_outcomes: bool
-    duplicate_of: str = ""
     problems: tuple[str, ...] = ()
 
 
-class TaskLineage(Frozen):
-    """One task. ``source`` as in its row; ``function`` is where the bug is, ``path`` in which file."""
+class TaskLineage(Frozen, extra="ignore"):
+    """One task: its kind of bug, ``function`` and file where the bug is, and what the gate found."""
 
     instance_id: str
-    source: JsonObject
     modifier: str = ""
-    seed: int | None = None
     path: str = ""
     function: str = ""
-    validation: Validation | None = None
     check: Check | None = None
 
 
@@ -159,8 +143,7 @@ async def check_tasks(
         done += 1
         if on_progress is not None:
             on_progress(done, len(instances), instance.instance_id)
-        source = instance.extra.get("source")
-        found = TaskLineage(instance_id=instance.instance_id, source=source if isinstance(source, dict) else {})
+        found = TaskLineage(instance_id=instance.instance_id)
         return known.get(instance.instance_id, found).model_copy(update={"check": check})
 
     tasks = await asyncio.gather(*map(checked, instances))
@@ -187,14 +170,7 @@ def _check(oracle: list[PatchVerdict], no_op: list[PatchVerdict], same: Mapping[
         problems.append("its tests come out differently from run to run")
     if other:
         problems.append(f"it is {other} once more")
-    return Check(
-        repeats=len(oracle),
-        oracle=solved,
-        no_op=idle,
-        same_outcomes=steady,
-        duplicate_of=other,
-        problems=tuple(problems),
-    )
+    return Check(repeats=len(oracle), oracle=solved, no_op=idle, problems=tuple(problems))
 
 
 def _outcome(verdict: PatchVerdict) -> tuple[VerdictKind, frozenset[str], frozenset[str]]:
@@ -219,7 +195,7 @@ def duplicates(instances: Sequence[Instance], lineage: Mapping[str, TaskLineage]
         if own_suite_of(instance) is None:
             marks += [("statement", instance.problem_statement)]
             marks += [("tests", *sorted(instance.fail_to_pass))] if instance.fail_to_pass else []
-            marks += [("function", str(known.source), known.path, known.function)] if known and known.function else []
+            marks += [("function", known.path, known.function)] if known and known.function else []
         earlier = [first.setdefault((instance.repo, mark), name) for mark in marks]
         if other := next((each for each in earlier if each != name), None):
             found[name] = other

@@ -314,7 +314,7 @@ def test_tasks_have_to_have_passed_the_gate(
     store_of(store, episode(6, 1.0, task=Task(id="other", environment="shop")))
     file = tmp_path / "tasks.jsonl"
     row = Instance(instance_id="task", repo="a/b", base_commit="c0ffee", fail_to_pass=("t.py::one",))
-    write_tasks(file, [row], [TaskLineage(instance_id="task", source={})])
+    write_tasks(file, [row], [TaskLineage(instance_id="task")])
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
     assert cli.main([*words, "--tasks", str(file)]) == 1
     assert f"did not pass the quality gate (1 of 1 tasks); run: openhands-rl tasks check {file}" in _said(capsys)

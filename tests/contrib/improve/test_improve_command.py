@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from broken_repository import CODE, commit, gym_repository, units_repository
 from fixing_model import write_chooser
-from full_disk import no_file_larger_than
 from needs import needs_bubblewrap
 from tiny_model import write_model, write_tokenizer
 
 from openhands_rl_plugin import cli
+from openhands_rl_plugin.apps.loop.checks import claim
 from openhands_rl_plugin.config.host import TOOLS, host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.contrib.improve.gym import Gym, Survey
+from openhands_rl_plugin.contrib.improve.gym import Gym, WantedTasks
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.packages import find_repository
+from openhands_rl_plugin.evals.tasks.source import find_source
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -78,26 +78,24 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 def made_gym(folder: Path, repository: Path) -> None:
     """The tasks of an earlier run, as it left them."""
-    found = find_repository(repository)
+    source = find_source(str(repository), "HEAD", folder)
     (folder / "tasks").mkdir(parents=True)
-    (folder / "tasks/repository.json").write_text(found.model_dump_json())
+    (folder / "tasks/source.json").write_text(source.model_dump_json())
+    wanted = WantedTasks(tasks=32, held_out=16).model_dump(mode="json")
+    claim(folder / "tasks", {"repository": source.git, **wanted})
     instance = Instance(instance_id="a", repo="git/gym", base_commit="0" * 40, problem_statement="It is wrong. " * 20)
-    for part, name in (("train", "gym"), (HELD_OUT, "gym-heldout")):
-        rows = [
-            instance.model_copy(update={"instance_id": f"{part}-{at}", "extra": {"split": part}}) for at in range(4)
-        ]
-        (folder / f"tasks/{name}.jsonl").write_text("".join(json.dumps(row_of(each)) + "\n" for each in rows))
-    survey = Survey(tests=30, steady=28, failing=1, flickering=1, unnamed=0, files=4, seconds=2.0, size=4000)
-    (folder / "tasks/survey.json").write_text(survey.model_dump_json())
+    rows = [
+        instance.model_copy(update={"instance_id": f"{part}-{at}", "extra": {"split": part}})
+        for part in ("train", HELD_OUT)
+        for at in range(4)
+    ]
+    (folder / "tasks/gym.jsonl").write_text("".join(json.dumps(row_of(each)) + "\n" for each in rows))
     gym = Gym(
-        survey=survey,
-        training="gym.jsonl",
-        held_out="gym-heldout.jsonl",
+        rows="gym.jsonl",
         counts=(4, 4),
         fixes=(1, 1),
         files=(2, 2),
-        tried=12,
-        dropped={"no test notices it": 4},
+        dropped={"its tests come out differently from run to run": 4},
         grading=2.0,
         longest=instance.problem_statement,
     )
@@ -110,9 +108,9 @@ def test_what_is_no_gym_is_refused_in_one_line(model: Path, tmp_path: Path, caps
     subprocess.run(["git", "init", "--quiet", str(empty)], check=True)
     units = units_repository(tmp_path / "units")
     for repository, more, says in (
-        (tmp_path / "nowhere", [], "there is no such folder"),
-        (plain, [], "is no git repository: tasks are made of commits; run `git init`"),
-        (empty, [], "has no commit yet"),
+        (tmp_path / "nowhere", [], "is no folder of a git repository"),
+        (plain, [], "tasks are made of commits; run `git init`"),
+        (empty, [], "has no commit HEAD"),
         (units, ["--commit", "v9"], "has no commit v9"),
         (units, ["--model", str(plain)], "this is not the folder of a model"),
         (units, ["--model", str(model), "--samples-per-task", "1"], "samples_per_task = 1: algorithm = "),
@@ -123,17 +121,13 @@ def test_what_is_no_gym_is_refused_in_one_line(model: Path, tmp_path: Path, caps
         assert cli.main(words(repository, tmp_path, *more)) == (2 if "must be" in says or "--python" in more else 1)
         assert says in error_of(capsys)
     assert not (tmp_path / "run/tasks").exists(), "nothing is begun"
-    with no_file_larger_than(20):
-        assert cli.main(words(units, tmp_path, "--model", str(model), "--dry-run")) == 1
-    assert "options.json cannot be written" in error_of(capsys)
-    assert not [*(tmp_path / "run/tasks").iterdir()], "as on a full disk"
 
 
 STEADY = "import os\n\nfrom units import shown\n\n\ndef test_shown():\n    assert shown(3, 'km') == '3 km'\n"
 STEADY += "\n\ndef test_one():\n    assert shown(1, 'm') == 'one m'\n"
 FAILS = "\n\ndef test_fails_{at}():\n    assert False\n"
-# As one that relies on the order of a set: the two runs have different seeds of it.
-FLICKERS = "\n\ndef test_flickers_{at}():\n    assert os.environ['PYTHONHASHSEED'] == '1'\n"
+# The first run has a plugin that the second has not.
+FLICKERS = "\n\ndef test_flickers_{at}():\n    assert os.path.exists('openhands_rl_covered.py')\n"
 
 
 def steady_and(line: str, count: int) -> str:
@@ -144,13 +138,13 @@ def steady_and(line: str, count: int) -> str:
 @pytest.mark.parametrize(
     ("tests", "says"),
     [
-        ({}, "units: no tests found in it"),
+        ({}, "units: 0 of 0 tests pass twice"),
         (
             {"test_units": "import nowhere\n" + STEADY},
-            "(--with)?; not even collected: test_units.py (ModuleNotFoundError: No module named 'nowhere')",
+            "name those that pass (--tests); E   ModuleNotFoundError",
         ),
-        ({"test_units": steady_and(FAILS, 3)}, "of 5 tests, 3 fail and 0 flicker before any bug"),
-        ({"test_units": steady_and(FLICKERS, 3)}, "of 5 tests, 0 fail and 3 flicker before any bug"),
+        ({"test_units": steady_and(FAILS, 3)}, "2 of 5 tests pass twice"),
+        ({"test_units": steady_and(FLICKERS, 3)}, "2 of 5 tests pass twice"),
     ],
     ids=["no tests", "not importable", "failing", "flickering"],
 )
@@ -163,12 +157,11 @@ def test_tests_that_are_no_measure_are_refused(
     run = words(folder, tmp_path, "--model", str(model), "--dry-run")
     assert cli.main(run) == 1
     assert says in error_of(capsys)
-    assert {file.name for file in (tmp_path / "run/tasks").iterdir()} == {"options.json", "repository.json"}
-    if says.startswith("units"):
+    if says.startswith("2"):
         # What was advised is enough: the next call takes the new commit, and other options.
         commit(folder, "tests that fail", test_units=steady_and(FAILS, 4))
         assert cli.main([*run, "--tasks", "5"]) == 1
-        assert "of 6 tests, 4 fail" in error_of(capsys)
+        assert "2 of 6 tests pass twice" in error_of(capsys)
 
 
 def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
@@ -180,7 +173,7 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     assert cli.main(words(repository, tmp_path, *given)) == 0
     said = capsys.readouterr().out
     assert "4 to train on (1 past fixes; they change 2 files), 4 held out" in said
-    assert "1 of 30 tests fail before any bug" in said and "4: no test notices it" in said
+    assert "dropped: 4: its tests come out differently" in said
     assert "compact prompt: the model reads 8,192 tokens" in said and "tool calls in the text" in said
     assert "24 to train on, 8 to evaluate" in said
 
@@ -190,7 +183,7 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
     found = json.loads(printed.out)
     assert found["tasks"]["counts"] == [4, 4] and found["price"]["episodes"] == 24 and found["price"]["sampled"] > 0
     assert found["price"]["read"] == 32 * 7000, "an episode with short answers reads all that its prompts may have"
-    assert "by now: --fresh makes tasks of that" in printed.err
+    assert "is there by now: --fresh makes tasks of that" in printed.err
     assert not (tmp_path / "run/state.json").exists() and not (tmp_path / "trajectories").exists()
 
     given[1] = str(config(tmp_path, server, 'rollout_strategy = "StandardReAct"\nmax_obs_length = 100'))

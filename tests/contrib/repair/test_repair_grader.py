@@ -12,6 +12,7 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.contrib.repair.rows import COLUMN, RUN_TESTS, RepairSpec, repository_files
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend, same
+from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.environments.workspace.sandbox import (
     empty_root,
     find_bubblewrap,
@@ -19,7 +20,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     system_mounts,
 )
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
-from openhands_rl_plugin.evals.tasks.trees import SourceTree, make_repository
+from openhands_rl_plugin.evals.tasks.source import commit_files
 
 MODULE, TESTS = "pack/__init__.py", "test_counts.py"
 BUG = '''import re
@@ -71,7 +72,9 @@ def instance() -> Instance:
 def grade(instance: Instance, tmp_path: Path) -> Grade:
     async def graded(files: Files) -> PatchVerdict:
         repository = tmp_path / "repository"
-        make_repository(SourceTree({}).changed(repository_files(SPEC)), repository)
+        for name, text in repository_files(SPEC).items():
+            write_file(repository / name, text, parents=True)
+        commit_files(repository / ".git", repository, "start")
         for name, text in files.items():
             path = repository / name
             path.unlink(missing_ok=True)
@@ -125,7 +128,6 @@ ATTACKS: dict[str, Files] = {
         MODULE: "import os, time\nif os.fork() == 0:\n    for _ in range(20):\n        time.sleep(0.1)\n"
         f"        open('/tmp/testbed/{MODULE}', 'w').write('')\n    os._exit(0)\n" + BUG
     },
-    "too large": {MODULE: FIX + "#" * (2**20 + 1) + "\n"},
     "files of the grader": {
         MODULE: "import glob, re\n"
         "texts = [open(name).read() for name in glob.glob('/tmp/**/*.json', recursive=True)]\n"
@@ -161,7 +163,6 @@ OFTEN_TRIED = (
     "forged: too few",
     "forged: half characters",
     "deep result of its own",
-    "too large",
     "files of the grader",
 )
 

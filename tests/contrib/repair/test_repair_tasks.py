@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from broken_repository import commit_of
 from needs import needs_bubblewrap
 
+from openhands_rl_plugin.contrib.repair import calling
 from openhands_rl_plugin.contrib.repair.bugs import LONGEST_FUNCTION, bugs_in
-from openhands_rl_plugin.contrib.repair.calling import apart
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
 from openhands_rl_plugin.contrib.repair.rows import (
     RepairSpec,
@@ -20,6 +23,7 @@ from openhands_rl_plugin.contrib.repair.rows import (
     spec_of,
 )
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend, more_instances, same
+from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.runs.suites import find_suite, instruction_of, swe_tasks
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import KINDS
@@ -110,13 +114,17 @@ async def test_answers_of_the_shown_tests_are_not_enough(published: tuple[Instan
 
 
 @pytest.mark.parametrize("step", [120, pytest.param(1, marks=pytest.mark.slow)])
-def test_each_bug_fails_the_tests_that_are_named_and_no_others(step: int) -> None:
+def test_each_bug_fails_the_tests_that_are_named_and_no_others(step: int, tmp_path: Path) -> None:
     """As the grading compares values, so that no task counts as solved without a fix. All rows take a minute."""
     wrong: list[str] = []
     for instance in [*repair_instances(3, "all"), *more_instances(3)][::step]:
         spec = spec_of(instance)
-        item = {"path": spec.path, "name": spec.function, "text": spec.files[spec.path], "kinds": True}
-        outcomes = apart({**item, "calls": spec.calls}) or [None] * len(spec.calls)
+        for name, text in repository_files(spec).items():
+            write_file(tmp_path / instance.instance_id / name, text, parents=True)
+        item = json.dumps({"path": spec.path, "name": spec.function, "calls": spec.model_dump()["calls"]}).encode()
+        command, folder = [sys.executable, calling.__file__], tmp_path / instance.instance_id
+        done = subprocess.run(command, input=item, cwd=folder, capture_output=True, check=False)
+        outcomes = json.loads(done.stdout) if done.stdout else [None] * len(spec.calls)
         bad = [not same(found, wanted) for found, wanted in zip(outcomes, spec.expected, strict=True)]
         file = instance.fail_to_pass[0].partition("::")[0]
         if instance.fail_to_pass != tuple(f"{file}::test_{at + 1}" for at in range(spec.shown) if bad[at]):

@@ -18,9 +18,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox
 from openhands_rl_plugin.evals.swe.backends.local import _commit_changes
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, make_origin
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.packages import Package, find_repository, open_git
-from openhands_rl_plugin.evals.tasks.suite import _fixes
-from openhands_rl_plugin.evals.tasks.trees import GitRepository
+from openhands_rl_plugin.evals.tasks.source import Source, commit_files, find_source
 
 PACKAGE = Path(__file__).parents[3] / "openhands_rl_plugin"
 COMMON, PARTIAL = "another common folder", "a partial clone"
@@ -111,15 +109,10 @@ def test_nothing_of_a_repository_runs_here(way: str, tmp_path: Path, monkeypatch
     instance = Instance(instance_id="a", repo="owner/name", base_commit=head)
 
     async def all_of_it() -> None:
-        repository = GitRepository(checkout)
-        if way == PARTIAL:
-            with pytest.raises(ConfigError, match="a partial clone"):
-                repository.tree(head)
-        else:
-            assert "evil.sh" in repository.tree(head).files
-        found = find_repository(checkout)
-        assert found.commit == head and found.times([head])
-        assert isinstance([*_fixes(repository, "HEAD")], list)
+        found = find_source(str(checkout), "HEAD", tmp_path)
+        assert found.commit == head and not found.texts(head) and found.read("log", "--name-status", head)
+        if way != PARTIAL:
+            assert commit_files(tmp_path / "base.git", found, "start") != head
         git = await MirrorSource(tmp_path / "mirrors").find(instance)
         assert git is not None and git == copy and await file_at(git, head, "evil.sh")
         if way != PARTIAL:
@@ -147,18 +140,18 @@ def test_other_repositories_of_this_machine_are_not_seen(tmp_path: Path):
     (it.root / ".git/objects/info/alternates").write_text(f"{secret}/.git/objects\n")
     assert it.shell(f"git cat-file -p {hidden}") == "a secret"
     with pytest.raises(ConfigError, match="cat-file failed"):
-        GitRepository(it.root).git("cat-file", "-p", hidden)
+        Source(name="a", git="a", place=it.root / ".git", commit="HEAD").read("cat-file", "-p", hidden)
     shutil.rmtree(it.root / ".git")
     for make in (lambda: (it.root / ".git").write_text(f"gitdir: {secret}/.git\n"), lambda: elsewhere(it, secret)):
         make()
         with pytest.raises(ConfigError, match="linked work tree or a submodule"):
-            find_repository(it.root)
+            find_source(str(it.root), "HEAD", tmp_path)
     (it.root / ".git").unlink()
     shutil.copytree(secret / ".git", it.root / ".git")
     shutil.rmtree(it.root / ".git/objects")
     (it.root / ".git/objects").symlink_to(secret / ".git/objects")
-    with pytest.raises(ConfigError, match="no commit yet"):
-        find_repository(it.root)
+    with pytest.raises(ConfigError, match="has no commit HEAD"):
+        find_source(str(it.root), "HEAD", tmp_path)
 
 
 def elsewhere(it: Planted, secret: Path) -> None:
@@ -171,7 +164,7 @@ def elsewhere(it: Planted, secret: Path) -> None:
 def test_an_address_runs_nothing(where: str, tmp_path: Path):
     marker = tmp_path / "ran"
     with pytest.raises(RLError):
-        open_git(Package(name="a", git=where.format(marker)), tmp_path / "cache")
+        find_source(where.format(marker), "HEAD", tmp_path / "cache")
     command = git_command(None, "clone", "--", where.format(marker), "/tmp/x", network=True)
     with pytest.raises(subprocess.CalledProcessError):
         run_git(command)

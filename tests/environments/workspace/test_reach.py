@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import pytest
 from needs import needs_bubblewrap
 from plants import REACH, abstract_sockets, planted, write_attempt
 
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, Sandbox, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
-from openhands_rl_plugin.evals.tasks.sandbox import TreeSandbox
-from openhands_rl_plugin.evals.tasks.trees import PLAIN, SourceTree, TreeFile
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.gate import NO_OP
 
 pytestmark = needs_bubblewrap
 Attempt = Callable[[Path, list[str]], str]
@@ -64,12 +66,17 @@ def swe_setup(folder: Path, lines: list[str]) -> str:
 
 
 def checks_of_a_task(folder: Path, lines: list[str]) -> str:
-    tree = SourceTree({"plants": TreeFile(PLAIN, "".join(f"{line}\n" for line in lines).encode())})
-    program = folder / "program.py"
-    caught = "import contextlib, io, json, sys\nresult, said = sys.argv[2], io.StringIO()\nsys.argv[1:] = ['plants']\n"
-    told = "json.dump(said.getvalue(), open(result, 'w'))\n"
-    program.write_text(f"{caught}with contextlib.redirect_stdout(said):\n    exec({REACH!r})\n{told}")
-    return str(TreeSandbox(Path(sys.prefix), [], 60).run_program(tree, program, None))
+    caught = "import contextlib, io, sys\ndef f():\n    sys.argv[1:], said = ['plants'], io.StringIO()\n"
+    module = f"{caught}    with contextlib.redirect_stdout(said):\n        exec({REACH!r}, {{}})\n"
+    module += "    return said.getvalue()\n"
+    files = {"m.py": module, "plants": "".join(f"{line}\n" for line in lines)}
+    spec = {"path": "m.py", "function": "f", "files": files, "calls": [[[], {}]], "expected": [repr("TRIED\n")]}
+    known = {**spec, "line": 1, "shown": 1, "package": "", "license": "", "kind": ""}
+    row = Instance(
+        instance_id="a", repo="a", base_commit="0" * 40, fail_to_pass=("t.py::test_1",), extra={"repair": known}
+    )
+    verdict = asyncio.run(RepairBackend().grade(row, NO_OP, logs=folder / "logs", timeout=60))
+    return "TRIED\n" if verdict.resolved else (folder / "logs/test_output.txt").read_text()
 
 
 @pytest.mark.parametrize("attempt", [agent, agent_of_a_task, swe, swe_setup, checks_of_a_task])

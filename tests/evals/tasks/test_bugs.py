@@ -6,10 +6,13 @@ import ast
 from pathlib import Path
 
 import pytest
+from broken_repository import commit_of
+from needs import needs_bubblewrap
 
-from openhands_rl_plugin.evals.tasks.bugs import KINDS, PythonSource, bugs_of
-from openhands_rl_plugin.evals.tasks.suite import buggy
-from openhands_rl_plugin.evals.tasks.trees import GitRepository, SourceTree
+from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.evals.tasks.bugs import KINDS, PythonSource, bugs_of, patch_of
+from openhands_rl_plugin.evals.tasks.make import failures, leaks
+from openhands_rl_plugin.evals.tasks.source import commit_files
 
 SHOP = '''class Basket(dict):
     def put(self, name, count=1, strict=False):
@@ -75,18 +78,54 @@ def test_only_the_place_of_the_bug_changes(code: str, kind: str, expected: set[s
     assert {PythonSource(text).apply(bug.edits).splitlines()[1].strip() for bug in bugs} == expected
 
 
-def test_the_patch_takes_the_bug_back_and_commits_depend_on_the_files_alone(tmp_path: Path) -> None:
-    whole = SourceTree({}).changed({"shop.py": SHOP})
-    repository = GitRepository.create(tmp_path / "task.git")
-    solved = repository.commit(whole, "shop", "solved")
-    assert GitRepository.create(tmp_path / "b").commit(whole, "shop", "main") == solved
-    assert GitRepository(tmp_path / "task.git").tree(solved) == whole
-    for bug in BUGS[:: len(BUGS) // 4]:
-        broken = repository.commit(buggy(whole, bug), "shop", "broken")
-        patch = repository.diff(broken, solved)
-        assert repository.without(solved, (patch,), "shop", "again") == broken
+@needs_bubblewrap
+@pytest.mark.parametrize("end", ["", "x = 1", "\x0c\u2028x = 1\n"])
+def test_a_patch_takes_the_bug_back_and_commits_depend_on_the_files_alone(end: str, tmp_path: Path) -> None:
+    right = SHOP + end.replace("\x0c", "# \x0b")
+    for at, bug in enumerate(BUGS[:: len(BUGS) // 3]):
+        broken = PythonSource(right).apply(bug.edits)
+        patch = patch_of("shop.py", broken, right) + patch_of("test_shop.py", None, "assert shop")
+        work = tmp_path / str(at)
+        write_file(work / "shop.py", right, parents=True)
+        write_file(work / "test_shop.py", "assert shop")
+        made = commit_files(tmp_path / f"{at}.git", work, "start", patch=patch)
+        assert made == commit_of({"shop.py": broken}, who="swe-local")
 
 
 @pytest.mark.parametrize("text", ["def f(:\n", "x = 1\r\n", "\ufeffx = 1\n", "\0"])
 def test_a_file_that_cannot_be_edited_has_no_bugs(text: str) -> None:
     assert not list(bugs_of("a.py", text))
+
+
+def test_a_leak_is_a_long_changed_line() -> None:
+    patch = patch_of("x.py", "total = total + 1\nunchanged_line()\n", "total = total - 1\nunchanged_line()\n")
+    assert leaks("see: total = total - 1", patch) and leaks("see: total = total + 1", patch)
+    assert not leaks("see: unchanged_line() and a/x.py", patch)
+
+
+LOG = """=================================== FAILURES ===================================
+______________________________ TestA.test_b[1-x] _______________________________
+
+    def test_b():
+>       f()
+
+test_a.py:3:
+_ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _
+
+    def f():
+>       return 1 / 0
+E       ZeroDivisionError: division by zero
+
+a.py:2: ZeroDivisionError
+__________________________________ test_short __________________________________
+>       assert 0
+=========================== short test summary info ============================
+FAILED test_a.py::TestA::test_b[1-x] - ZeroDivisionError
+"""
+
+
+def test_what_a_failing_test_prints_is_read_off_the_log_without_the_code_that_it_calls() -> None:
+    found = failures(LOG)
+    assert found["test_short"] == ">       assert 0"
+    assert found["TestA.test_b[1-x]"].endswith("test_a.py:3:\nE       ZeroDivisionError: division by zero")
+    assert failures("1 passed") == {}

@@ -61,10 +61,7 @@ def instance(name: str, **changes: str | tuple[str, ...]) -> Instance:
 
 
 def written(path: Path, *instances: Instance) -> Path:
-    known = [
-        TaskLineage(instance_id=each.instance_id, source={"sdist": "a"}, path="a.py", function=each.instance_id)
-        for each in instances
-    ]
+    known = [TaskLineage(instance_id=each.instance_id, path="a.py", function=each.instance_id) for each in instances]
     write_tasks(path, instances, known)
     return path
 

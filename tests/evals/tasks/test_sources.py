@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import io
-import subprocess
 import tarfile
-import zipfile
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from broken_repository import commit_of
 from needs import needs_bubblewrap
 
+from openhands_rl_plugin.contrib.repair.rows import RepairSpec
+from openhands_rl_plugin.contrib.repair.suites import write_repository
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.files import is_contained
 from openhands_rl_plugin.evals.swe.dataset import instance_of
-from openhands_rl_plugin.evals.tasks.packages import (
-    Package,
-    TaskRepositories,
-    fetch,
-    layout_of,
-    make_environment,
-    parse_source,
-)
-from openhands_rl_plugin.evals.tasks.trees import (
-    LINK,
-    PLAIN,
-    GitRepository,
-    SourceTree,
-    TreeFile,
-    make_repository,
-    read_archive,
-)
+from openhands_rl_plugin.evals.tasks.source import TaskRepositories, extract, is_test, requirements_of
 
 
 def archive(path: Path, **files: str) -> Path:
@@ -42,67 +32,24 @@ def archive(path: Path, **files: str) -> Path:
     return path
 
 
-def test_sources_of_the_command_line(tmp_path: Path) -> None:
-    assert parse_source("inflection==0.5.1") == Package(name="inflection", version="0.5.1")
-    subprocess.run(["git", "init", "--quiet", str(tmp_path / "work")], check=True)
-    found = parse_source(f"{tmp_path / 'work'}@v1")
-    assert (found.name, found.git, found.commit) == ("work", str(tmp_path / "work"), "v1")
-    assert parse_source("https://host/owner/name.git@abc").commit == "abc"
-    with pytest.raises(ConfigError, match="is no source"):
-        parse_source("inflection")
-
-
-GOOD = ("a.py", "a/.gitignore", ".github/x", "a b/\u00fc.py", "..a/b..", "git/x", "a.git/b")
-BAD = (
-    "",
-    "/a",
-    "a//b",
-    "a/../b",
-    "a\\..\\b",
-    "a\0b",
-    ".git",
-    "a/.GIT/hooks/x",
-    "git~1/x",
-    ".g\u200cit/x",
-    "\uff0egit/x",
-)
+BAD = ("/a", "a/../../b", ".git", "a/.GIT/hooks/x", "git~1/x", ".g\u200cit/x", "\uff0egit/x", "", "a\0b", "a\\..\\b")
 
 
 def test_names_of_others_stay_below_their_folder(tmp_path: Path) -> None:
-    """Of archives they are left out; of rows and repositories they are refused."""
-    SourceTree.changed(SourceTree({}), dict.fromkeys(GOOD, "x")).write(tmp_path / "good")
+    assert all(map(is_contained, ("a.py", "a/.gitignore", ".github/x", "a b/\u00fc.py", "..a/b..", "git/x")))
+    assert not any(map(is_contained, BAD))
+    spec = RepairSpec(
+        package="a", license="", kind="", path="a.py", function="f", line=1, files={}, calls=(), expected=(), shown=1
+    )
+    for name in BAD:
+        with pytest.raises(ConfigError, match="leaves the folder"):
+            write_repository(spec.model_copy(update={"files": {name: "x"}}), tmp_path / "bad")
     path = tmp_path / "a-1.tar.gz"
     with tarfile.open(path, "w:gz") as out:
-        for name in ("ok.py", *(each for each in BAD if "\0" not in each)):
-            member = tarfile.TarInfo(f"a-1/{name}")
-            member.size, member.mode = 2, 0o755
-            out.addfile(member, io.BytesIO(b"x\n"))
-        link = tarfile.TarInfo("a-1/link")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        out.addfile(link)
-    assert set(read_archive(path).files) == {"ok.py"}
-    bomb = tarfile.TarInfo("a name of 1 GiB")
-    bomb.type, bomb.size = tarfile.GNUTYPE_LONGNAME, 2**30
-    path.write_bytes(bomb.tobuf(tarfile.GNU_FORMAT))
-    with pytest.raises(ConfigError, match="more than 20000 files or 256 MB"):
-        read_archive(path)
-    behind = {"link": TreeFile(LINK, str(tmp_path).encode()), "link/out": TreeFile(PLAIN, b"x")}
-    for files in ({name: TreeFile(PLAIN, b"x") for name in [each]} for each in BAD):
-        with pytest.raises(ConfigError, match="leaves the folder"):
-            make_repository(SourceTree(files), tmp_path / "bad" / "bad")
-    with pytest.raises(ConfigError, match="leaves the folder"):
-        SourceTree(behind).write(tmp_path / "bad")
-    work = tmp_path / "work"
-    words = ["git", "-C", str(work)]
-    subprocess.run(["git", "init", "--quiet", str(work)], check=True)
-    tree = ""
-    for name in ("evil.py", "..", "a"):
-        kind = "040000 tree" if tree else "100644 blob"
-        found = tree or subprocess.check_output([*words, "hash-object", "-w", "--stdin"], input="x", text=True).strip()
-        tree = subprocess.check_output([*words, "mktree"], input=f"{kind} {found}\t{name}\n", text=True).strip()
-    with pytest.raises(ConfigError, match="leaves the folder"):
-        GitRepository(work).tree(tree)
-    assert {each.name for each in tmp_path.iterdir()} == {"good", path.name, "work"}
+        out.addfile(tarfile.TarInfo("a-1/../../out"), io.BytesIO(b""))
+    with pytest.raises(ConfigError, match="no source archive"):
+        extract(path, tmp_path / "new")
+    assert not (tmp_path.parent / "out").exists() and not (tmp_path / "out").exists()
 
 
 ROW = {"instance_id": "a", "repo": "o/n", "base_commit": "0" * 40, "problem_statement": "x", "FAIL_TO_PASS": ["t"]}
@@ -123,68 +70,50 @@ def test_a_row_names_no_place_of_this_machine(columns: dict[str, str]) -> None:
         instance_of({**ROW, **columns})
 
 
-@pytest.mark.parametrize("version", ["../../../srv", "1.0 --index-url=x"])
-async def test_a_rows_source_names_no_place_either(version: str, tmp_path: Path) -> None:
-    row = instance_of({**ROW, "source": {"sdist": "a", "version": version, "sha256": "0" * 64}})
-    with pytest.raises(ConfigError, match="a source that is none"):
+async def test_a_rows_source_names_no_place_either(tmp_path: Path) -> None:
+    row = instance_of({**ROW, "source": {"sdist": "../a", "version": "1", "sha256": "0" * 64}})
+    with pytest.raises(ConfigError, match="a source of an unknown kind"):
         await TaskRepositories(tmp_path).find(row)
 
 
-BACKEND = """import os, pathlib
-try:
-    pathlib.Path("{marker}").touch()
-except OSError:
-    pass
-seen = [each for each in (*os.environ, os.path.expanduser("~/.netrc")) if "API_KEY" in each or os.path.exists(each)]
-raise SystemExit("ERROR the build saw %s" % (seen or "nothing"))
-"""
-PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-
-
 @needs_bubblewrap
-def test_code_of_packages_runs_in_a_sandbox_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    marker, links, home = tmp_path / "ran", tmp_path / "links", tmp_path / "home"
-    home.mkdir()
-    (home / ".netrc").write_text("machine index login me password secret\n")
-    files = {"backend_py": BACKEND.format(marker=marker), "pyproject.toml": PROJECT, "PKG-INFO": "Name: evil\n"}
-    archive(links / "evil-1.0.tar.gz", **{f"evil-1.0__{name}": text for name, text in files.items()})
-    with zipfile.ZipFile(links / "late-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("late.pth", f"import pathlib; pathlib.Path({str(marker)!r}).touch()\n")
-        wheel.writestr("late-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
-        wheel.writestr("late-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr("late-1.0.dist-info/RECORD", "")
-    settings = {"PIP_FIND_LINKS": str(links), "PIP_NO_INDEX": "1", "UV_FIND_LINKS": str(links), "UV_NO_INDEX": "1"}
-    for name, value in {**settings, "OPENAI_API_KEY": "sk-secret", "HOME": str(home)}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InfrastructureError, match="the build saw nothing"):
-        fetch(Package(name="evil", version="1.0"), tmp_path / "cache")
-    monkeypatch.chdir(links)
-    for none in ("evil==1.0", "late-1.0-py3-none-any.whl"):  # no file of the working folder either
-        with pytest.raises(InfrastructureError, match="no wheels that fit"):
-            make_environment("3.12", (none,), tmp_path / "cache")
-    for wrong in (f"evil @ file://{links}/evil-1.0.tar.gz", "-r /etc/passwd", "--index-url=x", "./evil", "a\nb"):
+async def test_the_archive_of_a_row_is_found_by_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No code of it runs: the repository is its files before the patches."""
+    file = archive(tmp_path / "files" / "a-1.tar.gz", top__a_py="x = 1\n", top__setup_py="raise SystemExit('ran')\n")
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    page = tmp_path / "simple" / "a-b" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text(f'<a href="../../files/a-1.tar.gz#sha256={sha256}">a</a>')
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://127.0.0.1:{server.server_port}/simple")
+        patch = "--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-x = 0\n+x = 1"
+        source = {"sdist": "a_b", "version": "1", "sha256": sha256, "label": "start"}
+        row = instance_of({**ROW, "patch": patch, "source": source})
+        with pytest.raises(InfrastructureError, match="has been changed") as refused:
+            await TaskRepositories(tmp_path / "cache").find(row)
+        files = {"a.py": "x = 0\n", "setup.py": "raise SystemExit('ran')\n"}
+        commit = commit_of(files, who="swe-local")
+        assert commit[:12] in str(refused.value)
+        found = await TaskRepositories(tmp_path / "cache").find(row.model_copy(update={"base_commit": commit}))
+        assert found is not None and (found / "refs/heads/main").read_text().strip() == commit
+        other = row.model_copy(update={"extra": {"source": {**source, "sha256": "0" * 64}}})
+        with pytest.raises(InfrastructureError, match="has no such archive"):
+            await TaskRepositories(tmp_path / "cache").find(other)
+        page.write_text(page.read_text().replace(sha256, "0" * 64))
+        with pytest.raises(InfrastructureError, match="another sha256"):
+            await TaskRepositories(tmp_path / "cache").find(other)
+        server.shutdown()
+
+
+def test_tests_and_requirements_are_kept_apart() -> None:
+    tests = ("src/shop/tests/data.py", "tests/test_a.py", "tests/helpers.py", "conftest.py", "shop_test.py")
+    assert all(map(is_test, tests)) and not any(map(is_test, ("src/shop/basket.py", "contest.py", "docs/conf.py")))
+    unwanted = ("evil @ file:///evil-1.0.tar.gz", "-r /etc/passwd", "--index-url=x", "./evil", "a\nb")
+    declared = f"[project]\ndependencies = {[*unwanted[:-1], 'attrs>=20', 'tomli; python_version < "3.11"']!r}\n"
+    found = requirements_of({"pyproject.toml": declared}, ("pytest",))
+    assert found == ("pytest", "attrs>=20", 'tomli; python_version < "3.11"')
+    for wrong in unwanted:
         with pytest.raises(ConfigError, match="is no name with versions"):
-            make_environment("3.12", (wrong,), tmp_path / "cache")
-        tree = SourceTree({}).changed({"PKG-INFO": f"Name: x\nRequires-Dist: {wrong}\nRequires-Dist: late>=1\n"})
-        assert wrong not in layout_of(tree).requirements
-    made = make_environment("3.12", ("late==1.0",), tmp_path / "cache")
-    assert [*made.rglob("late.pth")] and not marker.exists()
-
-
-def test_an_archive_with_another_hash_is_refused(tmp_path: Path) -> None:
-    archive(tmp_path / "sdists" / "a-1.0" / "a-1.0.tar.gz", top__a_py="x = 1\n")
-    with pytest.raises(ConfigError, match="another sha256"):
-        fetch(Package(name="a", version="1.0", sha256="0" * 64), tmp_path)
-
-
-def test_code_tests_and_requirements_are_kept_apart() -> None:
-    paths = (
-        *("src/shop/__init__.py", "src/shop/basket.py", "src/shop/tests/test_in.py", "src/shop/_vendor/x.py"),
-        *("tests/test_a.py", "tests/helpers.py", "docs/conf.py", "setup.py", "noxfile.py", "examples/demo.py"),
-    )
-    files = {path: TreeFile(PLAIN, b"") for path in paths}
-    metadata = "Name: shop\nRequires-Dist: attrs>=20\nRequires-Dist: tox; extra == 'dev'\n\nText\n"
-    found = layout_of(SourceTree({**files, "PKG-INFO": TreeFile(PLAIN, metadata.encode())}))
-    assert found.code == ("src/shop/__init__.py", "src/shop/basket.py")
-    assert found.arguments == ("src/shop/tests", "tests")
-    assert (found.paths, found.requirements) == (("src",), ("attrs>=20",))
+            requirements_of({}, (wrong,))

@@ -16,10 +16,10 @@ from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.tasks import suite
+from openhands_rl_plugin.evals.tasks import make
 from openhands_rl_plugin.evals.tasks.gate import read_lineage, require_checked
-from openhands_rl_plugin.evals.tasks.packages import TaskRepositories
-from openhands_rl_plugin.evals.tasks.suite import leaks
+from openhands_rl_plugin.evals.tasks.make import leaks
+from openhands_rl_plugin.evals.tasks.source import TaskRepositories
 
 pytestmark = pytest.mark.contract
 
@@ -35,7 +35,7 @@ def test_tests_that_are_missing_are_named(tmp_path: Path, capsys: pytest.Capture
     subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
     commit(folder, "first", units=CODE)
     assert cli.main(["tasks", "make", str(folder), "--out", str(tmp_path / "x.jsonl"), "--per-package", "1"]) == 1
-    assert "error: units: no tests found in it; name them (--tests)" in capsys.readouterr().err
+    assert "error: units: 0 of 0 tests pass twice" in capsys.readouterr().err
 
 
 @needs_bubblewrap
@@ -80,20 +80,20 @@ def test_made_twice_checked_and_found_wanting(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_where_it_was(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, tried = suite.try_change, []
+    real, tried = make.try_change, []
 
-    def counted(prepared: suite.PreparedPackage, key: str, *change: Any) -> suite.TriedBug:
+    async def counted(prepared: make.Prepared, key: str, *change: Any) -> make.TriedBug:
         if len(tried) == 2:
             raise KeyboardInterrupt
         tried.append(key)
-        return real(prepared, key, *change)
+        return await real(prepared, key, *change)
 
-    monkeypatch.setattr(suite, "try_change", counted)
+    monkeypatch.setattr(make, "try_change", counted)
     words = [str(repository), "--per-package", "3", "--seed", "5", "--cache", str(tmp_path / "cache")]
     killed = tmp_path / "killed.jsonl"
     assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 130
     first = tried.copy()
-    monkeypatch.setattr(suite, "try_change", lambda *given: (tried.append(given[1]), real(*given))[1])
+    monkeypatch.setattr(make, "try_change", lambda *given: (tried.append(given[1]), real(*given))[1])
     assert cli.main(["tasks", "make", *words, "--out", str(killed)]) == 0
     assert len(tried) == len(set(tried)) > len(first)
 

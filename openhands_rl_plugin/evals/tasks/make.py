@@ -1,0 +1,359 @@
+"""Makes a file of tasks: bugs that tests notice, and past fixes, with a journal to resume from."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+import re
+import shlex
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import chain, islice, zip_longest
+from operator import itemgetter
+from pathlib import Path
+
+from pydantic import Field, JsonValue, ValidationError
+
+from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.core.files import scratch_folder
+from openhands_rl_plugin.core.types import Frozen
+from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
+from openhands_rl_plugin.evals.swe.grading import Grading, TestRun, run_tests
+from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.bugs import Bug, PythonSource, bugs_of, patch_of
+from openhands_rl_plugin.evals.tasks.gate import NO_OP, TaskLineage, write_tasks
+from openhands_rl_plugin.evals.tasks.source import Source, TaskRepositories, commit_files, is_test, requirements_of
+
+PAST_FIX = "reopen_fix"
+"""What the lineage names in place of a kind of bug where a past fix is taken back."""
+LARGEST_SHARE = 0.6
+"""The fraction of tests that may fail with the bug."""
+TRIES_PER_TASK = 12
+LEAK_LENGTH = 12
+_LEAST_STEADY = 0.5
+_MOST_SHOWN, _MOST_NAMED, _MOST_TEXT = 2, 6, 4_000
+_UNSTABLE = re.compile(r"0x[0-9a-f]{6,}|\d+\.\d{9,}s")
+_LOOKED_THROUGH, _MOST_FILES, _TRIES_PER_FIX = 400, 6, 4
+_PYTEST = "python -m pytest"
+_COVERED = "openhands_rl_covered"
+
+
+class TaskPlan(Frozen):
+    """A repository and what is made of it. ``requirements`` are installed for the tests, beside what the repository
+    declares; ``tests`` are pytest's arguments, ``python`` is the version, ``timeout`` in seconds of one run.
+    """
+
+    source: Source
+    python: str = Field(default="3.12", pattern=r"^3\.1\d$")
+    requirements: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    wanted: int = Field(default=4, ge=1, le=1000)
+    seed: int = 1
+    timeout: float = Field(default=60.0, gt=0)
+
+
+class TriedBug(Frozen):
+    """The result of one change: a task, or the reason for rejecting it."""
+
+    reason: str = ""
+    instance: Instance | None = None
+    lineage: TaskLineage | None = None
+
+
+type OnTried = Callable[[TaskPlan, int, str], None]
+"""The plan, its tasks so far, and why the last change is no task (empty when it is one)."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A commit whose tests have run twice. ``tests`` passed both times; ``failing`` and ``flickering`` ones did not.
+    ``covered``: path -> lines that ran, empty where that is not known. ``seconds``: of one run.
+    """
+
+    plan: TaskPlan
+    texts: Mapping[str, str]
+    run: Callable[[str], Awaitable[TestRun]]
+    instance: Instance
+    tests: frozenset[str]
+    failing: frozenset[str]
+    flickering: frozenset[str]
+    covered: Mapping[str, Sequence[int]]
+    seconds: float
+
+
+async def prepare(plan: TaskPlan, cache: Path, commit: str = "") -> Prepared:
+    """Run the tests of a commit twice. Raises ``ConfigError`` where they are of no use, and ``InfrastructureError``."""
+    source = plan.source.model_copy(update={"commit": commit or plan.source.commit})
+    texts = source.texts(source.commit)
+    folders = [f"/testbed/{root}" for root in ("src", "lib") if any(path.startswith(f"{root}/") for path in texts)]
+    listed = "\\n".join(folders or ["/testbed"])
+    importable = f"open(sysconfig.get_path('purelib') + '/testbed.pth', 'w').write('{listed}\\n')"
+    words = ["-rA", "-o", "addopts=", "-p", "no:cacheprovider", "--continue-on-collection-errors", *plan.tests]
+    packages = requirements_of(texts, ("pytest==8.4.2", *plan.requirements))
+    extra: dict[str, JsonValue] = {
+        "source": {**source.row, "label": source.name},
+        "python": plan.python,
+        # No code of a package runs: wheels are unpacked.
+        "packages": ["--only-binary=:all:", *packages],
+        "install": [f'python -c "import sysconfig; {importable}"'],
+        "test_command": f"{_PYTEST} {' '.join(map(shlex.quote, words))}",
+        "test_files": [],
+        "log_parser": "pytest",
+    }
+    version = source.commit[:8]
+    name = f"git__{source.name}-{version}"
+    instance = Instance(
+        instance_id=name, repo=f"git/{source.name}", base_commit=source.commit, version=version, extra=extra
+    )
+    backend = LocalBackend(cache=cache, sources=[TaskRepositories(cache)])
+    await backend.check()
+    recipe = await backend.recipe(instance)
+    open_box = functools.partial(backend.box, instance, recipe)
+
+    async def run(patch: str, script: str = recipe.evaluation_script) -> TestRun:
+        return await run_tests(Grading(open_box, instance, recipe, patch, plan.timeout), patch, script)
+
+    plugin = Path(__file__).with_name("covered.py").read_text(encoding="utf-8")
+    covering = recipe.evaluation_script.replace(_PYTEST, f"{_PYTEST} -p {_COVERED}", 1)
+    first, second = await run(patch_of(f"{_COVERED}.py", None, plugin), covering), await run(NO_OP)
+    label = source.name
+    if first.cut:
+        raise ConfigError(f"{label}: {first.cut}; run fewer tests (--tests), or give more time")
+    ran, passed = {name for name, status in first.statuses.items() if status != "SKIPPED"}, _passed(first)
+    steady = passed & _passed(second)
+    if len(steady) < 2 or len(steady) < _LEAST_STEADY * len(ran):
+        last = next((line for line in reversed(first.tests.splitlines()) if line.startswith("E  ")), "")
+        raise ConfigError(
+            f"{label}: {len(steady)} of {len(ran)} tests pass twice, which are too few: mend them, install what they "
+            f"need (--with), or name those that pass (--tests){f'; {last:.200}' if last else ''}"
+        )
+    found = re.search(rf"^{_COVERED} (\{{.*\}})$", first.tests, re.MULTILINE)
+    flickering = passed ^ _passed(second)
+    return Prepared(
+        plan=plan,
+        texts=texts,
+        run=run,
+        instance=instance,
+        tests=frozenset(steady),
+        failing=frozenset(ran - passed - flickering),
+        flickering=frozenset(flickering),
+        covered=json.loads(found[1]) if found else {},
+        seconds=second.ended.seconds if second.ended else 0.0,
+    )
+
+
+def _passed(run: TestRun) -> set[str]:
+    """The tests that passed and whose names were not cut off in the log."""
+    whole = (name for name, status in run.statuses.items() if status == "PASSED" and ".py::" in name)
+    return {name for name in whole if "[" not in name or name.endswith("]")}
+
+
+async def make_tasks(plans: Sequence[TaskPlan], out: Path, cache: Path, on_tried: OnTried) -> tuple[int, list[str]]:
+    """Make the tasks of the plans and write them to ``out``, with their lineage beside it.
+
+    Returns their number, and a line for each repository that gave fewer than wanted. After a kill the same call tries
+    nothing again: a journal beside ``out`` has what was tried. Raises ``ConfigError`` when none gave a task.
+    """
+    journal = out.with_name(f".{out.name}.journal")
+    made: list[TriedBug] = []
+    problems: list[str] = []
+    for plan in plans:
+        try:
+            mine = await _tasks_of(plan, cache, journal, on_tried)
+        except RLError as error:
+            problems.append(str(error))
+            continue
+        if len(mine) < plan.wanted:
+            problems.append(f"{plan.source.name}: {len(mine)} of {plan.wanted} tasks, no more bugs are good")
+        made += mine
+    if not made:
+        raise ConfigError("\n".join(problems))
+    write_tasks(out, [each.instance for each in made if each.instance], [each.lineage for each in made if each.lineage])
+    journal.unlink(missing_ok=True)
+    return len(made), problems
+
+
+async def _tasks_of(plan: TaskPlan, cache: Path, journal: Path, on_tried: OnTried) -> list[TriedBug]:
+    """Up to half of the tasks from the newest fixes, the others from bugs. They depend on the plan alone."""
+    made: list[TriedBug] = []
+    known: dict[str, TriedBug] = {}
+    scope = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+    for line in journal.read_text(encoding="utf-8").splitlines() if journal.exists() else ():
+        with suppress(ValidationError):  # the line that was being written when the run was killed
+            known[line.partition("\t")[0]] = TriedBug.model_validate_json(line.partition("\t")[2])
+
+    async def attempt(key: str, change: Callable[[], Awaitable[TriedBug]]) -> bool:
+        name = f"{scope}:{key}"
+        if (result := known.get(name)) is None:
+            result = await change()
+            tests = result.instance.fail_to_pass if result.instance else None
+            if tests and any(each.instance and each.instance.fail_to_pass == tests for each in made):
+                result = TriedBug(reason="another task fails the same tests")
+            journal.parent.mkdir(parents=True, exist_ok=True)
+            with open(journal, "a", encoding="utf-8") as file:
+                file.write(f"{name}\t{result.model_dump_json()}\n")
+            on_tried(plan, len(made) + (result.instance is not None), result.reason)
+        made.extend([result] if result.instance else [])
+        return result.instance is not None
+
+    prepared = await prepare(plan, cache)
+    for commit, time in islice(_fixes(plan.source), plan.wanted // 2 * _TRIES_PER_FIX):
+        if len(made) < plan.wanted // 2:
+            await attempt(commit[:12], functools.partial(_past_fix, plan, cache, commit, time))
+    if left := plan.wanted - len(made):
+        used: set[tuple[str, str]] = set()
+        for bug in candidates(prepared)[: left * TRIES_PER_TASK]:
+            if len(made) == plan.wanted:
+                break
+            key = hashlib.sha256(repr((bug.path, bug.function, bug.edits)).encode()).hexdigest()[:12]
+            wrong = {bug.path: PythonSource(prepared.texts[bug.path]).apply(bug.edits)}
+            change = functools.partial(try_change, prepared, key, wrong, bug.kind, bug.function)
+            if (bug.path, bug.function) not in used and await attempt(key, change):
+                used.add((bug.path, bug.function))
+    return made
+
+
+def candidates(prepared: Prepared) -> list[Bug]:
+    """The bugs in lines that tests run, in an order that depends on the seed only: kinds and functions alternate."""
+    order = random.Random(f"{prepared.plan.seed}:{prepared.plan.source.name}:{prepared.plan.source.commit}")
+    by_kind: dict[str, list[Bug]] = {}
+    for path, text in prepared.texts.items():
+        lines = prepared.covered.get(path, ())
+        for bug in () if is_test(path) else bugs_of(path, text):
+            if not prepared.covered or bug.line in lines:
+                by_kind.setdefault(bug.kind, []).append(bug)
+    groups = [by_kind[kind] for kind in sorted(by_kind)]
+    for bugs in groups:
+        order.shuffle(bugs)
+    order.shuffle(groups)
+    earlier: Counter[tuple[str, str]] = Counter()
+    turns: list[tuple[int, Bug]] = []
+    for bug in filter(None, chain.from_iterable(zip_longest(*groups))):
+        turns.append((earlier[bug.path, bug.function], bug))
+        earlier[bug.path, bug.function] += 1
+    return [bug for _, bug in sorted(turns, key=itemgetter(0))]
+
+
+def _fixes(source: Source) -> Iterator[tuple[str, int]]:
+    """Commits and their times in Unix seconds, newest first, that change Python code and tests, and few other files."""
+    log = source.read(
+        *("log", "--first-parent", "--no-merges", f"--max-count={_LOOKED_THROUGH}", "--format=%x00%H %ct %P"),
+        *("--name-status", "--no-renames", source.commit),
+    )
+    for entry in log.decode("utf-8", "replace").split("\0")[1:]:
+        first, _, rest = entry.partition("\n")
+        files = [line.split("\t") for line in rest.splitlines() if "\t" in line]
+        python = [path for status, path in files if path.endswith(".py") and status == "M"]
+        tests = [path for path in python if is_test(path)]
+        if len(first.split()) == 3 and tests and len(tests) < len(python) <= _MOST_FILES:
+            yield first.split()[0], int(first.split()[1])
+
+
+async def _past_fix(plan: TaskPlan, cache: Path, commit: str, time: int) -> TriedBug:
+    """The task of one fix: the code before it, with the tests after it."""
+    try:
+        prepared = await prepare(plan, cache, commit)
+    except ConfigError as error:
+        return TriedBug(reason=str(error))
+    before = plan.source.texts(f"{commit}^")
+    code = {
+        path: before[path]
+        for path, text in prepared.texts.items()
+        if path.endswith(".py") and not is_test(path) and before.get(path, text) != text
+    }
+    return await try_change(prepared, commit[:12], code, PAST_FIX, "", datetime.fromtimestamp(time, UTC).isoformat())
+
+
+async def try_change(
+    prepared: Prepared, key: str, wrong: Mapping[str, str], kind: str, function: str, created: str = ""
+) -> TriedBug:
+    """Run the tests twice with the texts ``wrong``, and make a task if the bug is suitable."""
+    right, tests = prepared.texts, prepared.tests
+    bug = "".join(patch_of(path, right[path], text) for path, text in wrong.items())
+    first = await prepared.run(bug)
+    failing = tests - _passed(first)
+    if first.cut:
+        return TriedBug(reason=first.cut)
+    if not tests <= first.statuses.keys():
+        return TriedBug(reason="tests disappear with it")
+    if not failing:
+        return TriedBug(reason="no test notices it")
+    if len(failing) > LARGEST_SHARE * len(tests):
+        return TriedBug(reason=f"{len(failing)} of {len(tests)} tests fail")
+    second = await prepared.run(bug)
+    if second.cut or failing != tests - _passed(second):
+        return TriedBug(reason="two runs with the bug differ")
+    statement = _statement(prepared, first, failing)
+    if statement is None or statement != _statement(prepared, second, failing):
+        return TriedBug(reason="no output of what fails is the same in two runs")
+    files = sorted({test.partition("::")[0] for test in failing})
+    if missing := [path for path in files if path not in right]:
+        return TriedBug(reason=f"{missing[0]} is no file of Python tests")
+    patch = "".join(patch_of(path, text, right[path]) for path, text in wrong.items())
+    if leaks(statement, patch):
+        return TriedBug(reason="the output shows a line of the fix")
+    test_patch = "".join(patch_of(path, None, right[path]) for path in files)
+    source = prepared.plan.source.model_copy(update={"commit": prepared.instance.base_commit})
+    with scratch_folder("tasks") as folder:
+        base = commit_files(folder / "task.git", source, source.name, patch=patch + test_patch)
+    instance = prepared.instance.model_copy(
+        update={
+            "instance_id": f"{prepared.instance.instance_id}-{key[:8]}",
+            "base_commit": base,
+            "problem_statement": statement,
+            "created_at": created,
+            "patch": patch,
+            "test_patch": test_patch,
+            "fail_to_pass": tuple(sorted(failing)),
+            "pass_to_pass": tuple(sorted(tests - failing)),
+        }
+    )
+    where = TaskLineage(instance_id=instance.instance_id, modifier=kind, path=next(iter(wrong)), function=function)
+    return TriedBug(instance=instance, lineage=where)
+
+
+def _statement(prepared: Prepared, run: TestRun, failing: Iterable[str]) -> str | None:
+    """The output of the failing tests that say it shortest; ``None`` where it differs from run to run."""
+    shown = failures(run.tests)
+    outputs = {test: shown.get(".".join(test.split("::")[1:]), "") for test in sorted(failing)}
+    found = sorted((len(text), test) for test, text in outputs.items() if text and not _UNSTABLE.search(text))
+    if not found:
+        return None
+    best = [test for _, test in found[:_MOST_SHOWN]]
+    others = [test for test in outputs if test not in best]
+    parts = [f"Tests of {prepared.plan.source.name} fail with Python {prepared.plan.python}."]
+    parts += [f"`{test}`:\n\n```\n{outputs[test]}\n```" for test in best]
+    if others:
+        more = ["- ..."] if len(others) > _MOST_NAMED else []
+        parts.append("\n".join(["These fail, too:\n", *(f"- `{test}`" for test in others[:_MOST_NAMED]), *more]))
+    return "\n\n".join(parts) + "\n"
+
+
+def failures(log: str) -> dict[str, str]:
+    """Test without its file, as in pytest's headings -> the lines of the test and of the error, without those of the
+    code that the test calls."""
+    found = re.search(r"^=+ FAILURES =+\n(.*?)^=+ ", log, re.MULTILINE | re.DOTALL)
+    parts = re.split(r"^_+ (?!_)(.+?) _+$\n", found[1] if found else "", flags=re.MULTILINE)[1:]
+    outputs: dict[str, str] = {}
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        own, _, called = text.partition("\n_ _ _")
+        lines = [own.strip("\n"), *(line for line in called.splitlines() if line.startswith("E "))]
+        outputs.setdefault(name, "\n".join(lines)[-_MOST_TEXT:])
+    return outputs
+
+
+def leaks(statement: str, patch: str) -> bool:
+    """Whether a changed line of a patch that is longer than ``LEAK_LENGTH`` characters stands in a statement."""
+    return any(line in statement for line in changed_lines(patch) if len(line) > LEAK_LENGTH)
+
+
+def changed_lines(patch: str) -> list[str]:
+    """The added and removed lines of a patch, without what is around them."""
+    return [
+        line[1:].strip() for line in patch.splitlines() if line[:1] in "+-" and not line.startswith(("+++ ", "--- "))
+    ]
