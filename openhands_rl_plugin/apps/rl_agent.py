@@ -52,7 +52,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine
-from openhands_rl_plugin.models.engines.server_models import local_weights, normalised_url, served_base
+from openhands_rl_plugin.models.engines.server_models import local_weights, served_base, with_version
 from openhands_rl_plugin.models.generator.config import ServerConfig, server_options
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
@@ -131,7 +131,7 @@ class Policy:
         # A server may have another working directory, so the paths that are sent to it must be absolute.
         self.store = AdapterStore(serving.adapters_directory.resolve())
         self.adapter: Adapter | None = None
-        self.settings, self.base_model, self._url, self._weights = settings, model, url and normalised_url(url), weights
+        self.settings, self.base_model, self._url, self._weights = settings, model, url and with_version(url), weights
         self._server, self._publisher, self._asked = ExitStack(), None, model
         if url:
             base = served_base(self._url, serving.model, serving.api_key(), serving.request_timeout)

@@ -46,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
     Raises ``RLError`` when the options or the server cannot be used.
     """
     from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig, open_runtime
-    from openhands_rl_plugin.models.engines.server_models import check_answers
+    from openhands_rl_plugin.models.engines.server_models import listed_models
 
     with asyncio.Runner() as runner:
         config = read_fields(args, PolicyConfig)
         chat = Chat(open_runtime(config), runner)
         try:
-            check_answers(config.base_url, os.environ.get(config.upstream_key_env))
+            listed_models(config.base_url, os.environ.get(config.upstream_key_env))
             for line in _lines():
                 if line == "/quit":
                     break

@@ -39,7 +39,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -74,6 +73,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.models.engines.client import missing_parts
 from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json
+from openhands_rl_plugin.models.engines.server_models import with_version
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, Upstream
@@ -89,17 +89,12 @@ TOOLS = "tools"
 _SHORTEST_QUOTE = 8
 
 
-def _with_version(url: str) -> str:
-    """Append ``/v1`` to a URL without a path; any other path is kept."""
-    return url if urlsplit(url).path else f"{url}/v1"
-
-
 class GatewayConfig(BaseModel):
     """The gateway's address, its model server and its limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    upstream: Annotated[HttpUrl, AfterValidator(_with_version)] = Field(
+    upstream: Annotated[HttpUrl, AfterValidator(with_version)] = Field(
         min_length=1, description="base URL of the model server, such as http://127.0.0.1:8100/v1"
     )
     host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")

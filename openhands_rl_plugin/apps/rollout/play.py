@@ -53,7 +53,7 @@ from openhands_rl_plugin.evals.runs.suites import (
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
-from openhands_rl_plugin.models.engines.server_models import check_answers, check_model_server, listed_models
+from openhands_rl_plugin.models.engines.server_models import check_model_server, listed_models
 from openhands_rl_plugin.rollout.scoring import judge, refuse_labels, refuse_without_workspace
 from openhands_rl_plugin.training.data.batch import (
     is_cut_short,
@@ -65,7 +65,6 @@ from openhands_rl_plugin.training.data.batch import (
 
 _SCRATCH = "rollout"
 _RETURN = "return"
-_SECONDS = 10.0
 GivenTask = str | Path | Task | Mapping[str, JsonValue]
 """An id, a file, a task, or a row of a data set."""
 
@@ -141,14 +140,14 @@ def with_base_model(settings: RLSettings, options: PlayOptions) -> RLSettings:
     if options.token_ids:
         check_model_server(serving.base_url, serving.model, serving.api_key())
     else:  # it would record the question for an unlisted model, too
-        check_answers(serving.base_url, serving.api_key())
+        listed_models(serving.base_url, serving.api_key())
     base = serving.model_copy(update={"model": options.base_model or _base_of(serving)})
     return settings.model_copy(update={"serving": base})
 
 
 def _base_of(serving: ServingSettings) -> str:
     """The model that the policy is an adapter of, as the endpoint lists it; the policy itself where it is none."""
-    listed = listed_models(serving.base_url, serving.api_key(), _SECONDS) or ()
+    listed = listed_models(serving.base_url, serving.api_key()) or ()
     parent = next((each.parent for each in listed if each.id == serving.model), None)
     if parent is not None or PolicyRef.from_served_name("", serving.model).adapter is None:
         return parent or serving.model

@@ -182,7 +182,6 @@ def split_provider(model: str) -> tuple[str, str]:
     return (provider, name) if slash and provider in litellm.provider_list else ("", model)
 
 
-_SECONDS = 10.0
 _WANTED_CONTEXT = 16_384
 
 # OpenHands' own logger, by its name: nothing here imports OpenHands.
@@ -226,7 +225,7 @@ def adapter_in_use(serving: ServingSettings, model: str, url: str, key: str | No
         return None
     listed: Sequence[ListedModel] = ()
     with suppress(ConfigError, InfrastructureError):
-        listed = listed_models(url, key, _SECONDS) or ()
+        listed = listed_models(url, key) or ()
     for each in listed:
         if each.id in (current.name, f"{model}:{current.name}") and each.parent in (None, model):
             return each.id

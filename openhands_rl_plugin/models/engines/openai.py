@@ -133,6 +133,7 @@ class OpenAIEngine:
         backoff: seconds before the first retry; doubled each time, with jitter.
         sampling: defaults for parameters that a call does not set. Those beyond temperature and ``top_p`` that nobody
             sets are sent with their neutral values (``core.messages.NEUTRAL_PARAMETERS``), unless the server refuses.
+        token_ids: whether to ask for ``client.EXTENSIONS``; ``False`` for an endpoint that records them itself.
 
     Close it with ``aclose``, on the event loop of its requests.
     """
@@ -149,16 +150,17 @@ class OpenAIEngine:
         retries: int = 4,
         backoff: float = 0.5,
         sampling: SamplingParams | None = None,
+        token_ids: bool = True,
     ) -> None:
         self.model = model
         self.base_model = base_model or model
         self.base_url = base_url.rstrip("/")
         self._retries = retries
         self._backoff = Backoff(backoff, _LONGEST_PAUSE)
-        self._sampling = sampling or SamplingParams()
+        self._sampling, self._token_ids = sampling or SamplingParams(), token_ids
         key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
         self._connections: Connections = {}
-        self._server = HttpUpstream(base_url, key, timeout, extended=True, connections=self._connections)
+        self._server = HttpUpstream(base_url, key, timeout, extended=token_ids, connections=self._connections)
 
     async def complete(
         self,
@@ -239,7 +241,7 @@ class OpenAIEngine:
                 f"the model server's answer is not a chat completion (check base_url): {problem}"
             ) from problem
         made = completion_in(answer, self.base_model, self.model, sampling_in(sent), attempts.failures + 1)
-        if missing := missing_parts(attempts.why_missing, made.tokens):
+        if self._token_ids and (missing := missing_parts(attempts.why_missing, made.tokens)):
             made.metadata[MISSING] = missing
         return made
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from yarl import URL
 
 from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.messages import one_line
-from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.models.engines.client import HttpUpstream, ServerError
 
 _MANY = 20
+_PROBE_SECONDS = 60.0
 
 
 class ServedBase(Frozen):
@@ -58,17 +56,9 @@ class ListedModels(BaseModel):
         return [model for model in self.data if model.parent is None]
 
 
-def normalised_url(url: str) -> str:
-    """The URL up to and including ``/v1``, also when only ``http://host:port`` was given. Raises ``ConfigError``."""
-    try:
-        parsed = URL(url)
-    except ValueError as error:
-        raise ConfigError(f"{url!r:.100} is not a URL: {error}") from error
-    if not parsed.host:
-        raise ConfigError(f'{url!r:.100} names no host; it must look like "http://127.0.0.1:8100/v1"')
-    if parsed.raw_user or parsed.raw_password:
-        raise ConfigError("the URL of the model holds a password; name its environment variable in api_key_env instead")
-    return str(parsed.with_path("/v1")) if parsed.path == "/" else url.rstrip("/")
+def with_version(url: str) -> str:
+    """The URL with ``/v1``, where it has no path of its own."""
+    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 def served_base(base_url: str, wanted: str, api_key: str | None, timeout: float) -> ServedBase:
@@ -97,16 +87,21 @@ def local_weights(path: str | Path) -> Path | None:
 
 
 def listed_models(
-    base_url: str, api_key: str | None, timeout: float, *, named_by: str = "the URL"
+    base_url: str, api_key: str | None, timeout: float = 10.0, *, named_by: str = "--base-url"
 ) -> list[ListedModel] | None:
     """The served models, or ``None`` when the server has no such list; ``named_by``: the option of the URL.
 
     Raises ``InfrastructureError`` when the server does not answer, ``ConfigError`` for a wrong URL or key.
     """
     try:
-        return ListedModels.model_validate_json(_fetch(base_url, api_key, timeout, named_by=named_by)).data
+        if urlsplit(base_url).scheme not in ("http", "https"):
+            raise ValueError("it has to begin with http:// or https://")
+        answer = background().wait_for(HttpUpstream(base_url, api_key, timeout).ask("models"))
+        return ListedModels.model_validate_json(answer).data
     except ValidationError:
         return None
+    except ValueError as error:
+        raise ConfigError(f"{named_by} {base_url!r:.100} is not a URL: {error}") from error
     except ServerError as error:
         if error.status == 401:
             raise ConfigError(
@@ -120,55 +115,18 @@ def listed_models(
         raise InfrastructureError(f"{problem} Or correct {named_by}.") from error
 
 
-def _fetch(
-    base_url: str,
-    api_key: str | None,
-    timeout: float,
-    *,
-    path: str = "models",
-    body: JsonObject | None = None,
-    named_by: str,
-) -> bytes:
-    """The body of an answer. Raises ``ServerError``, and ``ConfigError`` for a wrong URL."""
-    try:
-        if (parts := urlsplit(base_url)).scheme not in ("http", "https") or parts.port == 0:
-            raise ValueError("it has to begin with http:// or https://")
-        return background().wait_for(HttpUpstream(base_url, api_key, timeout).ask(path, body))
-    except ValueError as error:
-        raise ConfigError(f"{named_by} {base_url!r:.100} is not a URL: {error}") from error
-
-
-_SECONDS = 10.0
-_PROBE_SECONDS = 60.0
-_SHOWN = 5
-
-
 def check_model_server(base_url: str, model: str, api_key: str | None = None, *, named_by: str = "--base-url") -> None:
-    """Raise for a server that does not answer, refuses the key, or does not serve ``model``; ``named_by``: the option.
+    """Raise as ``listed_models``, and ``ConfigError`` for a server that does not serve ``model``.
 
-    A server may serve what it does not list (a proxy does), and list nothing: only a refused request for one token says
-    that it does not serve it. Raises ``InfrastructureError`` and ``ConfigError``.
+    A server may serve what it does not list: only a refused request for one token says that it does not.
     """
-    served = check_answers(base_url, api_key, named_by=named_by)
+    served = [each.id for each in listed_models(base_url, api_key, named_by=named_by) or ()]
     if not served or model in served:
         return
     body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
     try:
-        _fetch(base_url, api_key, _PROBE_SECONDS, path="chat/completions", body=body, named_by=named_by)
+        background().wait_for(HttpUpstream(base_url, api_key, _PROBE_SECONDS).send(body))
     except ServerError as error:
-        if error.headers is None or error.is_temporary:
-            return  # what is wrong shows in the episodes
-        nearest = get_close_matches(model, served, n=1)
-        meant = f", did you mean {one_line(nearest[0], 100)}?" if nearest else "."
-        known = one_line(", ".join(served[:_SHOWN]), 300) + (", ..." if len(served) > _SHOWN else "")
-        raise ConfigError(
-            f"{base_url} does not serve {model}{meant} It has: {known}; name one of them with --model"
-        ) from error
-
-
-def check_answers(base_url: str, api_key: str | None = None, *, named_by: str = "--base-url") -> list[str]:
-    """The names that a server lists; none for one without such a list.
-
-    Raises ``InfrastructureError`` where nothing answers, ``ConfigError`` for a wrong URL or key.
-    """
-    return [each.id for each in listed_models(base_url, api_key, _SECONDS, named_by=named_by) or ()]
+        if error.headers is not None and not error.is_temporary:  # what else is wrong shows in the episodes
+            known = ", ".join(served[:_MANY])
+            raise ConfigError(f"{base_url} does not serve {model}. It has: {known}; name one with --model") from error

@@ -79,7 +79,7 @@ async def test_a_key_that_is_refused_ends_the_run() -> None:
 def test_a_name_that_is_neither_listed_nor_answered_is_refused(server: ScriptedModel, tmp_path: Path) -> None:
     server.policies["behind-a-proxy"] = lambda body: {"role": "assistant", "content": "."}
     used(server, tmp_path, model="openai/behind-a-proxy")
-    with pytest.raises(ConfigError, match=r"does not serve bsae, did you mean base\? It has: base"):
+    with pytest.raises(ConfigError, match=r"does not serve bsae. It has: base"):
         used(server, tmp_path, model="openai/bsae")
 
 

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 from raw_server import RawServer, dripping_server, raw_server, respond
-from wire_shapes import AGAIN, MESSAGES, REFUSED, STREAMS
+from wire_shapes import AGAIN, REFUSED
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError, PublishError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, SamplingParams, ToolCall
-from openhands_rl_plugin.models.adapters.publisher import ModelServer
 from openhands_rl_plugin.models.engines.client import HttpUpstream
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.models.engines.server_models import check_answers, listed_models
+from openhands_rl_plugin.models.engines.server_models import listed_models
 
 pytestmark = pytest.mark.contract
 
@@ -111,15 +110,6 @@ async def test_request_and_answer():
     assert completion.finish_reason == "stop"
 
 
-async def test_tool_calls_keep_their_exact_text():
-    arguments = '{"command" :\t"ls",}  broken'
-    call = {"id": "c9", "type": "function", "function": {"name": "bash", "arguments": arguments}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    completion = await ask(answer(choice(message=message, finish_reason="tool_calls")))
-    assert completion.message.tool_calls == (ToolCall(id="c9", name="bash", arguments=arguments),)
-    assert completion.message.content is None
-
-
 @pytest.mark.parametrize(
     "logprobs",
     [
@@ -169,9 +159,7 @@ async def test_what_does_not_get_better_is_an_infrastructure_error(mode: str, wo
     assert len(server.requests) == 3
 
 
-@pytest.mark.parametrize(
-    "body", ["<html>", "null", '{"choices": []}', '{"choices": [{"message": 5}]}', "[" * 100_000, b"\xff"]
-)
+@pytest.mark.parametrize("body", ["<html>", '{"choices": []}', '{"choices": [{"message": 5}]}', "[" * 100_000, b"\xff"])
 async def test_nonsense_is_a_model_error(body: Any):
     with pytest.raises(ModelError, match="not a chat completion"):
         await ask(body)
@@ -243,22 +231,6 @@ async def read(*answers: bytes, stream: bool = False) -> Completion:
         return await sampled(player, stream)
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-async def test_messages(name: str) -> None:
-    given, meant, reasoning = MESSAGES[name]
-    found = await read(completion(given))
-    assert (found.message, found.metadata.get("reasoning_content")) == (meant, reasoning)
-
-
-@pytest.mark.parametrize("name", STREAMS)
-async def test_streams(name: str) -> None:
-    deltas, meant, reasoning = STREAMS[name]
-    ending = (chunk(None, "stop"), {"choices": [], "usage": {"prompt_tokens": 3}})
-    found = await read(events(*(chunk(delta, "") for delta in deltas), *ending), stream=True)
-    assert (found.message, found.metadata.get("reasoning_content")) == (meant, reasoning)
-    assert found.finish_reason == "stop" and found.usage.prompt_tokens == 3
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_in_a_200_is_what_its_code_says(stream: bool) -> None:
     good = events(chunk({"content": "Hi"}, "stop")) if stream else completion({"content": "Hi"})
@@ -280,27 +252,16 @@ async def test_a_server_that_drips_is_given_up(stream: bool) -> None:
         await player.aclose()
 
 
-@pytest.mark.parametrize("kind", ["", "text/html"])
-async def test_a_list_of_models_and_publishing_give_up_a_server_that_drips(kind: str) -> None:
-    async with dripping_server(kind) as url, asyncio.timeout(5):
-        with pytest.raises(InfrastructureError, match="did not answer within"):
-            await asyncio.to_thread(listed_models, url, None, 0.3)
-        connection = ModelServer(url, timeout=0.3)
-        with pytest.raises(PublishError, match="nothing answers"):
-            await connection.send("v1/models", None, "no list")
-        await connection.aclose()
-
-
 def test_nothing_there_is_one_line() -> None:
     for away in ("https://127.0.0.1:9/v1", "http://127.0.0.1:9/v1"):
         with pytest.raises(InfrastructureError, match="no model server answers"):
-            check_answers(away)
+            listed_models(away, None)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999/v1", "ftp://127.0.0.1/v1", "http://[::1/v1"])
 def test_a_wrong_url_names_the_option(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--base-url .* is not a URL"):
-        check_answers(url)
+        listed_models(url, None)
 
 
 @pytest.mark.parametrize("closes", [True, False])
