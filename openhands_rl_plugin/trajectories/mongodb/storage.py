@@ -3,10 +3,11 @@
 The log of an episode is in documents, atomic to readers without transactions, which a single server has not.
 
 An episode has a small document in ``episodes`` and a log (``generation``) of documents in ``chunks``. Each record (the
-start, some nodes with later marks, the end) is one document or, when it is large, several: ``part`` of ``parts``. What
-is new goes into the log first, where no reader looks; then one change of the episode's own document says how many
+start, some nodes with later marks, the end) is one document; MongoDB refuses one of more than 16 MB. In stores of
+earlier releases a large one has several: ``part`` of ``parts``, void as soon as another record follows before the last.
+What is new goes into the log first, where no reader looks; then one change of the episode's own document says how many
 ``chunks`` are valid. An ``_id`` is a place in a log: of two writers that take the same place the first one wins, and
-the other one reads what it did. A record whose writer died before its last part is void as soon as another follows it.
+the other one reads what it did.
 
 A score comes first and then the document of its episode; in between, and as long as there is no such episode, the
 score is ``pending``, for the next one that opens the store. What is numbered takes its number first: a look in between
@@ -23,10 +24,10 @@ import asyncio
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from pydantic import TypeAdapter
@@ -61,9 +62,6 @@ with from_extra("mongodb", "pymongo"):
 Query = dict[str, Any]
 Collection = AsyncCollection[dict[str, Any]]
 
-PART_BYTES = 4 * 1024 * 1024
-"""A document holds so much of a record at most; MongoDB takes no document of 16 MB."""
-
 _COMPUTED: dict[TrajectoryOrder, Query] = {
     TrajectoryOrder.TOKENS: {"$add": ["$prompt_tokens", "$completion_tokens"]},
     TrajectoryOrder.SECONDS: {"$subtract": ["$finished", "$started"]},
@@ -80,13 +78,6 @@ _ATTEMPTS = 5
 _REPLICATION_MS = 30_000
 # What the connection string says itself is left as it is.
 _TIME_OUTS = {"serverSelectionTimeoutMS": 5_000, "connectTimeoutMS": 5_000, "socketTimeoutMS": 30_000}
-
-_REMEDIES = {
-    13: "give the user the readWrite role of the database",
-    18: "correct the user and the password of the connection string",
-    64: "too few members of the replica set confirmed a write: start the others, or set durable=False",
-    14031: "it has no space left: free some, nothing was stored",
-}
 
 _UP, _DOWN = ASCENDING, DESCENDING
 _INDEXES = {
@@ -167,8 +158,8 @@ class MongoLog(Log):
     def _client(self) -> AsyncMongoClient[dict[str, Any]]:
         loop = asyncio.get_running_loop()
         if self._opened is None or self._opened[0] is not loop:
-            chosen = {name.lower() for name, _ in parse_qsl(self._connection_string.partition("?")[2])}
-            time_outs: dict[str, Any] = {name: ms for name, ms in _TIME_OUTS.items() if name.lower() not in chosen}
+            given = self._connection_string.lower()
+            time_outs: dict[str, Any] = {name: ms for name, ms in _TIME_OUTS.items() if name.lower() not in given}
             try:
                 self._opened = loop, AsyncMongoClient(self._connection_string, **time_outs)
             except (ConfigurationError, ValueError) as error:
@@ -222,12 +213,12 @@ class MongoLog(Log):
         return list(read.values())
 
     async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode:
-        chunks, records = self["chunks"], _records(content)
+        chunks = self["chunks"]
         if before is None or (content is not None and content.start is not None):
             place = _Place(uuid.uuid4().hex, 0)
         else:
             place = before.place
-        documents = list(_documents(header.id, place, records))
+        documents = _documents(header.id, place, content)
         length = place.length + len(documents)
         if documents:
             try:
@@ -375,14 +366,15 @@ class MongoDBTrajectoryStorage(LogStorage):
 
 
 def _cause(error: Exception) -> str:
-    code, text = getattr(error, "code", None), str(error) if isinstance(error, PyMongoError) else describe(error)
+    text = str(error) if isinstance(error, PyMongoError) else describe(error)
     if isinstance(error, BulkWriteError):
-        first = [*error.details.get("writeErrors", ()), *error.details.get("writeConcernErrors", ()), {}][0]
-        code, text = first.get("code"), first.get("errmsg", "")
+        text = [*error.details.get("writeErrors", ()), *error.details.get("writeConcernErrors", ()), {}][0].get(
+            "errmsg", ""
+        )
     # PyMongo puts the state of every server, or the whole answer, behind the cause.
     cause = re.split(", full error:|, Topology Description:|\n", text)[0][:300]
-    remedy = _REMEDIES.get(code or 0, "look at the connection string, and at the server's load, disk and log")
-    return f"{'cannot be reached' if isinstance(error, AutoReconnect) else 'failed'} ({cause}); {remedy}"
+    failed = "cannot be reached" if isinstance(error, AutoReconnect) else "failed"
+    return f"{failed} ({cause}); look at the connection string, and at the server's load, disk and log"
 
 
 class _Place(NamedTuple):
@@ -440,29 +432,22 @@ def _range(generation: str, first: int = 0, end: int | None = None) -> Query:
     return {"_id": {"$gte": f"{generation}/{first:08d}", "$lt": until}}
 
 
-def _records(content: Content | None) -> Iterator[Query]:
-    if content is None:
-        return
-    if content.start is not None:
-        yield {"kind": "start", "data": content.start}
-    if content.packs or content.marks or (content.start is None and content.end is None):
+def _documents(episode: str, place: _Place, content: Content | None) -> list[Query]:
+    """The records of ``content`` as documents, of which the first takes the next place in the log."""
+    records: list[Query] = []
+    if content is not None and content.start is not None:
+        records.append({"kind": "start", "data": content.start})
+    if content is not None and (content.packs or content.marks or content.start is content.end is None):
         marks = pack_document(_MARKS.dump_json(tuple(content.marks))) if content.marks else b""
         # Earlier releases wrote several packs of a growth, of which the last one closed it.
-        yield {"kind": "growth", "data": b"".join(content.packs), "closes": True, "head": content.head, "marks": marks}
-    if content.end is not None:
-        yield {"kind": "end", "data": content.end}
-
-
-def _documents(episode: str, place: _Place, records: Iterator[Query]) -> Iterator[Query]:
-    """``records`` as documents, of which the first takes the next place in the log."""
-    seq = place.length
-    for record in records:
-        count = max(1, -(-len(record["data"]) // PART_BYTES))
-        for part in range(count):
-            data = record["data"][part * PART_BYTES : (part + 1) * PART_BYTES]
-            row = {"_id": f"{place.generation}/{seq:08d}", "episode": episode, "seq": seq, "closes": False}
-            yield {**row, "head": None, "marks": b"", **record, "part": part, "parts": count, "data": data}
-            seq += 1
+        growth = {"kind": "growth", "data": b"".join(content.packs), "closes": True}
+        records.append({**growth, "head": content.head, "marks": marks})
+    if content is not None and content.end is not None:
+        records.append({"kind": "end", "data": content.end})
+    # Earlier releases wrote a large record in several parts.
+    row = {"episode": episode, "closes": False, "head": None, "marks": b"", "part": 0, "parts": 1}
+    places = enumerate(records, place.length)
+    return [{"_id": f"{place.generation}/{seq:08d}", "seq": seq, **row, **record} for seq, record in places]
 
 
 def _with_content(episode: Episode, documents: Sequence[Mapping[str, Any]]) -> Episode:

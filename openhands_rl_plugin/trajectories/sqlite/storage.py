@@ -13,7 +13,6 @@ A store of an earlier release gets the tables and indices that it lacks when it 
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import sqlite3
@@ -63,10 +62,7 @@ _KEYS = {
 # "OHRL": shown by file(1) and sqlite3, and distinguishes this from any other database.
 _APPLICATION_ID = 0x4F48524C
 _BUSY_SECONDS = 60.0
-_FULL = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_SHMSIZE", "ENOSPC", "EDQUOT", "EFBIG")
 _OR = " (or its first bytes are damaged: restore it from a backup)"
-# A growth is a page and a half, and what does not fill a page is lost until the episode has ended.
-_PAGE_BYTES = 4096
 
 # Of the return: a number, or a text ('none', in stores of earlier releases also 'nan'). ``finished``: when it last
 # grew, while it is unfinished. ``revision``: how often it has changed. ``scored``: whether anything judged the outcome,
@@ -195,7 +191,7 @@ class FileTrajectoryStorage(LogStorage):
         self._check_process()
         with explained(self._file), self._reading:
             there = self._file.exists()
-            connection = (self._reader or connect(self._file, durable=self._durable)) if there else empty_database()
+            connection = self._reader or (connect(self._file) if there else empty_database(self._file))
             self._reader = None
             try:
                 connection.execute("PRAGMA query_only = ON")
@@ -297,8 +293,7 @@ def _driven[Answer](work: Work[Answer], connection: sqlite3.Connection) -> Answe
 def _upgrade(connection: sqlite3.Connection) -> None:
     """Make what is lacking, and count, judge and name the episodes again, but on a read-only disk."""
     try:
-        connection.execute("BEGIN IMMEDIATE")
-        make_tables(connection)
+        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
         _driven(upgrade, connection)
         connection.execute("COMMIT")
     except sqlite3.OperationalError as error:
@@ -476,11 +471,9 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
             connection.execute("PRAGMA fullfsync = ON")
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if application != _APPLICATION_ID:
-                raise StorageError(f"{file} is a database of something else; choose another path in [rl.storage]{_OR}")
-            if version > SCHEMA_VERSION:
-                newer = f"{file} has schema version {version}, newer than {SCHEMA_VERSION}"
-                raise StorageError(f"{newer}; upgrade openhands_rl_plugin{_OR}")
+            if application != _APPLICATION_ID or version > SCHEMA_VERSION:
+                what = f"is a database of something else, or of a later openhands_rl_plugin (schema version {version})"
+                raise StorageError(f"{file} {what}; upgrade, or choose another path in [rl.storage]{_OR}")
             if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone():
                 _upgrade(connection)
         except BaseException:
@@ -489,16 +482,10 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
         return connection
 
 
-def make_tables(connection: sqlite3.Connection) -> None:
-    """Make what is lacking, inside of a transaction that the caller opens and ends."""
-    for statement in _SCHEMA.split(";"):
-        connection.execute(statement)
-
-
-def empty_database() -> sqlite3.Connection:
+def empty_database(file: Path) -> sqlite3.Connection:
     """A store in memory, in the place of one that nobody has made yet."""
-    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    make_tables(connection)
+    connection = _opened(file, "mode=memory")
+    connection.executescript(_SCHEMA)
     return connection
 
 
@@ -518,10 +505,7 @@ def make_database(folder: Path) -> None:
                 return
             with replacing(file, PRIVATE) as draft, closing(_open(draft)) as connection:
                 # Until it has its name, a crash loses nothing: it is made again.
-                for pragma in (f"page_size = {_PAGE_BYTES}", "journal_mode = OFF", "synchronous = OFF"):
-                    connection.execute(f"PRAGMA {pragma}")
-                make_tables(connection)
-                connection.execute("PRAGMA journal_mode = WAL")
+                connection.executescript(f"PRAGMA synchronous = OFF; {_SCHEMA}; PRAGMA journal_mode = WAL")
 
 
 @contextmanager
@@ -542,19 +526,12 @@ def torn(file: Path, cause: str) -> str:
 
 
 def _cause(error: Exception, file: Path) -> str:
+    # Python cannot read the text of an error that quotes a damaged text.
     if isinstance(error, UnicodeDecodeError) or "decode to UTF-8" in str(error):
-        # Python cannot read the text of SQLite's error, which quotes what is damaged.
         return torn(file, "it has a text that is none")
-    name = getattr(error, "sqlite_errorname", "") or errno.errorcode.get(getattr(error, "errno", None) or 0, "")
-    if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+    if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
         return torn(file, str(error))
-    if name in _FULL:
-        return f"no space left for {file}, or its disk fails ({error}); nothing was stored; free some space"
-    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "EACCES", "EPERM", "EROFS")):
-        return f"{file} and its folder may not be written or read ({error}); change their permissions"
-    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return f"{file} is held by another process for more than {_BUSY_SECONDS:.0f} s ({error}); end that process"
-    return f"{file} cannot be used ({describe(error)}); check the disk"
+    return f"{file} cannot be used ({describe(error)}): free some space, change its permissions, end who holds it"
 
 
 def _open(file: Path) -> sqlite3.Connection:

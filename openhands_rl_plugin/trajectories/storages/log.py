@@ -8,7 +8,6 @@ faster, nothing is changed and the writer looks again.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import struct
 import threading
@@ -42,7 +41,6 @@ from openhands_rl_plugin.core.records import (
 )
 from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import (
-    SCHEMA_VERSION,
     TURN,
     FailureKind,
     Frozen,
@@ -397,25 +395,21 @@ class LogStorage(ABC):
         """One trajectory, finished or not, with its scores, oldest first, or ``None``. Raises ``StorageError``."""
         return await anext(self.find(TrajectoryFilter(ids=(trajectory_id,), finished=None)), None)
 
-    async def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[Found]:
+    def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[Found]:
         """Stream the matches with their scores (oldest first). By default in the order in which it was begun or added.
 
         A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
         episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
         """
+        return self._stream(where, _trajectory, _BATCH, whole=True)
 
-        async for found in self._stream(where, _trajectory, _BATCH, whole=True):
-            yield found
-
-    async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
+    def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
         """Like ``find``, without reading any node. Raises ``StorageError``."""
-
-        async for summary, _ in self._stream(where, lambda each: each.header.summary(each.score), _SUMMARIES):
-            yield summary
+        found = self._stream(where, lambda each: each.header.summary(each.score), _SUMMARIES)
+        return (summary async for summary, _ in found)
 
     async def count(self, where: TrajectoryFilter | None = None) -> int:
         """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
-
         return await self._read(lambda log: log.count(where or TrajectoryFilter()))
 
     async def revision(self) -> str:
@@ -638,8 +632,6 @@ def _trajectory(episode: Episode) -> Trajectory:
     start, nodes = _opened(episode)
     if len(nodes) != header.nodes or (content.end is None and not header.open):
         raise DamagedError(f"trajectory {header.id!r} has {len(nodes)} of {header.nodes} nodes; restore a backup")
-    if start.schema_version > SCHEMA_VERSION:
-        raise newer_schema(start.id, start.schema_version)
     if content.end is not None:
         end = parsed_end(start, content.end)
     else:
@@ -835,13 +827,6 @@ def _decompress(blob: bytes, version: int) -> bytes:
     return data
 
 
-def newer_schema(identity: str, version: int) -> StorageError:
-    """The error of a record that a later release wrote."""
-    return StorageError(
-        f"record {identity!r} is of schema version {version}, newer than {SCHEMA_VERSION}; upgrade openhands_rl_plugin"
-    )
-
-
 def packed_json(value: Frozen, without: frozenset[str] = frozenset()) -> bytes:
     """A value as packed JSON. Raises ``StorageError`` for what JSON cannot hold."""
     try:
@@ -852,14 +837,11 @@ def packed_json(value: Frozen, without: frozenset[str] = frozenset()) -> bytes:
 
 def parsed_json[Value: Frozen](kind: type[Value], identity: str, packed: bytes) -> Value:
     """The inverse of ``packed_json``. Raises ``StorageError`` for damage and for what a later release wrote."""
-    document = unpack_document(packed)
     try:
-        return kind.model_validate_json(document)
+        return kind.model_validate_json(unpack_document(packed))
     except ValidationError as error:
-        version = json.loads(document).get("schema_version", SCHEMA_VERSION)
-        if version > SCHEMA_VERSION:
-            raise newer_schema(identity, version) from error
-        raise DamagedError(f"record {identity!r} is not a {kind.__name__}: {describe(error)}") from error
+        later = "it is damaged, or a later openhands_rl_plugin wrote it"
+        raise DamagedError(f"record {identity!r} is no {kind.__name__}, {later}: {describe(error)}") from error
 
 
 def packed_end(start: EpisodeStart, end: EpisodeEnd) -> bytes:

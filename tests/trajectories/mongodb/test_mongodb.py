@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
-import random
 
-import bson
 import pytest
 from die_at import play
 from mongodb_server import MongoServer
@@ -17,12 +14,10 @@ from pymongo.database import Database
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
-from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
-from openhands_rl_plugin.core.types import Message, Node, Trajectory
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.testing import check_storage
 from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
-from openhands_rl_plugin.trajectories.mongodb import storage as module
-from openhands_rl_plugin.trajectories.mongodb.storage import PART_BYTES, MongoDBTrajectoryStorage
+from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 
 pytestmark = pytest.mark.contract
 
@@ -33,14 +28,6 @@ Stored = Database[dict[str, object]]
 def storage(mongodb: MongoServer, database: Stored) -> MongoDBTrajectoryStorage:
     # A loaded machine may keep the server busy for longer than users wait for one.
     return MongoDBTrajectoryStorage(f"{mongodb.url}&serverSelectionTimeoutMS=60000", database.name)
-
-
-def with_text(identity: str, megabytes: float) -> Trajectory:
-    """An episode with text that cannot be compressed much."""
-    sample = sample_episode(identity)
-    text = base64.b85encode(random.Random(1).randbytes(int(megabytes * 2**20))).decode()
-    nodes = (*sample.nodes, Node(parent=5, message=Message(role="user", content=text)))
-    return sample.model_copy(update={"nodes": nodes})
 
 
 def check_tidy(database: Stored) -> None:
@@ -101,28 +88,6 @@ async def test_what_cannot_be_stored_is_an_error(storage: MongoDBTrajectoryStora
     with pytest.raises(StorageError, match="8-byte ints"):
         await storage.add(big.model_copy(update={"policy": big.policy.model_copy(update={"version": 2**70})}))
     assert await storage.count(TrajectoryFilter(finished=None)) == 0
-
-
-async def test_no_document_is_near_the_limit(
-    storage: MongoDBTrajectoryStorage, database: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With parts of a 64th of the size: what a document has besides its part does not grow with that."""
-    assert PART_BYTES + 2_000 < 16_000_000
-    part = PART_BYTES // 64
-    monkeypatch.setattr(module, "PART_BYTES", part)
-    large = with_text("large", 4.5 / 64)
-    first, *steps = steps_of(large)
-    await play(storage, first)
-    await storage.grow(EpisodeGrowth(trajectory_id="large", first=0, nodes=large.nodes, head=5))
-    await play(storage, steps[-1])
-    assert await storage.get("large") == (large, ())
-    sizes = [len(raw.raw) for raw in database["chunks"].with_options(_RAW).find()]
-    assert len(sizes) == 4
-    assert part < max(sizes) < part + 2_000
-    check_tidy(database)
-
-
-_RAW = bson.CodecOptions(document_class=bson.raw_bson.RawBSONDocument)
 
 
 async def test_an_unfinished_episode_is_replaced_at_once(storage: MongoDBTrajectoryStorage, database: Stored) -> None:

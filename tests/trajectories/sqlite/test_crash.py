@@ -129,7 +129,7 @@ async def test_a_full_disk_is_reported_with_a_remedy_and_leaves_no_half_record(t
     number, _, message = done.stdout.strip().partition(" ")
     assert int(number) > 1
     assert message.count("\n") == 0
-    assert "no space left" in message and "free some space" in message and "[rl.storage]" in message
+    assert "free some space" in message and "[rl.storage]" in message
     storage = FileTrajectoryStorage(tmp_path)
     assert [found.id async for found, _ in storage.find()] == ["first", *map(str, range(int(number))), "after"]
 
