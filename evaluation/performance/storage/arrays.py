@@ -29,7 +29,7 @@ from evaluation.performance.storage.load import session
 from openhands_rl_plugin import FileTrajectoryStorage, Task
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Sample, StrategySpec
-from openhands_rl_plugin.models.engines.client import ALL_FIELDS, ExtensionTable
+from openhands_rl_plugin.models.engines.client import EXTENSIONS
 from openhands_rl_plugin.models.engines.openai_wire import parsed_completion
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session
@@ -41,10 +41,10 @@ TURNS = 6
 class Answers:
     """An ``Upstream`` that has its answers."""
 
-    fields: tuple[str, ...] = ALL_FIELDS
+    extensions = EXTENSIONS
+    refusal = ""
 
     def __init__(self, bodies: Sequence[bytes]) -> None:
-        self.extensions = ExtensionTable()
         self._bodies = iter(bodies)
 
     async def send(self, body: object) -> bytes:
