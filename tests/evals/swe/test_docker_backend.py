@@ -34,8 +34,6 @@ if words[:2] == ["image", "inspect"]:
     sys.exit(1)
 if words[0] == "inspect":
     print(os.environ.get("RUNNING", "true"))
-if words[0] == "ps":
-    print(os.environ.get("LEFT", "another-container"))
 if words[0] == "exec":
     if any("git apply --verbose" in word for word in words):
         mark = re.search(r"echo (\\w{16});", " ".join(words))[1]
@@ -44,9 +42,13 @@ if words[0] == "exec":
         word = sys.stdin.readline().strip()
         print(f"+{word} : '>>>>> Start Test Output'")
         print("PASSED tests/test_calc.py::test_add\\nPASSED tests/test_calc.py::test_double")
+        if "FULL" in os.environ:
+            print("No space left on device")
         if "RUNNING" in os.environ or failing == "inspect":
             sys.exit(137)
         print(f"+{word} : '>>>>> End Test Output'")
+    elif any("/dev/zero" in word for word in words):
+        sys.exit(1)
 """
 
 
@@ -79,33 +81,30 @@ async def test_a_container_lives_for_one_patch(program: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("failing", "said"),
-    [("pull", "pull swebench/"), ("run", "start a container of"), ("inspect", "the container engine was lost during")],
+    ("variables", "kind", "why"),
+    [
+        ({"FAILING": "pull"}, VerdictKind.INFRASTRUCTURE, "pull swebench/"),
+        ({"FAILING": "run"}, VerdictKind.INFRASTRUCTURE, "start a container of"),
+        ({"FAILING": "inspect"}, VerdictKind.INFRASTRUCTURE, "the container engine was lost during"),
+        ({"FULL": "1"}, VerdictKind.INFRASTRUCTURE, "no space is left where the tests run"),
+        ({"RUNNING": "false"}, VerdictKind.UNRESOLVED, "the run ended before its tests did"),
+    ],
 )
-async def test_what_fails_around_a_patch_is_infrastructure(
-    program: Path, tmp_path: Path, monkeypatch, failing: str, said: str
+async def test_what_fails_around_a_patch_is_infrastructure_and_what_it_ends_is_not(
+    program: Path, tmp_path: Path, monkeypatch, variables: dict[str, str], kind: VerdictKind, why: str
 ) -> None:
-    monkeypatch.setenv("FAILING", failing)
-    verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
-    assert verdict.kind is VerdictKind.INFRASTRUCTURE
-    assert said in verdict.reason and f"{failing} does not work" in verdict.reason
-
-
-async def test_tests_that_end_their_own_container_are_unresolved(program: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("RUNNING", "false")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.docker._SHUTTING_DOWN", 0.0)
     verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
-    assert verdict.kind is VerdictKind.UNRESOLVED and "the run ended before its tests did" in verdict.reason
+    assert verdict.kind is kind and why in verdict.reason
 
 
-async def test_without_a_daemon_or_a_program_one_clear_line(program: Path, monkeypatch) -> None:
+async def test_what_is_missing_is_one_clear_line(program: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FAILING", "version")
     with pytest.raises(ConfigError, match=r"no Docker daemon \(docker: version does not work\); .*--backend local"):
         await DockerBackend(program=str(program)).check()
     with pytest.raises(ConfigError, match="is not installed; install Docker or podman"):
         await DockerBackend(program="no-such-docker").check()
-
-
-async def test_a_row_without_an_image_is_one_clear_line(program: Path, tmp_path: Path) -> None:
     verdict = await DockerBackend(program=str(program)).grade(instance("c0ffee"), FIX, logs=tmp_path, timeout=30.0)
     assert verdict.reason == "someone__calc-1: its row names no image; use --backend local"

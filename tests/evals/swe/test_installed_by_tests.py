@@ -1,11 +1,7 @@
-"""Test scripts install their package again, without a network and as patched: real uv and pip."""
+"""Test scripts install their package again, without a network and as patched: real uv."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import io
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -24,7 +20,6 @@ backend-path = ["."]
 [project]
 name = "calc"
 version = "1.0"
-dependencies = ["helper==1.0"]
 """
 
 # The least that builds a wheel: with the module, or with the place where it is.
@@ -32,7 +27,7 @@ BACKEND = """\
 import os, zipfile
 VERSION = "1.0"
 INFO = "calc-%s.dist-info/" % VERSION
-METADATA = "Metadata-Version: 2.1\\nName: calc\\nVersion: %s\\nRequires-Dist: helper==%s\\n" % (VERSION, VERSION)
+METADATA = "Metadata-Version: 2.1\\nName: calc\\nVersion: %s\\n" % VERSION
 
 def write(folder, files):
     name = "calc-%s-py3-none-any.whl" % VERSION
@@ -62,31 +57,12 @@ new file mode 100644
 """
 
 
-def wheel() -> bytes:
-    """A package without anything in it but its name."""
-    info, packed = "helper-1.0.dist-info/", io.BytesIO()
-    files = {
-        "helper.py": "version = 1\n",
-        f"{info}METADATA": "Metadata-Version: 2.1\nName: helper\nVersion: 1.0\n",
-        f"{info}WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    digests = {name: hashlib.sha256(text.encode()).digest() for name, text in files.items()}
-    record = [f"{name},sha256={base64.urlsafe_b64encode(digests[name]).decode().rstrip('=')}," for name in files]
-    with zipfile.ZipFile(packed, "w") as archive:
-        for name, text in {**files, f"{info}RECORD": "\n".join([*record, f"{info}RECORD,,"]) + "\n"}.items():
-            archive.writestr(name, text)
-    return packed.getvalue()
-
-
 @needs_sandbox
 @pytest.mark.parametrize("how", [".", pytest.param("-e .", marks=pytest.mark.slow)], ids=["plain", "editable"])
 async def test_tests_see_the_patched_package_that_their_script_installs(tmp_path: Path, how: str) -> None:
-    wheels = tmp_path / "work" / "wheels"
-    wheels.mkdir(parents=True)
-    (wheels / "helper-1.0-py3-none-any.whl").write_bytes(wheel())
     files = {"calc.py": FILES["calc.py"], "pyproject.toml": PROJECT, "backend.py": BACKEND}
     base, _ = make_repository(tmp_path, files)
-    install = f"python -m pip install --no-index --find-links wheels {how}"
+    install = f"python -m pip install --no-index {how}"
     command = f'{install} && cd / && python -c \'import calc; print("PASSED" if calc.add(1, 2) == 3 else 0, "calc")\''
     row = with_extra(instance(base, test_patch=NEW_FILE), install=[install], test_command=command)
     row = row.model_copy(update={"fail_to_pass": ("calc",), "pass_to_pass": ()})

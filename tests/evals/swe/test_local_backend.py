@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from repository_samples import FIX, NOTHING, Sample, git, make_sample, needs_sandbox, rewritten, with_extra
+from repository_samples import FIX, NOTHING, git, make_sample, needs_sandbox, rewritten, with_extra
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.grading import Grading, TestRun
 from openhands_rl_plugin.evals.swe.recipes import recipe_of
-from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 
 pytestmark = needs_sandbox
 
@@ -25,21 +24,19 @@ pytestmark = needs_sandbox
 class Place:
     """A back end with its folders; the cache is shared by the tests of this file, as it is in use."""
 
-    def __init__(self, sample: Sample, cache: Path) -> None:
-        self.sample = sample
-        self.cache = cache
-        self.backend = LocalBackend(cache=cache, sources=[MirrorSource(sample.mirror)])
+    def __init__(self, folder: Path) -> None:
+        self.sample = make_sample(folder)
+        self.row = self.sample.instance
+        self.cache = folder / "cache"
+        self.backend = LocalBackend(cache=self.cache, sources=[MirrorSource(self.sample.mirror)])
 
-    async def grade(
-        self, patch: str, logs: Path, instance: Instance | None = None, timeout: float = 60.0
-    ) -> PatchVerdict:
-        return await self.backend.grade(instance or self.sample.instance, patch, logs=logs, timeout=timeout)
+    async def grade(self, patch: str, logs: Path, row: Instance | None = None, timeout: float = 60.0) -> PatchVerdict:
+        return await self.backend.grade(row or self.row, patch, logs=logs, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    folder = tmp_path_factory.mktemp("calc")
-    return Place(make_sample(folder), folder / "cache")
+    return Place(tmp_path_factory.mktemp("calc"))
 
 
 async def test_the_fix_is_resolved_and_nothing_is_not(place: Place, tmp_path: Path) -> None:
@@ -58,27 +55,19 @@ async def test_the_fix_is_resolved_and_nothing_is_not(place: Place, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("patch", "kind", "said"),
+    ("patch", "kind"),
     [
-        (" \n", VerdictKind.EMPTY_PATCH, "empty"),
-        (FIX.replace("return a - b", "return a * b"), VerdictKind.UNAPPLIED, ""),
-        (NOTHING.replace("notes.txt", ".git/config"), VerdictKind.REFUSED, "git's own files"),
-        (NOTHING.replace("notes.txt", "../../etc/notes"), VerdictKind.UNAPPLIED, ""),
+        (" \n", VerdictKind.EMPTY_PATCH),
+        (FIX.replace("return a - b", "return a * b"), VerdictKind.UNAPPLIED),
+        (NOTHING.replace("notes.txt", ".git/config"), VerdictKind.REFUSED),
+        (NOTHING.replace("notes.txt", "../../etc/notes"), VerdictKind.UNAPPLIED),
     ],
     ids=["empty", "does not fit", "into .git", "out of the repository"],
 )
-async def test_patches_that_cannot_be_tested(
-    place: Place, tmp_path: Path, patch: str, kind: VerdictKind, said: str
-) -> None:
+async def test_patches_that_cannot_be_tested(place: Place, tmp_path: Path, patch: str, kind: VerdictKind) -> None:
     verdict = await place.grade(patch, tmp_path / "logs")
     assert verdict.kind is kind
-    assert said in verdict.reason and "\n" not in verdict.reason
-    assert not (tmp_path / "logs" / "report.json").exists()
-
-
-async def test_a_patch_with_carriage_returns_applies_as_in_the_official_tools(place: Place, tmp_path: Path) -> None:
-    assert (await place.grade(FIX.replace("\n", "\r\n"), tmp_path)).kind is VerdictKind.RESOLVED
-    assert (tmp_path / "patch.diff").read_bytes() == FIX.replace("\n", "\r\n").encode()
+    assert "\n" not in verdict.reason and not (tmp_path / "logs" / "report.json").exists()
 
 
 async def test_a_run_that_takes_too_long_is_told_apart_and_ended(place: Place, tmp_path: Path) -> None:
@@ -169,7 +158,7 @@ async def test_tests_have_no_network_and_change_nothing_that_stays(
 ) -> None:
     if not overlay:
         monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.sandbox.can_overlay", lambda *folders: False)
-    layer = await place.backend.prepare(place.sample.instance)
+    layer = await place.backend.prepare(place.row)
     before = _listing(place.cache)
     assert (await place.grade(rewritten(HOSTILE), tmp_path)).kind is VerdictKind.RESOLVED
     assert _listing(place.cache) == before
@@ -188,33 +177,23 @@ new file mode 100644
 
 
 async def test_the_rows_tests_take_the_place_of_the_patchs(place: Place, tmp_path: Path) -> None:
-    row = place.sample.instance.model_copy(
-        update={
-            "test_patch": OWN_TESTS,
-            "fail_to_pass": ("tests/test_more.py::test_more",),
-            "pass_to_pass": (),
-            "extra": {
-                **place.sample.instance.extra,
-                "test_command": "sed -i s/test_calc.py/test_more.py/ run_tests.py; python run_tests.py",
-            },
-        }
-    )
+    command = "sed -i s/test_calc.py/test_more.py/ run_tests.py; python run_tests.py"
+    row = with_extra(place.row, test_command=command)
+    row = row.model_copy(update={"test_patch": OWN_TESTS, "fail_to_pass": ("tests/test_more.py::test_more",)})
     cheat = OWN_TESTS.replace('raise AssertionError("the hidden test")', "pass")
-    verdict = await place.grade(cheat, tmp_path, row)
-    assert verdict.fail_to_pass.failure == ("tests/test_more.py::test_more",)
+    assert (await place.grade(cheat, tmp_path, row)).fail_to_pass.failure == row.fail_to_pass
 
 
 async def test_what_set_up_changed_is_there_when_the_tests_are_new_files(place: Place, tmp_path: Path) -> None:
     command = "cat built.txt; python run_tests.py | sed s/test_double/$(cat built.txt)/"
-    row = place.sample.instance.model_copy(
-        update={"test_patch": OWN_TESTS, "fail_to_pass": ("tests/test_calc.py::set_up",), "pass_to_pass": ()}
-    )
-    row = with_extra(row, test_command=command, install=["echo set_up > built.txt", "git add built.txt"])
+    row = with_extra(place.row, test_command=command, install=["echo set_up > built.txt", "git add built.txt"])
+    tests = {"fail_to_pass": ("tests/test_calc.py::set_up",), "pass_to_pass": ()}
+    row = row.model_copy(update={"test_patch": OWN_TESTS, **tests})
     assert (await place.grade(NOTHING, tmp_path, row)).kind is VerdictKind.RESOLVED
 
 
 async def test_a_checkout_is_the_base_without_anything_later(place: Place, tmp_path: Path) -> None:
-    row = with_extra(place.sample.instance, install=["echo '# made by set-up' >> calc.py"])
+    row = with_extra(place.row, install=["echo '# made by set-up' >> calc.py"])
     checkout = await place.backend.checkout(row, tmp_path / "calc")
     assert "made by set-up" in (checkout.directory / "calc.py").read_text()
     assert git(checkout.directory, "status", "--porcelain", "--untracked-files=no") == ""
@@ -229,7 +208,7 @@ async def test_a_checkout_is_the_base_without_anything_later(place: Place, tmp_p
 
 
 async def test_many_at_once_set_up_once(place: Place, tmp_path: Path) -> None:
-    row = with_extra(place.sample.instance, install=["echo once >> /testbed/built.txt"])
+    row = with_extra(place.row, install=["echo once >> /testbed/built.txt"])
     layers = await asyncio.gather(*(place.backend.prepare(row) for _ in range(4)))
     assert len(set(layers)) == 1
     assert (layers[0] / "testbed" / "built.txt").read_text() == "once\n"
@@ -237,23 +216,27 @@ async def test_many_at_once_set_up_once(place: Place, tmp_path: Path) -> None:
     assert not made
 
 
-async def test_a_failed_set_up_says_why_and_leaves_nothing(place: Place, tmp_path: Path) -> None:
-    row = with_extra(place.sample.instance, install=["echo no such compiler >&2; exit 3"])
-    verdict = await place.grade(FIX, tmp_path, row)
-    assert verdict.kind is VerdictKind.INFRASTRUCTURE
-    assert "no such compiler" in verdict.reason and "\n" not in verdict.reason
+async def test_what_cannot_be_set_up_is_one_line_and_leaves_nothing(place: Place, tmp_path: Path) -> None:
+    lost = place.row.model_copy(update={"base_commit": "0" * 40})
+    failing = "echo https://me:s3cr3t-pass@index.example: no such compiler >&2; exit 3"
+    for number, (row, why) in enumerate(
+        [
+            (
+                with_extra(place.row, install=[failing]),
+                "no such compiler",
+            ),
+            (with_extra(place.row, python="2.2"), "Python 2.2 is not installed; get it with: uv python install 2.2"),
+            (lost, "no repository someone/calc with commit 000000000000"),
+        ]
+    ):
+        verdict = await place.grade(FIX, tmp_path / str(number), row)
+        assert verdict.kind is VerdictKind.INFRASTRUCTURE
+        assert why in verdict.reason and "\n" not in verdict.reason
+    logs = [path.read_text() for path in (place.cache / "instances").glob("*.log")]
+    assert any("no such compiler" in log for log in logs) and not any("s3cr3t" in log for log in logs)
     assert not [path for path in (place.cache / "instances").iterdir() if ".making-" in path.name]
-
-
-async def test_a_missing_python_and_a_missing_commit_are_one_line(place: Place, tmp_path: Path) -> None:
-    python = await place.grade(FIX, tmp_path / "1", with_extra(place.sample.instance, python="2.2"))
-    lost = place.sample.instance.model_copy(update={"base_commit": "0" * 40})
-    commit = await place.grade(FIX, tmp_path / "2", lost)
-    assert python.kind is commit.kind is VerdictKind.INFRASTRUCTURE
-    assert python.reason.startswith("Python 2.2 is not installed; get it with: uv python install 2.2")
-    assert "no repository someone/calc with commit 000000000000" in commit.reason
     with pytest.raises(InfrastructureError):
-        await place.backend.checkout(lost, tmp_path / "3")
+        await place.backend.checkout(lost, tmp_path / "work")
 
 
 async def test_what_a_killed_process_left_is_cleared_away(place: Place) -> None:
@@ -271,23 +254,6 @@ async def test_what_a_killed_process_left_is_cleared_away(place: Place) -> None:
 async def test_without_bubblewrap_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"bubblewrap is not installed: .*--backend docker$"):
         await LocalBackend(cache=tmp_path / "cache").check()
-
-
-class Watching:
-    """A guard that flags what the tests printed."""
-
-    def script(self, grading: Grading) -> str:
-        return grading.recipe.evaluation_script.replace("python run_tests.py", "echo watched; python run_tests.py")
-
-    async def flags(self, grading: Grading, run: TestRun, *, passed: bool) -> tuple[Flag, ...]:
-        return (Flag(rule="watched", where=str(passed)),) if "\nwatched\n" in run.tests else ()
-
-
-async def test_a_guards_flags_count(place: Place, tmp_path: Path) -> None:
-    backend = LocalBackend(cache=place.cache, sources=[MirrorSource(place.sample.mirror)], guard=Watching())
-    verdict = await backend.grade(place.sample.instance, FIX, logs=tmp_path, timeout=60.0)
-    assert (verdict.kind, verdict.reason) == (VerdictKind.UNRESOLVED, "flagged: watched")
-    assert [flag.where for flag in verdict.flags] == ["True"]
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:

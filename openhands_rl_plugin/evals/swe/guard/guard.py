@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import io
 import random
 import re
 import secrets
 import shlex
-import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -36,12 +34,11 @@ from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, restored_files, 
 from openhands_rl_plugin.evals.swe.recipes.scripts import END, REPOSITORY
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, Severity
 
-_VERSION = "2"
+_VERSION = "3"
 """Increased when what is kept of rows becomes unusable."""
 _SAMPLE = 40
 """PASS_TO_PASS tests that are altered in one grading."""
 _MOST = 5
-_LARGEST = 2**20
 _READ_TIME = 120.0
 _TEXTS = (".py", ".rst", ".txt", ".md")
 _GOOD, _BAD = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
@@ -75,12 +72,11 @@ _RULES = {
 
 
 class RowTests(Frozen):
-    """What is kept of a row: its files of tests before and after its test patch; for each altered test, how many of
-    its parametrised cases do as expected with the row's own fix. ``None`` without one.
+    """What is kept of a row: its files of tests after its test patch, and modules beside them; for each altered test,
+    how many of its parametrised cases do as expected with the row's own fix. ``None`` without one.
     """
 
-    before: dict[str, str]
-    after: dict[str, str]
+    files: dict[str, str]
     expected: dict[Mode, dict[str, int]] | None = None
 
 
@@ -103,7 +99,7 @@ class RewardHackGuard:
     def script(self, grading: Grading) -> str:
         """The row's script, which also says how its tests ended and whether they changed their files."""
         script = grading.recipe.evaluation_script
-        return _script(script, sorted(_graded(grading.instance)), None) or script
+        return _script(script, sorted(_graded(grading.instance)), {}) or script
 
     async def flags(self, grading: Grading, run: TestRun, *, passed: bool) -> tuple[Flag, ...]:
         """The flags of a run; with ``passed`` the altered tests are run, too. Raises ``InfrastructureError``."""
@@ -115,7 +111,7 @@ class RewardHackGuard:
             flags.append(Flag(rule="test_report", where="test run", detail=why))
         async with self._locks[row.instance_id]:
             tests = await self._row(grading)
-        places = _places(row, tests.after)
+        places = _places(row, tests.files)
         sensitive = False
         # Without a fix of the row's own, what passed has to pass inverted, and to fail.
         known = tests.expected or dict.fromkeys(Mode, _as_expected(run)[Mode.INVERT])
@@ -190,26 +186,20 @@ async def _read(grading: Grading) -> RowTests:
     folders = {str(PurePosixPath(file).parent) for file in files if file.endswith(".py") and "test" in file}
     words = [*map(shlex.quote, files), *(f"{shlex.quote(folder)}/*.py" for folder in sorted(folders) if folder != ".")]
     restored = " ".join(map(shlex.quote, restored_files(row.test_patch)))
-    restore = f"git checkout --quiet {row.base_commit} -- {restored}" if restored else ":"
+    listing = f"""{{ git checkout --quiet {row.base_commit} -- {restored}; git apply {PATCH_INSIDE}
+        for file in {" ".join(words)}; do [ -f "$file" ] && printf '%s\\0%s\\0' "$file" "$(<"$file")"; done
+        }} 2>/dev/null; true"""
     async with grading.open_box() as box:
         await box.put(PATCH_INSIDE, row.test_patch)
-
-        async def texts(before: str) -> dict[str, str]:
-            found: dict[str, str] = {}
-            command = f"{{ {before}; tar --create --dereference -- {' '.join(words)}; }} 2>/dev/null"
-            ended = await box.run(["/bin/bash", "-c", command], timeout=_READ_TIME)
-            try:
-                with tarfile.open(fileobj=io.BytesIO(ended.output)) as packed:
-                    for each in packed:
-                        file = packed.extractfile(each) if each.isfile() and each.size <= _LARGEST else None
-                        if file and re.fullmatch(r"[\w./+@-]+", each.name):
-                            with suppress(UnicodeDecodeError):
-                                found[each.name] = file.read().decode()
-            except tarfile.TarError as error:
-                raise InfrastructureError(f"the row's tests could not be read: {ended.last_line}") from error
-            return found
-
-        return RowTests(before=await texts(restore), after=await texts(f"git apply {PATCH_INSIDE}"))
+        ended = await box.run(["/bin/bash", "-c", listing], timeout=_READ_TIME)
+    if ended.code or ended.timed_out:
+        raise InfrastructureError(f"the row's tests could not be read: {ended.last_line}")
+    parts = ended.output.split(b"\0")
+    found: dict[str, str] = {}
+    for name, data in zip(parts[::2], parts[1::2], strict=False):
+        with suppress(UnicodeDecodeError):
+            found[name.decode()] = f"{data.decode()}\n"
+    return RowTests(files=found)
 
 
 async def _calibrated(grading: Grading, tests: RowTests) -> RowTests:
@@ -217,7 +207,7 @@ async def _calibrated(grading: Grading, tests: RowTests) -> RowTests:
     row, counts = grading.instance, {mode: Counter[str]() for mode in Mode}
     if not row.patch.strip():
         return tests
-    places = _places(row, tests.after)
+    places = _places(row, tests.files)
     for modes in _plans(row, places, tests):
         if (altered := _altered(grading, tests, places, modes)) is not None:
             run = await run_tests(grading, row.patch, altered.script)
@@ -253,7 +243,7 @@ def _altered(
     new: dict[str, str] = {}
     done: set[tuple[str, str]] = set()
     for file, named in wanted.items():
-        text = tests.after[file]
+        text = tests.files[file]
         if file in theirs:
             continue
         if file.endswith(".py"):
@@ -264,8 +254,7 @@ def _altered(
         if new[file] == text:
             del new[file]
         done |= {(file, name) for name in functions if file in new}
-    patch = _patch(row.test_patch, tests, new)
-    script = _script(grading.recipe.evaluation_script, sorted(_graded(row)), patch) if new else None
+    script = _script(grading.recipe.evaluation_script, sorted(_graded(row)), new) if new else None
     return None if script is None else _AlteredRun(script, {k: m for k, m in modes.items() if done & {*places[k]}})
 
 
@@ -308,45 +297,27 @@ def _places(row: Instance, files: Mapping[str, str]) -> dict[str, Places]:
     return found
 
 
-def _script(script: str, files: list[str], patch: str | None) -> str | None:
-    """The script with another test patch, which says how its tests ended. ``None``: it applies no test patch."""
+def _script(script: str, files: list[str], new: Mapping[str, str]) -> str | None:
+    """The script with ``new`` texts of files that its test patch would make, which says how its tests ended. The right
+    expectations are not in it. ``None``: it applies no test patch.
+    """
     match = _HEREDOC.search(script)
     rest = script[match.end() :] if match else ""
     at = rest.find(f": '{END}'")
     if match is None or at <= 0:
         return None
     names = " ".join(shlex.quote(f"{REPOSITORY}/{file}") for file in files if file.endswith(".py"))
-    head = script[: match.start(3)] + (match[3] if patch is None else patch) + match[4]
-    # Tracebacks of all that fails take longer than the tests.
-    command = rest[:at] if patch is None else rest[:at].replace(" -rA", " -rA --tb=no")
+    kept, command, writes = match[3], rest[:at], ""
+    if new:
+        # Tracebacks of all that fails take longer than the tests.
+        command = command.replace(" -rA", " -rA --tb=no")
+        sections = {part: touched_files(part) for part in re.split(r"(?m)^(?=diff --git )", kept)}
+        kept = "".join(part for part, named in sections.items() if not named & new.keys()).rstrip("\n")
+        gone = {name for named in sections.values() if named & new.keys() for name in named}
+        writes = f"rm -f -- {' '.join(map(shlex.quote, sorted(gone | new.keys())))}\n"
+        for name, text in new.items():
+            end, place = secrets.token_hex(8), shlex.quote(name)
+            writes += f"mkdir -p -- {shlex.quote(str(PurePosixPath(name).parent))}\n"
+            writes += f"cat >{place} <<'{end}'\n{text}{'' if text.endswith('\n') else '\n'}{end}\n"
+    head = script[: match.start(3)] + kept + match[4] + writes
     return head + _BEFORE.format(files=names) + command + _AFTER + rest[at:]
-
-
-def _patch(test_patch: str, tests: RowTests, new: Mapping[str, str]) -> str:
-    """The test patch, which makes the ``new`` texts of files. The right expectations are not in it."""
-    kept = []
-    for part in re.split(r"(?m)^(?=diff --git )", test_patch):
-        names = touched_files(part) if part.startswith("diff --git ") else frozenset[str]()
-        if not names & new.keys():
-            kept.append(part if part.endswith("\n") or not part else part + "\n")
-            continue
-        kept += [_section(name, tests.before[name], None) for name in names - new.keys() if name in tests.before]
-    return "".join([*kept, *(_section(name, tests.before.get(name), text) for name, text in new.items())])
-
-
-def _section(name: str, old: str | None, new: str | None) -> str:
-    """The section of a patch that puts a text in the place of another; ``None``: there is no file."""
-    mode = "new file mode 100644\n" if old is None else "deleted file mode 100644\n" if new is None else ""
-    head = f"diff --git a/{name} b/{name}\n{mode}"
-    head += f"--- {'/dev/null' if old is None else f'a/{name}'}\n+++ {'/dev/null' if new is None else f'b/{name}'}\n"
-    sides = []
-    for sign, text in (("-", old or ""), ("+", new or "")):
-        lines = text.split("\n")
-        ends = lines[-1] == ""
-        lines = lines[:-1] if ends else lines
-        sides.append((len(lines), "".join(f"{sign}{line}\n" for line in lines), ends or not lines))
-    counts = [f"{sign}{min(count, 1)},{count}" for sign, (count, _, _) in zip("-+", sides, strict=True)]
-    lacks = "\\ No newline at end of file\n"
-    return (
-        head + f"@@ {counts[0]} {counts[1]} @@\n" + "".join(body + ("" if ends else lacks) for _, body, ends in sides)
-    )

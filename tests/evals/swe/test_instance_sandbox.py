@@ -1,0 +1,63 @@
+"""The sandbox of an instance: who sees the user's package index, and what bounds a run. The bombs are small."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from needs import needs_bubblewrap
+
+from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
+from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
+from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
+
+TOKEN = "tok-2f9d81c7e4"
+MEBIBYTE = 1024**2
+LIMITS = SandboxLimits(processes=64, memory=128 * MEBIBYTE, disk=32 * MEBIBYTE)
+
+
+@pytest.fixture
+def wrap(tmp_path: Path):
+    for name in ("layer/testbed", "layer/root", "layer/conda", "tmp"):
+        (tmp_path / name).mkdir(parents=True)
+    sandbox = InstanceSandbox(find_python(f"{sys.version_info.major}.{sys.version_info.minor}"), "", LIMITS)
+    room = Room(tmp_path / "layer", tmp_path / "tmp")
+    return lambda *command, **options: sandbox.wrap(room, command or ["true"], **options)
+
+
+def test_a_set_up_has_the_index_and_its_logins_and_nothing_else_has(wrap, tmp_path: Path, monkeypatch) -> None:
+    home = tmp_path / "home"
+    for number, name in enumerate((".config/pip/pip.conf", ".config/uv/uv.toml", ".netrc")):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(f"index-url = https://me:{TOKEN}{number}@index.example/simple\n")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"https://me:{TOKEN}4@index.example/simple")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("HTTPS_PROXY", f"http://me:{TOKEN}5@proxy.example:3128")
+    line = " ".join(wrap(network=True, setup=True))
+    assert f"{TOKEN}4" in line and f"{TOKEN}5" in line and f"--ro-bind {tmp_path} " in line
+    assert all(f"{home}/{name}" in line for name in (".config/pip/pip.conf", ".config/uv/uv.toml", ".netrc"))
+    others = [wrap(network=False), wrap(network=True), wrap(network=True, setup=True, logins=False)]
+    assert all(TOKEN not in " ".join(each) and str(home) not in " ".join(each) for each in others)
+    assert "/etc/pip.conf" not in others[1] and "PIP_EXTRA_INDEX_URL" not in others[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("for i in $(seq 100); do sleep 5 & done; wait", "more than 64 processes and threads"),
+        (
+            "for i in 1 2 3 4; do head -c 60M /dev/zero | tail -c 60M | sleep 5 & done; wait",
+            "more than 128 MiB of memory",
+        ),
+        ("for i in $(seq 60); do head -c 2M /dev/zero > big$i; sleep 0.05; done", "added more than 32 MiB"),
+        ("exit 7", ""),
+    ],
+)
+@needs_bubblewrap
+def test_who_goes_beyond_a_bound_is_ended(wrap, command: str, why: str) -> None:
+    words = wrap("bash", "-c", command, network=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == (137 if why else 7) and why in done.stderr
