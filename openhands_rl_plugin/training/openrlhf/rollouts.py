@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,9 @@ class Rollouts:
 
     def task(self, prompt: str, label: object) -> Task:
         """The task of a row. Raises ``ConfigError`` for a row that is none."""
-        try:
+        row: Any = None
+        with suppress(ValueError):
             row = json.loads(prompt)
-        except ValueError:
-            row = None
         if not isinstance(row, dict):
             row = {"instruction": prompt}
         labelled = {} if label in ("", None) else {"label": label}  # the row's own label takes precedence
