@@ -38,7 +38,8 @@ ROOT = Path(__file__).parents[1]
 TEXTS = [(ROOT / page).read_text(encoding="utf-8") for page in ("docs/openhands-v0.md", "docs/tutorials/judge.md")]
 DATA = Path(__file__).parent / "trajectories/exchange/data"
 TASK = "Make the failing test pass"
-LEARN = ["--learning-rate", "1e-2", "--dtype", "float32", "--lora-rank", "4", "--lora-alpha", "8"]
+LEARN = ["--set", "training.learning_rate=1e-2", "training.dtype=float32"]
+LEARN += ["training.lora_rank=4", "training.lora_alpha=8"]
 # How OpenHands writes a call to a model that has no tool calls of its own, and how the model must repeat it.
 _CALL = "<function={}>\n<parameter={}>{}</parameter>\n{}</function>"
 _BASH = ("execute_bash", "command"), "<parameter=security_risk>LOW</parameter>\n"
@@ -182,7 +183,7 @@ def test_openhands_runs_that_a_command_judges_become_an_adapter_that_mends_what_
         config = config_of_the_docs(url, url)
         (tmp_path / "config.toml").write_text(config)
         words = ["train", str(store), "--config", str(tmp_path / "config.toml"), "--model", str(model)]
-        assert cli.main([*words, "--algorithm", "grpo", *LEARN, "--learning-rate", "3e-2", "--publish"]) == 0
+        assert cli.main([*words, "--algorithm", "grpo", *LEARN, "training.learning_rate=3e-2", "--publish"]) == 0
         printed = capsys.readouterr().out
         assert "episodes: 4 used; left out: none" in printed
         assert "policy-v000001 is in use" in printed
@@ -220,12 +221,12 @@ def test_sessions_of_the_gateway_that_were_told_their_reward_become_the_adapter_
 
     with served(model) as url:
         recording = ["--upstream", f"{url}/v1", "--base-model", "model", "--adapter", "policy"]
-        options = [*recording, "--adapters-path", adapters, "--store", store, "--port", "0"]
+        options = [*recording, "--set", f"serving.adapters_path={adapters}", "--store", store, "--port", "0"]
         with command("gateway", *options) as gateway:
             before = [session(gateway, f"before-{seed}", seed) for seed in range(8)]
             assert {*before} == {YES, NO}
             words = ["train", store, "--model", str(model), "--adapters", adapters, "--algorithm", "grpo", *LEARN]
-            assert cli.main([*words, "--num-epochs", "12", "--publish", f"{url}/v1"]) == 0
+            assert cli.main([*words, "--set", "training.num_epochs=12", "--publish", f"{url}/v1"]) == 0
             assert "episodes: 8 used; left out: none" in capsys.readouterr().out
             after = [session(gateway, f"after-{seed}", seed) for seed in range(8)]
     assert after == [YES] * 8
@@ -246,7 +247,7 @@ def test_an_imported_file_of_swe_gym_becomes_an_adapter_that_does_what_was_done_
     assert cli.main(["import", str(tmp_path / "train.raw.jsonl"), "--into", store]) == 0
     with served(model) as url:
         where = ["--model", str(model), "--adapters", adapters]
-        assert cli.main(["train", store, *where, "--algorithm", "sft", *LEARN, "--num-epochs", "12"]) == 0
+        assert cli.main(["train", store, *where, "--algorithm", "sft", *LEARN, "--set", "training.num_epochs=12"]) == 0
         printed = capsys.readouterr().out
         assert "4 episodes came without token ids" in printed and "4 used; left out: none" in printed
         publish = ["adapters", "publish", "--adapters", adapters, "--base-url", f"{url}/v1"]

@@ -29,7 +29,8 @@ TASKS = 6
 
 def evaluate(url: str, served_name: str) -> Path:
     """Play every task once; the folder of the run. The same command goes on with a run that was killed."""
-    model = ["--model", served_name, "--base-model", "model", "--base-url", f"{url}/v1", "--temperature", "1"]
+    model = ["--model", served_name, "--base-model", "model", "--base-url", f"{url}/v1"]
+    model += ["--set", "sampling.temperature=1"]
     played = ["--config", "two.toml", "--agent", "RLAgent", "--tasks", str(TASKS), "--out", "two"]
     subprocess.run(["openhands-rl", "evaluate", "environment", *played, *model, "--note", served_name], check=True)
     (run,) = Path("two").glob(f"*/RLAgent/*_N_{served_name}-run_0")

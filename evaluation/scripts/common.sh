@@ -14,7 +14,8 @@ rollout() {
     local suite="$1" model="$2" note="$3" limit="$4" iterations="$5" workers="$6" runs="$7"
     shift 7
     exec $OPENHANDS_RL evaluate "$suite" --config "$CONFIG" --llm "$model" --agent "${AGENT:-stock}" \
-        --note "v2.2-no-hint-$note" --limit "$limit" --max-iterations "$iterations" --workers "$workers" --runs "$runs" \
+        --note "v2.2-no-hint-$note" --limit "$limit" --runs "$runs" \
+        --set "max_turns=$iterations" "max_workers=$workers" \
         --out "${OUT:-evaluation/evaluation_outputs/outputs}" ${DATASET_FILE:+--dataset-file "$DATASET_FILE"} \
         ${MIRROR:+--mirror "$MIRROR"} ${BACKEND:+--backend "$BACKEND"} "$@"
 }

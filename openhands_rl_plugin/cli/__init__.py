@@ -7,7 +7,7 @@ examples:
       --base-url http://127.0.0.1:8100/v1 --limit 50
   openhands-rl list ~/.openhands/rl_trajectories --sort reward --desc
   openhands-rl train ~/.openhands/rl_trajectories --model ./model --adapters ./adapters --algorithm grpo --dry-run
-  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
+  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --set loop.demonstrations=64
 
 `openhands-rl COMMAND --help` explains the options of a command and has more examples.
 

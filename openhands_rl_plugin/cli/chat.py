@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``PolicyConfig``."""
     from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig
 
-    add_fields(parser, PolicyConfig, lists="words")
+    add_fields(parser, PolicyConfig)
     parser.set_defaults(run_id="chat")
 
 

@@ -11,10 +11,10 @@ suites:
                         "gymnasium/..."; from task 0 on (--tasks), or rows (.jsonl) with --dataset-file
 
 examples:
-  openhands-rl evaluate swe-local --llm eval --config config.toml --workers 4
-  openhands-rl evaluate swe-bench-verified --model openai/qwen --base-url http://127.0.0.1:8100/v1 --runs 4 --workers 16
-  openhands-rl evaluate rows.jsonl --llm eval --config config.toml --agent RLAgent --strategy BestOfN \\
-      --strategy-option n=4 --include 'pytest-dev__*' --limit 20 --dry-run
+  openhands-rl evaluate swe-local --llm eval --config config.toml --set max_workers=4
+  openhands-rl evaluate swe-bench-verified --model openai/qwen --base-url http://127.0.0.1:8100/v1 --runs 4
+  openhands-rl evaluate rows.jsonl --llm eval --config config.toml --agent RLAgent --set rollout_strategy=BestOfN \\
+      --set strategy.n=4 --include 'pytest-dev__*' --limit 20 --dry-run
   openhands-rl evaluate webshop --agent RLAgent --model policy-v000007 --base-model SmolLM2-135M-Instruct \\
       --base-url http://127.0.0.1:8100/v1 --limit 50
   openhands-rl evaluate --report evaluation_outputs/*/CodeActAgent --out report
@@ -22,8 +22,9 @@ examples:
 
 A run is OUT/<dataset>-<split>/<agent>/<model>_maxiter_<n>_N_<note>-run_<i>/ with output.jsonl, metadata.json,
 llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperature 0 and the others at 0.5 unless
---temperatures or the model's own temperature says otherwise; a search samples at its strategy's temperature. A run with
-another strategy, model, seed or limit is not continued: give each experiment its own --note.
+[rl.sampling] temperature or the model's own says otherwise; a search samples at its strategy's temperature. Of [rl], a
+repository task takes the limits that are set; prices and timeouts of the model are those of [llm]. A run with another
+strategy, model, seed or limit is not continued: give each experiment its own --note.
 
 --report and --compare read folders of runs, or output.jsonl files of this harness or of OpenHands' own. Runs whose
 folders differ only in -run_<i> are one group. Intervals are bootstraps over tasks; pass@k and best@k are exact
@@ -34,7 +35,6 @@ sign permutation test over the tasks' differences.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -44,25 +44,22 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options import (
     STORE_HELP,
-    above_zero,
     add_bounds,
     add_repositories,
+    add_settings,
     add_tasks,
     checked,
-    finite,
     given_fields,
     natural,
-    not_negative,
     open_backend,
     open_store,
     positive,
+    settings_of,
 )
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, typed
 from openhands_rl_plugin.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
-
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures
@@ -75,7 +72,6 @@ if TYPE_CHECKING:
 
 RESUME = "finished episodes are kept, and the same command continues"
 _SWE_GYM_TEMPERATURES = (0.0, 0.5)
-_ANSWER = "tokens of one completion (default: as in [llm]; of an environment, [rl] max_response_length)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     note = "name of this experiment, part of its folder's name"
     parser.add_argument("--note", default="v1", metavar="TEXT", help=note)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: OUT/trajectories)")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, play nothing")
-    _add_agent(parser.add_argument_group("agent"))
-    _add_model(parser.add_argument_group("model"))
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, roll out nothing")
+    _add_model(parser.add_argument_group("agent and model"))
     add_tasks(parser.add_argument_group("tasks"))
     _add_runs(parser.add_argument_group("runs"))
     group = parser.add_argument_group("finished runs, in place of SUITE")
@@ -103,17 +98,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
-    from openhands_rl_plugin.evals.runs.evaluate import options_of, recorded_settings, settings_of
+    from openhands_rl_plugin.evals.runs.evaluate import options_of, planned_settings, recorded_settings
 
     if args.report or args.compare:
         return _read(args)
     if args.suite is None:
         raise UsageError("give SUITE, or finished runs with --report or --compare")
-    plan = _plan(args)
-    settings = settings_of(plan, args.config)
+    given = settings_of(args)
+    plan = _plan(args, given)
+    settings = planned_settings(plan, given)
     options_of(plan, 0)  # refuses an agent that does not support the suite
     recorded = recorded_settings(plan, settings)
-    _check_temperature(args, recorded)
     if args.dry_run:
         print(sayable("\n".join(_describe(plan, settings, recorded, args))))
         return 0
@@ -123,72 +118,41 @@ def run(args: argparse.Namespace) -> int:
     return _report(plan, graded=not args.no_grade)
 
 
-def _add_agent(group: argparse._ArgumentGroup) -> None:
+def _add_model(group: argparse._ArgumentGroup) -> None:
     agent = "RLAgent, an agent of OpenHands, or stock: its own (default)"
     group.add_argument("--agent", default="stock", metavar="NAME", help=agent)
-    group.add_argument("--strategy", default="", metavar="NAME", help="of RLAgent (default: [rl] rollout_strategy)")
-    option = "option of the strategy; may be repeated"
-    group.add_argument("--strategy-option", action="append", default=[], metavar="NAME=JSON", help=option)
-    turns = "turns of an episode (default: 50; of an environment, [rl] max_turns)"
-    group.add_argument("--max-iterations", "--max-turns", type=positive, metavar="TURNS", help=turns)
-    prompt = "tokens of the longest prompt of an environment's episode (default: [rl] max_prompt_length)"
-    group.add_argument("--max-prompt-length", type=positive, metavar="TOKENS", help=prompt)
-    observed = "tokens of an observation (default: [rl] max_obs_length, or the model's max_message_chars)"
-    group.add_argument("--max-obs-length", type=positive, metavar="TOKENS", help=observed)
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--config", type=Path, metavar="FILE", help="a config.toml with [llm.NAME] and [rl]")
+    add_settings(group)
     group.add_argument("--llm", metavar="NAME", help="section [llm.NAME] of the config.toml (or llm.NAME)")
     group.add_argument("--model", metavar="NAME", help="model name, as in [llm]")
     base = "base model of --model, if that is a version of an adapter (default: [rl.serving] model)"
     group.add_argument("--base-model", metavar="NAME", help=base)
     group.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, up to and including /v1")
     group.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key")
-    group.add_argument("--temperature", type=not_negative, metavar="TEMPERATURE", help="temperature of all runs")
-    group.add_argument("--temperatures", metavar="LIST", help="of run 0, run 1, ...; the last one is repeated")
-    group.add_argument("--top-p", type=above_zero, metavar="PROBABILITY", help="probability mass of nucleus sampling")
-    group.add_argument("--max-output-tokens", type=positive, metavar="TOKENS", help=_ANSWER)
     native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
     group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
-    ids = "record token ids, for training (default: of RLAgent, where the server reports them)"
-    group.add_argument("--token-ids", action=argparse.BooleanOptionalAction, help=ids)
-    group.add_argument("--input-cost-per-token", type=not_negative, metavar="USD", help="price of a prompt token")
-    group.add_argument("--output-cost-per-token", type=not_negative, metavar="USD", help="price of a sampled token")
 
 
 def _add_runs(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--runs", type=positive, default=1, metavar="RUNS", help="runs over all tasks")
-    group.add_argument("--seed", type=int, default=0, metavar="SEED", help="sampling seed")
-    group.add_argument("--shuffle", type=int, metavar="SEED", help="play the tasks in random order")
-    at_a_time = "episodes at a time (default: 1; of an environment, [rl] max_workers)"
-    group.add_argument("--workers", type=positive, metavar="EPISODES", help=at_a_time)
-    success = "least return of a resolved task of an environment (default: [rl.reward] threshold, else its own)"
-    group.add_argument("--success-at", type=finite, metavar="RETURN", help=success)
     add_bounds(group)
     retries = "retries of an episode after an infrastructure failure"
     group.add_argument("--retries", type=natural, default=2, metavar="RETRIES", help=retries)
-    failed = "play episodes again that ended with an infrastructure failure"
+    failed = "roll out episodes again that ended with an infrastructure failure"
     group.add_argument("--retry-failed", action="store_true", help=failed)
     add_repositories(group)
     group.add_argument("--network", action="store_true", help="let tests use the network")
     group.add_argument("--no-grade", action="store_true", help="do not grade: leave that to `openhands-rl grade`")
-    group.add_argument("--no-completions", action="store_true", help="do not write llm_completions/")
 
 
-def _plan(args: argparse.Namespace) -> EvaluationPlan:
+def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
     from openhands_rl_plugin.config.host import agent_named, host_of
-    from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.config.success import success_rule
-    from openhands_rl_plugin.config.toml import load_settings
     from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, stated_bounds
     from openhands_rl_plugin.evals.runs.suites import find_suite
 
-    settings = load_settings(args.config) if args.config is not None else RLSettings()
     suite = find_suite(args.suite, args.split).of_environment(settings.env_name)
-    bounds, model = stated_bounds(settings, suite), _model(args)
-    answer = bounds.pop("max_response_length", None)
-    if answer is not None and "max_output_tokens" not in model.model_fields_set:
+    bounds, model = stated_bounds(settings, suite), _model(args, settings)
+    if (answer := bounds.pop("max_response_length", None)) is not None:
         model = model.model_copy(update={"max_output_tokens": answer})
     given = {name: value for name, value in given_fields(args, EvaluationPlan).items() if value is not None}
     environment = suite.environment(settings)
@@ -198,29 +162,30 @@ def _plan(args: argparse.Namespace) -> EvaluationPlan:
         "host": host,
         "suite": suite,
         "model": model,
-        "base_model": _base_model(args, model),
+        "base_model": _base_model(args, model, settings),
         "out": (args.out or Path("evaluation_outputs")).absolute(),
-        "strategy_options": dict(_option(each) for each in args.strategy_option),
-        "temperatures": _temperatures(args, model),
-        "graders": args.graders or os.cpu_count() or 1,
-        "completions": not args.no_completions,
+        "temperatures": () if model.temperature is not None else _SWE_GYM_TEMPERATURES,
+        "seed": settings.sampling.seed,
+        "graders": os.cpu_count() or 1,
         "command": typed(args),
-        "success": success_rule(environment, settings.reward, args.success_at),
+        "success": success_rule(environment, settings.reward),
         "environment": {} if suite.software else {"env_name": environment, **settings.environment},
     }
     return checked(EvaluationPlan, bounds | given | chosen)
 
 
-def _model(args: argparse.Namespace) -> EvaluatedModel:
-    from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, evaluated_model
+def _model(args: argparse.Namespace, settings: RLSettings) -> EvaluatedModel:
+    """The model of ``[llm]``, with the options and what ``[rl.sampling]`` sets over it."""
+    from openhands_rl_plugin.evals.runs.plan import evaluated_model
 
-    named = {name: getattr(args, name, None) for name in (*EvaluatedModel.model_fields, "model")}
-    return evaluated_model({name: value for name, value in named.items() if value is not None}, args.config, args.llm)
+    stated = settings.sampling.model_fields_set & {"temperature", "top_p"}
+    given = {name: getattr(settings.sampling, name) for name in stated}
+    given |= {name: getattr(args, name) for name in ("model", "base_url", "api_key_env", "native_tool_calling")}
+    return evaluated_model({name: value for name, value in given.items() if value is not None}, args.config, args.llm)
 
 
-def _base_model(args: argparse.Namespace, model: EvaluatedModel) -> str:
+def _base_model(args: argparse.Namespace, model: EvaluatedModel, settings: RLSettings) -> str:
     """The base model of an evaluated version of an adapter; empty when no adapter is evaluated."""
-    from openhands_rl_plugin.config.toml import load_settings
     from openhands_rl_plugin.core.types import PolicyRef
 
     if args.base_model:
@@ -228,43 +193,12 @@ def _base_model(args: argparse.Namespace, model: EvaluatedModel) -> str:
     if PolicyRef.from_served_name("", model.name).adapter is None:
         return ""
     base, colon, _ = model.name.rpartition(":")  # SGLang names an adapter BASE:VERSION
-    known = load_settings(args.config).serving.model if args.config else ""
-    if not (found := base if colon else known):
+    if not (found := base if colon else settings.serving.model):
         raise ConfigError(
             f"{model.name} is a version of an adapter: give its base model, as the server names it, with --base-model, "
             "or as model in [rl.serving] of --config"
         )
     return found
-
-
-def _temperatures(args: argparse.Namespace, model: EvaluatedModel) -> tuple[float, ...]:
-    if args.temperatures is None:
-        return () if model.temperature is not None else _SWE_GYM_TEMPERATURES
-    try:
-        return tuple(float(each) for each in args.temperatures.split(","))
-    except ValueError as error:
-        raise ConfigError(f"--temperatures {args.temperatures}: give numbers with commas between them") from error
-
-
-def _check_temperature(args: argparse.Namespace, recorded: JsonObject) -> None:
-    """Refuse a temperature of the runs when a search samples at its own."""
-    own = recorded.get("temperature")
-    for option in ("temperature", "temperatures"):
-        if own is not None and getattr(args, option) is not None:
-            raise ConfigError(
-                f"--{option}: {recorded['strategy']} samples at its own temperature ({str(own).removesuffix('.0')}): "
-                "set it with --strategy-option temperature=..."
-            )
-
-
-def _option(text: str) -> tuple[str, JsonValue]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--strategy-option {text}: give NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tuple[EvalTask, ...]:
@@ -275,7 +209,7 @@ def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tu
         entries = swe_tasks(suite, args.dataset_file)
     else:
         entries = environment_tasks(suite, settings.env_name, args.tasks, args.dataset_file)
-    chosen = Selection(include=tuple(args.include), exclude=tuple(args.exclude), shuffle=args.shuffle, limit=args.limit)
+    chosen = Selection(include=tuple(args.include), exclude=tuple(args.exclude), limit=args.limit)
     return chosen.of(entries, lambda entry: entry.task.id)
 
 

@@ -20,17 +20,16 @@ import asyncio
 import gc
 import sys
 from contextlib import suppress
-from pathlib import Path
 
-from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, read_fields, storage_at
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, add_settings, read_fields, settings_of, storage_at
 from openhands_rl_plugin.cli.terminal import add_access_log, log_accesses_if_asked, sayable
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.session.client_sessions import GatewayConfig
 
 _STORE = "./trajectories"
+_OF_SETTINGS = ("base_model", "adapters_path", "upstream_key_env", "reward_min", "reward_max")
 PATIENCE = 25.0
 """Seconds: requests under way and the ends of the sessions have ten each."""
 
@@ -40,18 +39,18 @@ _SWITCH_SECONDS = 0.0005
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``GatewayConfig``, and where to store."""
-    add_fields(parser, GatewayConfig, lists="words", from_file=True)
+    add_fields(parser, GatewayConfig, from_file=True, without=_OF_SETTINGS)
     add_access_log(parser)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: {_STORE})")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a config.toml with the storage and [rl.serving]")
+    add_settings(parser)
 
 
 async def run(args: argparse.Namespace) -> int:
     """Record until stopped. Raises ``RLError`` when the options, the port or the storage cannot be used."""
-    settings = load_settings(args.config) if args.config is not None else None
+    settings = settings_of(args) if args.config or args.set else None
     config = read_fields(args, GatewayConfig, _known_from(settings) if settings else {})
     if settings is not None and args.store is None:
-        storage, where = open_storage(settings), f"the {settings.storage_backend} storage of {args.config}"
+        storage, where = open_storage(settings), f"the {settings.storage_backend} storage of [rl]"
     else:
         where = args.store or _STORE
         storage = storage_at(where)

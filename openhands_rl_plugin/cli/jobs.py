@@ -214,9 +214,8 @@ def graded_job(args: argparse.Namespace, job: LoopJob) -> LoopJob:
     """The job with the options of ``add_bounds`` and ``add_native``."""
     return replace(
         job,
-        graders=args.graders or os.cpu_count() or 1,
+        graders=os.cpu_count() or 1,
         test_timeout=args.test_timeout,
-        command_timeout=args.command_timeout,
         native_tool_calling=args.native_tool_calling,
     )
 

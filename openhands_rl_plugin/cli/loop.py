@@ -9,16 +9,16 @@ suites: those of `openhands-rl evaluate`
                         repository tasks: the reward of an episode is the verdict of its tests
 
 examples:
-  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --demonstrations 64
-  openhands-rl loop environment --config config.toml --tasks 500 --held-out 100 --run-dir runs/babyai --dry-run
+  openhands-rl loop webshop --config config.toml --model ./SmolLM2-135M-Instruct --set loop.demonstrations=64
+  openhands-rl loop environment --config config.toml --tasks 500 --run-dir runs/babyai --dry-run
   openhands-rl loop environment --config config.toml --dataset-file train.jsonl --held-out-file test.jsonl \\
-      --kind async --iterations 20
+      --set loop.kind=async --set loop.iterations=20
   openhands-rl loop repair-1 --config config.toml --model ./SmolLM2-135M-Instruct --no-native-tool-calling \\
-      --demonstrations 300 --held-out 100
-  openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --samples-per-task 8 --timeout 900
+      --set loop.demonstrations=300
+  openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --timeout 900
   openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --from latest    # after `openhands-rl train`
 
-The stages: an evaluation on held-out tasks, then (with --demonstrations) fine-tuning on scripted episodes and another
+The stages: an evaluation on held-out tasks, then (with demonstrations) fine-tuning on scripted episodes and another
 evaluation, the iterations, and a final evaluation. [rl.training] configures the training, [rl.reward] the reward. If
 [rl.serving] names no server, the embedded one serves --model during the run. Episodes are stored in [rl.storage],
 adapters in [rl.serving] adapters_path, and the state of the run in --run-dir.
@@ -48,17 +48,16 @@ from openhands_rl_plugin.cli.jobs import (
 )
 from openhands_rl_plugin.cli.options import (
     add_bounds,
-    add_fields,
     add_repositories,
+    add_settings,
     add_tasks,
     checked,
     given_fields,
-    settings_from,
+    settings_of,
 )
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
-from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -72,9 +71,9 @@ RESUME = "finished stages are kept, and the same command continues"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The suite, the settings, the model, the run, one option for each field of ``LoopSettings``, and the tasks."""
+    """The suite, the settings, the model, the run and the tasks."""
     parser.add_argument("suite", metavar="SUITE", help="the name of a suite, or a file of rows")
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a config.toml with an [rl] section")
+    add_settings(parser, required=True)
     weights = "folder of the base model's weights (default: as the model server says)"
     parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
     folder = "folder of the run's state"
@@ -82,10 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = "version of [rl.serving] adapter that a new run continues: a number, latest or base"
     parser.add_argument("--from", dest="start", default=BASE, metavar="VERSION", help=start)
     parser.add_argument("--fresh", action="store_true", help="delete the state of an earlier run in the folder")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, play nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, roll out nothing")
     add_studio(parser)
-    loop = parser.add_argument_group("loop", "The keys of [rl.loop]; config.toml.example explains them.")
-    add_fields(loop, LoopSettings, lists="commas")
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--split", metavar="NAME", help="split to train on (default: train, if the suite has one)")
     add_tasks(tasks)
@@ -104,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.apps.loop.checks import check_alone, held
 
     check_alone()
-    settings = _settings(args)
+    settings = settings_of(args)
     with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.checks import check_trainable
         from openhands_rl_plugin.apps.loop.tasks import loop_tasks
@@ -119,11 +116,6 @@ def run(args: argparse.Namespace) -> int:
     directory, adapters = args.run_dir.absolute(), settings.serving.adapters_directory.resolve()
     with held(directory), studio_beside(args, directory, lambda: open_storage(settings), adapters, args.model):
         return _play(args, settings, tasks, start)
-
-
-def _settings(args: argparse.Namespace) -> RLSettings:
-    settings = load_settings(args.config)
-    return settings.model_copy(update={"loop": settings_from(args, settings.loop)})
 
 
 def _source(args: argparse.Namespace) -> TaskSource:

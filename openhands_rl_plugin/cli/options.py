@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from openhands_rl_plugin.config.fields import Settings
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
     ConfigError,
@@ -80,43 +81,28 @@ not_negative, above_zero = at_least(0.0, finite), at_least(sys.float_info.min, f
 _METAVARS = {
     "url": "URL",
     "env": "VARIABLE",
-    "len": "TOKENS",
-    "length": "TOKENS",
     "timeout": "SECONDS",
-    "patience": "SECONDS",
     "host": "ADDRESS",
     "listen": "ADDRESS",
     "path": "DIR",
-    "template": "FILE",
-    "batch_size": "EPISODES",
-    "samples_per_task": "EPISODES",
-    "keep_best": "EPISODES",
-    "tasks_per_iteration": "TASKS",
-    "max_tokens_per_micro_batch": "TOKENS",
-    "target_modules": "NAME,NAME,...",
 }
-"""What a value is, by its field's name or the last word of that; a number is named by the last word itself."""
+"""What a value is, by the last word of its field's name; a number is named by the last word itself."""
 _LONGEST_CHOICES = 24
 
 
 def add_fields(
-    group: argparse._ActionsContainer,
-    model: type[BaseModel],
-    *,
-    lists: Literal["words", "commas"],
-    from_file: bool = False,
+    group: argparse._ActionsContainer, model: type[BaseModel], *, from_file: bool = False, without: Collection[str] = ()
 ) -> None:
     """One option for each field of ``model``; an option that is not given is not in the namespace.
 
-    ``lists``: whether a tuple takes several words (and the option may be repeated), or one word with commas in it. A
-    command with positional arguments needs commas.
     ``from_file``: a configuration file may give what is required, so that only ``checked`` can refuse its absence.
     """
-    words = lists == "words"
     for name, field in model.model_fields.items():
-        several = words and get_origin(field.annotation) is tuple
-        # A switch may be given alone, unless a positional argument could be taken for its value.
-        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if words and field.annotation is bool else {}
+        if name in without:
+            continue
+        several = get_origin(field.annotation) is tuple
+        # A switch may be given alone.
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
         group.add_argument(
             option_of(name),
             required=field.is_required() and not from_file,
@@ -125,34 +111,16 @@ def add_fields(
             help=_help(field),
             **({"nargs": "*", "action": "extend"} if several else switch),
         )
-    for old in _renamed(model):
-        group.add_argument(option_of(old), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-
-
-def _renamed(model: type[BaseModel]) -> Mapping[str, str]:
-    """Old names of fields, which are accepted but not shown in ``--help``."""
-    return model.renamed_keys if issubclass(model, Settings) else {}
 
 
 def given_fields(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, object]:
     """The fields that the options name; a value is text, of a tuple a list of texts."""
-    given = {name: value for name, value in vars(args).items() if name in {*model.model_fields, *_renamed(model)}}
-    if issubclass(model, Settings):
-        given = model.with_new_names(given)
-    for name, value in given.items():
-        if get_origin(model.model_fields[name].annotation) is tuple and isinstance(value, str):
-            given[name] = [each for each in value.split(",") if each]
-    return given
+    return {name: value for name, value in vars(args).items() if name in model.model_fields}
 
 
 def read_fields[M: BaseModel](args: argparse.Namespace, model: type[M], defaults: Mapping[str, object] = {}) -> M:
     """``defaults`` with what the options change. Raises ``UsageError`` that names the wrong options."""
     return checked(model, {**defaults, **given_fields(args, model)})
-
-
-def settings_from[M: BaseModel](args: argparse.Namespace, base: M) -> M:
-    """``base`` with what the options change. Raises ``UsageError`` that names the wrong options."""
-    return read_fields(args, type(base), base.model_dump())
 
 
 def checked[M: BaseModel](model: type[M], values: Mapping[str, object], names: Mapping[str, str] = {}) -> M:
@@ -175,10 +143,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
     last = name.rpartition("_")[2]
     if get_origin(field.annotation) is Literal:
         return _choices(field) or last.upper()
-    if (meant := _METAVARS.get(name) or _METAVARS.get(last)) is not None:
+    if (meant := _METAVARS.get(last)) is not None:
         return meant
-    if name == "held_out":  # of a loop and of a verifier
-        return "TASKS" if field.annotation is int else "FRACTION"
     kinds = {field.annotation, *get_args(field.annotation)}
     return "true|false" if bool in kinds else last.upper()
 
@@ -196,8 +162,7 @@ def _help(field: FieldInfo) -> str:
     text = "; ".join(parts)
     default = field.get_default()
     if not field.is_required() and default not in ("", None, ()):
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        text += f" (default: {shown.lower() if isinstance(default, bool) else shown})"
+        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
     return text.strip().replace("%", "%%")
 
 
@@ -398,6 +363,22 @@ def add_reward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward", metavar="NAME", help=f"{about}the outcome, or else the return)")
 
 
+def add_settings(parser: argparse._ActionsContainer, *, required: bool = False) -> None:
+    """``--config`` and ``--set``."""
+    parser.add_argument("--config", type=Path, required=required, metavar="FILE", help="a config.toml")
+    about = "settings over those of --config, such as max_turns=30 training.learning_rate=1e-5"
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=about)
+
+
+def settings_of(args: argparse.Namespace, *first: str, last: Sequence[str] = ()) -> RLSettings:
+    """The settings of ``--config`` and ``--set``; ``first``: defaults where there is no file, ``last``: over all.
+
+    Raises ``ConfigError``.
+    """
+    defaults = () if args.config else first
+    return load_settings(args.config, changes=[*defaults, *args.set, *last])
+
+
 def author() -> str:
     """Who judges, as this machine knows the user; empty where it does not."""
     try:
@@ -428,15 +409,11 @@ def add_tasks(group: argparse._ActionsContainer) -> None:
 
 def add_bounds(group: argparse._ActionsContainer) -> None:
     """Processes and times."""
-    about = "processes that play the episodes (0: this one only)"
+    about = "processes that roll out the episodes (0: this one only)"
     group.add_argument("--processes", type=natural, metavar="PROCESSES", help=about)
-    group.add_argument(
-        "--graders", type=positive, metavar="PATCHES", help="patches tested at a time (default: each CPU)"
-    )
     for option, kind, seconds, what in (
         ("--timeout", above_zero, 7200.0, "an episode"),
         ("--test-timeout", above_zero, 1800.0, "a patch's tests"),
-        ("--command-timeout", positive, 300, "one command of the agent"),
     ):
         text = f"seconds for {what}"
         group.add_argument(option, type=kind, default=seconds, metavar="SECONDS", help=text)

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The task, and one option for each field of ``PlayOptions``."""
     parser.add_argument("--task", required=True, metavar="FILE|ID|-", help="the task: an id, or a file with its row")
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: [rl.storage])")
-    add_fields(parser, PlayOptions, lists="words")
+    add_fields(parser, PlayOptions)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,24 +4,25 @@ examples:
   openhands-rl run -t "Make the failing test pass" --model policy --base-url http://127.0.0.1:8100/v1
   openhands-rl run -t "Make the failing test pass" --workspace ./my-repository --config config.toml
   openhands-rl run -t "Make the failing test pass" --attempts 4 --config config.toml --store ./trajectories
-  openhands-rl run -f task.md --strategy BestOfN --max-turns 30 --store ./trajectories
+  openhands-rl run -f task.md --set rollout_strategy=BestOfN --set max_turns=30
   echo "Say what this code does" | openhands-rl run -f -
   openhands-rl run --base-url http://127.0.0.1:8100/v1 --store ./trajectories -- python my_agent.py
-  openhands-rl run --strategy BestOfN --base-url http://127.0.0.1:8100/v1 -- mini -t "Make the failing test pass" -y
+  openhands-rl run --set rollout_strategy=BestOfN --base-url http://127.0.0.1:8100/v1 -- mini -t "Make it pass" -y
 
 The agent is that of OpenHands V0 where it is installed, else of V1 (its SDK); [rl] host decides where both are. Of the
 file only [llm] and [rl] count. Commands stay in the folder ([rl.workspace]). Ctrl-C stops it; what was sampled stays.
 
 A command after -- is any other agent. Its completions are recorded on their way to the model server: OPENAI_BASE_URL,
 OPENAI_API_BASE, LLM_BASE_URL and ANTHROPIC_BASE_URL name an address of this process. It runs with your rights, and its
-exit code is returned. With --strategy or --max-turns each of its chat completions is decided by that strategy, which
-compares what the model proposes: nothing is forked.
+exit code is returned. With --set rollout_strategy=... or max_turns=... each of its chat completions is decided by that
+strategy, which compares what the model proposes: nothing is forked.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import uuid
@@ -31,10 +32,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from openhands_rl_plugin.cli.options import add_fields, positive, read_fields
+from openhands_rl_plugin.cli.options import add_settings, positive
 from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.work import OwnWork, WorkOptions, work_of
+from openhands_rl_plugin.config.toml import changed
+from openhands_rl_plugin.config.work import OwnWork, work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -49,7 +51,7 @@ _LONGEST = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The task or the command, the folder, and one option for each field of ``WorkOptions``."""
+    """The task or the command, the folder, the model and the settings."""
     task = parser.add_mutually_exclusive_group()
     task.add_argument("-t", "--task", metavar="TEXT", help="what is to be done")
     task.add_argument("-f", "--file", metavar="FILE", help="a file with the task; -: standard input")
@@ -63,7 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--create", action="store_true", help="make the folder of --workspace where there is none")
     several = "roll out the task so many times, each in a copy of the folder: a group that can be trained on"
     parser.add_argument("--attempts", type=positive, default=1, metavar="COUNT", help=several)
-    add_fields(parser, WorkOptions, lists="commas")
+    add_settings(parser)
+    parser.add_argument(
+        "--store", default="", metavar="DIR", help="folder of the episodes (default: [rl.storage] path)"
+    )
+    model = "the model's name on its server; over [llm] and [rl.serving]"
+    parser.add_argument("--model", default="", metavar="NAME", help=model)
+    server = "OpenAI-compatible server of the model, up to and including /v1"
+    parser.add_argument("--base-url", default="", metavar="URL", help=server)
     parser.add_argument("agent", nargs="*", metavar="-- COMMAND", help="run this command instead, and record it")
 
 
@@ -72,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError``.
     """
-    options = read_fields(args, WorkOptions)
     given = args.task is not None or args.file is not None
     if given == bool(args.agent):
         raise ConfigError("give either a task (-t TEXT, -f FILE) or a command after --")
@@ -81,16 +89,19 @@ def run(args: argparse.Namespace) -> int:
     if not args.workspace.is_dir():
         raise ConfigError(f"--workspace: there is no folder {args.workspace}; --create makes it")
     run_id = f"run-{uuid.uuid4().hex}"
-    if args.agent:
+    task = None if args.agent else _task(args)
+    stored = ["storage_backend=file", f"storage.path={json.dumps(args.store)}"] if args.store else []
+    named = {"model": args.model, "base_url": args.base_url, "needs_model": not args.agent}
+    work = work_of(args.config, [*args.set, *stored], **named)
+    if task is None:
         if args.attempts > 1:
             raise ConfigError("--attempts: of a task; a command is run again by the same line again")
-        work = work_of(options, needs_model=False)
-        opened = bool(options.strategy) or options.max_turns is not None
+        opened = not {"rollout_strategy", "max_turns"}.isdisjoint(changed(args.set))
         command = partial(_run_command, args.agent, args.workspace, work, run_id, opened)
         return ENDING.run(_recorded(work.settings, run_id, command))
     from openhands_rl_plugin.hosts.pool import task_attempts
 
-    attempts = task_attempts(_task(args), args.workspace, work_of(options), run_id, args.attempts)
+    attempts = task_attempts(task, args.workspace, work, run_id, args.attempts)
     return ENDING.run(_recorded(attempts[0], run_id, partial(_run_attempts, *attempts)))
 
 

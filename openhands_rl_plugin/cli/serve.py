@@ -28,8 +28,8 @@ PATIENCE = 8.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``ServerConfig`` and ``ToolsConfig``."""
-    add_fields(parser, ServerConfig, lists="words")
-    add_fields(parser.add_argument_group("a served policy with tools"), ToolsConfig, lists="words")
+    add_fields(parser, ServerConfig)
+    add_fields(parser.add_argument_group("a served policy with tools"), ToolsConfig)
     add_access_log(parser)
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
@@ -25,20 +25,23 @@ SECTIONS: tuple[Location, ...] = (("rl",), ("extended", "rl"), ("agent", "RLAgen
 Table = Mapping[str, object]
 
 
-def load_settings(path: Path, environ: Mapping[str, str] | None = None) -> RLSettings:
-    """Read a TOML file. A file without any of the sections gives the defaults.
+def load_settings(
+    path: Path | None, environ: Mapping[str, str] | None = None, *, changes: Sequence[str] = ()
+) -> RLSettings:
+    """Read a TOML file, and put ``changes`` over it. A file without any of the sections gives the defaults.
 
     Raises ``ConfigError`` with one line per wrong setting, which names the file, the section and the remedy; also when
     ``api_key_env`` or ``uri_env`` names a variable that is not set in ``environ`` (default: the process's).
     """
     try:
-        settings = settings_from_sections(read_document(path))
+        settings = settings_from_sections(read_document(path) if path else {}, changes)
         secrets = os.environ if environ is None else environ
         settings.serving.api_key(secrets)
         if settings.storage_backend == "mongodb":
             settings.storage.connection_string(secrets)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
+        where = f"{path}: " if path else ""
+        raise ConfigError("\n".join(f"{where}{line}" for line in str(error).splitlines())) from error
     return settings
 
 
@@ -48,16 +51,39 @@ def has_settings(path: Path) -> bool:
     return any(table_of(document, name) is not None for name in SECTIONS)
 
 
-def settings_from_sections(document: Table) -> RLSettings:
-    """Merge the sections of a whole configuration document. Raises ``ConfigError``."""
+def settings_from_sections(document: Table, changes: Sequence[str] = ()) -> RLSettings:
+    """Merge the sections of a whole configuration document, and ``changes`` (``KEY=VALUE``, see ``changed``) over them.
+
+    Another strategy drops the options of the one before. Raises ``ConfigError``.
+    """
     sections = {name: table for name in SECTIONS if (table := table_of(document, name)) is not None}
-    merged = reduce(_merge, sections.values(), dict[str, object]())
+    merged, given = reduce(_merge, sections.values(), dict[str, object]()), changed(changes)
+    if given.get("rollout_strategy", merged.get("rollout_strategy")) != merged.get("rollout_strategy"):
+        merged.pop("strategy", None)
+    merged = _merge(merged, given)
 
     def locate(location: Location) -> str:
         holders = [name for name, table in sections.items() if _holds(table, location)]
         return f"[{'.'.join((holders or [('rl',)])[-1] + location[:-1])}]"
 
     return RLSettings.model_validate(merged, context={"locate": locate})
+
+
+def changed(changes: Sequence[str]) -> dict[str, object]:
+    """``KEY=VALUE``: a key of ``[rl]``, with dots in it below a section, and a value as in TOML, or else a text.
+
+    ``["training.num_epochs=2", "strategy.n=4"]`` is ``{"training": {"num_epochs": 2}, "strategy": {"n": 4}}``.
+    """
+    found: dict[str, object] = {}
+    for each in changes:
+        key, _, value = each.partition("=")
+        try:
+            found = _merge(found, tomllib.loads(each))
+        except tomllib.TOMLDecodeError:
+            if not re.fullmatch(r"[\w.-]+", key) or "=" not in each:
+                raise ConfigError(f"--set {each}: give KEY=VALUE, such as training.learning_rate=1e-5") from None
+            found = _merge(found, tomllib.loads(f"{key} = {json.dumps(value)}"))
+    return found
 
 
 def read_document(path: Path) -> Table:

@@ -136,7 +136,7 @@ class GatewayConfig(BaseModel):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.reward_min > self.reward_max:
-            raise ValueError("--reward-min is above --reward-max")
+            raise ValueError("[rl.reward] gateway_min is above gateway_max")
         if self.adapter is not None and not self.base_model:
             raise ValueError("--adapter needs --base-model, the name of the model without an adapter")
         return self

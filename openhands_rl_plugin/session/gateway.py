@@ -208,7 +208,7 @@ class Gateway:
         low, high = self._config.reward_min, self._config.reward_max
         if reward is not None and not low <= reward <= high:
             # One reward far above the others decides what is learnt, and anybody who may write here can send it.
-            message = f"reward: has to be from {low:g} to {high:g}; raise --reward-min or --reward-max of the gateway"
+            message = f"reward: has to be from {low:g} to {high:g}; see [rl.reward] gateway_min and gateway_max"
             raise ErrorReply(400, message)
         detail: JsonObject = {} if success is None else {"success": success}
         evidence = {**outcome.evidence, **detail, "ended_by": "client"}

@@ -362,7 +362,7 @@ def _shown(ids: Sequence[int], decode: Decode | None) -> str:
 
 REMEDY = (
     "training with rewards needs token ids and logprobs: serve the model with vLLM or `openhands-rl serve`, and let "
-    "the agent use /v1/chat/completions; `evaluate` asks for a stock agent's with --token-ids"
+    "the agent use /v1/chat/completions"
 )
 _NAMES = {"token_ids": "token ids"}
 

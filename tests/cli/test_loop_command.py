@@ -128,7 +128,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     kind: str, served: tuple[str, str], talker: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
-    command, state_file = words(config, "--kind", kind), tmp_path / "run" / "state.json"
+    command, state_file = words(config, "--set", f"loop.kind={kind}"), tmp_path / "run" / "state.json"
     watching = interrupt_after("iteration-000", state_file)
     assert cli.main(command) == 130
     watching.join()
@@ -167,7 +167,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     )
     assert "left out:\n    4 held out" in capfd.readouterr().out, "what the run measured with is not learnt from later"
 
-    assert cli.main([*command, "--samples-per-task", "4"]) == 1
+    assert cli.main([*command, "--set", "loop.samples_per_task=4"]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "holds a run with other options (rl.loop.samples_per_task: 3, now 4)" in line and "--fresh" in line
 
@@ -189,7 +189,7 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
     served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
-    learnt = words(config, "--iterations", "1", "--held-out", "1")
+    learnt = words(config, "--set", "loop.iterations=1", "loop.held_out=1")
     assert cli.main([*learnt, "--from", "latest"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "--from latest: there is no version of" in line and "openhands-rl train" in line
@@ -237,9 +237,9 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
 WRONG = [
     ([], "", "no model is given: give its folder with --model, or its server as base_url in [rl.serving]"),
     (["--model", "nowhere"], "", "--model nowhere: this is not the folder of a model"),
-    (["--model", "MODEL", "--held-out", "6"], "", "too few tasks: 0 to train on, 6 held out"),
-    (["--model", "MODEL", "--demonstrations", "2"], "", "environment has no scripted ones, only repair-1, repair-2"),
-    (["--model", "MODEL", "--kind", "asynchronous"], "", "--kind: must be 'sync' or 'async'"),
+    (["--model", "MODEL", "--set", "loop.held_out=6"], "", "too few tasks: 0 to train on, 6 held out"),
+    (["--model", "MODEL", "--set", "loop.demonstrations=2"], "", "environment has no scripted ones, only repair-1"),
+    (["--model", "MODEL", "--set", "loop.kind=asynchronous"], "", "[rl.loop] kind: must be 'sync' or 'async'"),
     (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "temperature = 0: greedy answers have no probability"),
     (["--model", "MODEL"], "[rl.sampling]\ntop_p = 0.9", "[rl.sampling] top_p = 0.9: answers would not be"),
     (["--model", "MODEL"], "[rl.strategy]\nsampling = {top_k = 20}", "[rl.strategy] sampling.top_k = 20: "),
@@ -332,14 +332,14 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_episode
         deaf.script(MODEL, [])
         config = write_config(tmp_path, shop=served[0], server=deaf.url.removesuffix("/v1"), more='server = "vllm"')
         config.write_text(config.read_text().replace("max_workers = 6", "max_workers = 1"))
-        command = words(config, "--model", str(talker), "--held-out", "4", "--iterations", "0")
+        command = words(config, "--model", str(talker), "--set", "loop.held_out=4", "loop.iterations=0")
         assert cli.main(command) == 1
         assert len(stored(tmp_path / "trajectories")) == 1, "what comes after it would be wasted, too"
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert "hold no token ids (and logprobs, to reinforce); use a server that returns them" in line
         if field == "logprobs":  # which nobody who imitates needs
             config.write_text(config.read_text().replace("[rl.training]", '[rl.training]\nalgorithm = "sft"'))
-            assert cli.main([*command, "--fresh", "--held-out", "1"]) == 0
+            assert cli.main([*command, "--fresh", "--set", "loop.held_out=1"]) == 0
             return
     # With a server that sends them the same command goes on, and keeps what was played.
     config.write_text(config.read_text().replace(deaf.url, f"{served[1]}/v1").replace('server = "vllm"', ""))
@@ -350,13 +350,14 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_episode
 @needs_contrib
 def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["loop", "webshop", "--config", str(write_config(tmp_path)), "--model", str(talker), "--dry-run"]
-    assert cli.main([*command, "--run-dir", str(tmp_path / "run"), "--demonstrations", "5", "--kind", "async"]) == 0
+    command += ["--run-dir", str(tmp_path / "run")]
+    assert cli.main([*command, "--set", "loop.demonstrations=5", "loop.kind=async"]) == 0
     said = capsys.readouterr().out
     assert "1195 tasks to train on, 2 held out, 5 for demonstrations" in said
     assert "stages: 7, 0 done" in said and "async, at most 1 versions behind" in said
     assert "by the embedded server" in said and "'counted_reward:CountedReward'" in said
     assert "agent: StandardReAct, at most 2 turns, 6 at a time\n" in said
-    assert cli.main([*command, "--training-max-turns", "4", "--evaluation-strategy", "BestOfN"]) == 0
+    assert cli.main([*command, "--set", "loop.training_max_turns=4", "loop.evaluation_strategy=BestOfN"]) == 0
     also = "agent: StandardReAct, at most 4 turns, 6 at a time; held-out tasks: BestOfN, at most 2 turns\n"
     assert also in capsys.readouterr().out
     assert cli.main(["loop", "swe-local", *command[2:]]) == 0

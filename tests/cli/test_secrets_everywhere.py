@@ -135,7 +135,7 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "run": [
             ["run", "-t", KEYS["prompt"], *configured],
             ["run", "-t", "Think.", *configured, *model, "--workspace", config],
-            ["run", "-t", "Think.", *configured, "--model", "planted", "--api-key-env", KEYS["prompt"]],
+            ["run", "-t", "Think.", *configured, "--set", f"serving.api_key_env={KEYS['prompt']}"],
         ],
         "score": [
             ["score", store, "--reward", "return"],

@@ -14,7 +14,7 @@ import pytest
 from scripted_model import call, says, serve
 
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.config.work import WorkOptions, work_of
+from openhands_rl_plugin.config.work import work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason
@@ -67,7 +67,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_the_file_says_the_model_and_the_settings(file: Path) -> None:
-    work = work_of(WorkOptions(config=file), {})
+    work = work_of(file)
     assert work.llm == {
         "model": "openai/policy",
         "base_url": "http://127.0.0.1:8100/v1",
@@ -80,22 +80,22 @@ def test_the_file_says_the_model_and_the_settings(file: Path) -> None:
 
 
 def test_options_count_more_than_the_file(file: Path) -> None:
-    options = WorkOptions(
-        config=file, model="newer", base_url="http://127.0.0.1:9/v1", strategy="MCTS", max_turns=3, store="here"
-    )
-    work = work_of(options, {})
+    work = work_of(file, ["rollout_strategy=MCTS", "max_turns=3"], model="newer", base_url="http://127.0.0.1:9/v1")
     assert (work.llm["model"], work.llm["base_url"]) == ("openai/newer", "http://127.0.0.1:9/v1")
     assert work.settings.serving.model == "newer" and work.settings.serving.base_url == "http://127.0.0.1:9/v1"
-    assert work.settings.max_turns == 3 and work.settings.storage.path == "here"
+    assert work.settings.max_turns == 3
     assert work.settings.rollout_strategy == "MCTS" and "strategy" not in work.rl
 
 
-def test_a_key_is_read_from_the_environment_and_never_among_the_settings(file: Path) -> None:
-    work = work_of(WorkOptions(config=file, api_key_env="MY_KEY"), {"MY_KEY": "sk-secret"})
+def test_a_key_is_read_from_the_environment_and_never_among_the_settings(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="the environment variable MY_KEY is not set"):
+        work_of(file, ["serving.api_key_env=MY_KEY"])
+    monkeypatch.setenv("MY_KEY", "sk-secret")
+    work = work_of(file, ["serving.api_key_env=MY_KEY"])
     assert work.llm["api_key"] == "sk-secret" and "sk-secret" not in str(work.rl)
     assert work.settings.serving.api_key_env == "MY_KEY"
-    with pytest.raises(ConfigError, match="the environment variable MY_KEY is not set"):
-        work_of(WorkOptions(config=file, api_key_env="MY_KEY"), {})
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ def test_a_key_is_read_from_the_environment_and_never_among_the_settings(file: P
         (["run", "-t", " "], "error: the task is empty; say what is to be done"),
         (["run", "-f", "absent.md"], "error: --file: absent.md cannot be read"),
         (["run", "-t", "Think.", "--config", "absent.toml"], "error: absent.toml: there is no such file"),
-        (["run", "-t", "Think.", "--model", "m", "--base-url", "here"], "error: --base-url: must be an http://"),
-        (["run", "-t", "Think.", "--model", "m", "--strategy", "Best"], "'Best'"),
+        (["run", "-t", "Think.", "--model", "m", "--base-url", "here"], "[rl.serving] base_url: must be an http://"),
+        (["run", "-t", "Think.", "--model", "m", "--set", "rollout_strategy=Best"], "'Best'"),
         (["run"], "error: give either a task (-t TEXT, -f FILE) or a command after --"),
         (["run", "-t", "Think.", "--", "true"], "error: give either a task (-t TEXT, -f FILE) or a command after --"),
         (["run", "--", "true"], "error: which model server? give --base-url URL"),
-        ([*COMMAND, "--strategy", "MCTS", "--", "true"], "MCTS needs an environment that can fork, and this one"),
+        ([*COMMAND, "--set", "rollout_strategy=MCTS", "--", "true"], "MCTS needs an environment that can fork"),
         ([*COMMAND, "--", "./absent"], "error: ./absent cannot be started in .: No such file or directory"),
         ([*COMMAND, "--workspace", "./typo", "--", "true"], "error: --workspace: there is no folder typo; --create"),
         ([*COMMAND, "--attempts", "2", "--", "true"], "error: --attempts: of a task;"),
         (["run", "-t", "Think.", "--workspace", "./typo"], "error: --workspace: there is no folder typo; --create"),
         (["run", "-t", "Think.", "--model", "nosuch"], "does not serve nosuch. It has: m; name one with"),
-        (["run", "-t", "Think.", "--model", "m", "--strategy", "MCTS"], "a workspace pays none: set value = "),
+        ([*COMMAND[:1], "-t", "Think.", "--model", "m", "--set", "rollout_strategy=MCTS"], "a workspace pays none"),
         (["run", "-t", "Think.", "--model", "m", "--base-url", "http://127.0.0.1:9/v1"], "no model server answers at"),
     ],
 )
@@ -129,7 +129,7 @@ def test_what_cannot_be_used_is_said_in_one_line(
         server.script("m", [])
         server.context = 8192
         where = ["--base-url", server.url] if "--model" in words and "--base-url" not in words else []
-        assert main([*words, *where]) == (2 if "here" in words else 1)
+        assert main([*words, *where]) == 1
     err = capfd.readouterr().err
     assert said in err and err.count("\n") == 1, err
     assert not (tmp_path / "typo").exists() and not server.requests["m"]
@@ -141,7 +141,7 @@ def counts(body: Any) -> Any:
     return says("two" if "Go on." in str(body["messages"]) else "one")
 
 
-@pytest.mark.parametrize(("code", "options"), [(0, []), (7, []), (3, ["--strategy", "BestOfN", "--max-turns", "2"])])
+@pytest.mark.parametrize(("code", "options"), [(0, []), (7, []), (3, ["--set", "max_turns=2"])])
 async def test_another_agents_command_is_recorded_and_its_exit_code_returned(
     tmp_path: Path, code: int, options: list[str]
 ) -> None:
@@ -206,7 +206,8 @@ def test_run_rolls_out_a_task_with_openhands_v0(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was executed')\n")
     with serve() as server:
         server.script("writer", answers * 2)
-        given = ["--model", "writer", "--base-url", server.url, "--api-key-env", "MY_KEY", "--store", "store"]
+        given = ["--model", "writer", "--base-url", server.url, "--store", "store"]
+        given += ["--set", "serving.api_key_env=MY_KEY"]
         (tmp_path / "config.toml").write_text("[llm]\nnative_tool_calling = true\n[agent]\nenable_mcp = false\n[rl]\n")
         command = ["openhands-rl", "run", "-t", "Write hello", "--workspace", "project", "--create", *given]
         several, options = [*command, "--attempts", "2"], {"cwd": tmp_path, "env": environ, "timeout": 250}

@@ -207,7 +207,7 @@ def test_a_key_is_read_from_the_variable_that_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing.toml: there is no such file; write one with: openhands-rl config"):
+    with pytest.raises(ConfigError, match=r"missing.toml: there is no such file; write one with: openhands-rl doctor"):
         load_settings(tmp_path / "missing.toml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load_settings(tmp_path)

@@ -37,7 +37,7 @@ NOT_RUN = {
     r"openhands-rl rollouts serve ": "a model server and hours; tests/contrib/rollouts has what is behind it",
     r"openhands-rl watch ": "a model server with episodes; tests/contrib/watch has what is behind it",
     r"openhands-rl (train|score) .*verif": "judged episodes of many tasks",
-    r"openhands-rl train .* --teacher ": "a second model server; tests/training/trainer/test_teacher.py has one",
+    r"openhands-rl train .* --algorithm opd ": "a second model server; tests/training/trainer/test_teacher.py has one",
     r"openhands-rl (train .* --task|score .*better|export .* preferences)": "attempts; tests/hosts/v1 makes them",
     r"openhands-rl run ": "a terminal or an editor; tests/hosts/v1 has what is behind them",
     r"OPENHANDS_RL_API_KEY=": "an address of the network",

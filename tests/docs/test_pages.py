@@ -24,7 +24,7 @@ DATA = ROOT / "tests/trajectories/exchange/data"
 CHANGES = {
     "native_tool_calling = false": "native_tool_calling = true",
     "max_response_length = 4096": "max_response_length = 64",
-    "--algorithm sft": "--algorithm sft --num-epochs 1",
+    "--algorithm sft": "--algorithm sft --set training.num_epochs=1",
     "--model smollm2-135m": "--model ./model",
 }
 

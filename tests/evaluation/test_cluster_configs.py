@@ -64,7 +64,7 @@ def test_training_on_slurm(tmp_path: Path) -> None:
     assert launched[0] == "torchrun" and after(launched, "--nnodes")[0] == "2"
     assert after(launched, "--rdzv-endpoint") == ["node1:29500"]
     args = parsed(after(words, "-m", "openhands_rl_plugin.cli"))
-    assert (args.store, args.model, args.sharding, args.algorithm) == ("s", Path("m"), "layers", "grpo")
+    assert (args.store, args.model, args.set[0], args.algorithm) == ("s", Path("m"), "training.sharding=layers", "grpo")
 
 
 def test_episodes_on_slurm(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_episodes_on_slurm(tmp_path: Path) -> None:
     assert sum("ray" in words for words in given) == 2, "a head, and the other nodes"
     (ours,) = (words for words in given if "openhands-rl" in words)
     args = parsed(after(ours, "openhands-rl"))
-    assert (args.suite, args.processes, args.workers, args.tasks) == ("environment", 8, 128, 5)
+    assert (args.suite, args.processes, args.set[1], args.tasks) == ("environment", 8, "max_workers=128", 5)
     gives_something_to_compare(args)
     would_begin(after(ours, "openhands-rl"), tmp_path)
 
@@ -86,7 +86,7 @@ def would_begin(words: Sequence[str], tmp_path: Path) -> None:
 
 def gives_something_to_compare(args: argparse.Namespace) -> None:
     """Several episodes of each task, not all the same, and whose episodes they are."""
-    assert args.runs > 1 and args.temperature is not None and args.temperature > 0
+    assert args.runs > 1 and args.set[0] == "sampling.temperature=1.0"
     assert load_settings(CLUSTER / "rollouts.toml").serving.model
 
 
@@ -105,7 +105,7 @@ def test_training_on_kubernetes() -> None:
     # A pod of an indexed job is called by the job's name and its index, below the service's.
     names = (job["metadata"]["name"], service["metadata"]["name"], service["spec"]["ports"][0]["port"])
     assert options["--rdzv-endpoint"] == "{}-0.{}:{}".format(*names) and spec["subdomain"] == names[1]
-    assert parsed(after(words, "-m", "openhands_rl_plugin.cli")).sharding == "layers"
+    assert parsed(after(words, "-m", "openhands_rl_plugin.cli")).set[0] == "training.sharding=layers"
 
 
 def test_episodes_on_kubernetes(tmp_path: Path) -> None:

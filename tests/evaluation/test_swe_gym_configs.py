@@ -36,8 +36,7 @@ def test_they_dry_run_without_weights_and_episodes(config: Path, capsys: pytest.
 
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/scale-out.md").read_text(encoding="utf-8")
-LONG = ["--lora-rank", "32", "--dtype", "bfloat16", "--max-tokens-per-micro-batch", "65536"]
-LONG += ["--gradient-checkpointing", "true"]
+LONG = ["--set", "training.lora_rank=32", "training.dtype=bfloat16", "training.max_tokens_per_micro_batch=65536"]
 
 
 def test_an_adapter_for_32b_at_64k(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,8 +114,8 @@ def gradients_of(case: dict[str, Any], model: Path, adapter: Path, episodes: lis
 
     torch.optim.AdamW.step = recording
     options = {"dtype": "float32", "lora_rank": 2, "lora_alpha": 4, "num_epochs": 1, "batch_size": 64, **case}
-    words = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in options.items()]
-    words += ["--max-grad-norm=1e9", "--reward=return", f"--model={model}", f"--adapters={folder / 'adapters'}"]
+    words = ["--set", *(f"training.{name}={str(value).lower()}" for name, value in options.items())]
+    words += ["training.max_grad_norm=1e9", "--reward=return", f"--model={model}", f"--adapters={folder / 'adapters'}"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = cli.main(["train", str(folder / "store"), *words])

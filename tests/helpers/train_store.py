@@ -11,7 +11,8 @@ from openhands_rl_plugin.core.types import Message, Node, PolicyRef, Score, Stop
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-TINY = ["--dtype", "float32", "--lora-rank", "2", "--num-epochs", "1", "--learning-rate", "1e-2"]
+TINY = ["--set", "training.dtype=float32", "training.lora_rank=2"]
+TINY += ["training.num_epochs=1", "training.learning_rate=1e-2"]
 
 
 def episode(number: int, reward: float, *, base_model: str = "tiny", **changes: object) -> Trajectory:

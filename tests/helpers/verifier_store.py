@@ -98,6 +98,7 @@ def trained_by_command(model: Path, folder: Path, *more: str) -> Path:
     torch.set_num_threads(1)
     store = store_of(folder / "store", *toy_episodes(10))
     where = ["--model", str(model), "--adapters", str(folder / "adapters")]
-    options = ["--learning-rate", "5e-3", "--lora-rank", "8", "--num-epochs", "4", "--warmup-steps", "2"]
-    assert cli.main(["train", str(store), "--verifier", *where, *options, "--held-out", "0.3", *more]) == 0
+    options = ["--set", "training.learning_rate=5e-3", "training.lora_rank=8", "training.num_epochs=4"]
+    options += ["training.warmup_steps=2", "verifier.held_out=0.3"]
+    assert cli.main(["train", str(store), "--verifier", *where, *options, *more]) == 0
     return folder / "adapters" / "verifier-v000001"

@@ -130,7 +130,7 @@ async def test_a_search_decides_for_mini_swe_agent(tmp_path: Path) -> None:
     with serve() as server:
         server.policies["policy"] = choosing
         words, _ = CHAT["mini-swe-agent"]
-        found = await recorded(words, server.url, tmp_path, "--config", "search.toml", "--strategy", "BestOfN")
+        found = await recorded(words, server.url, tmp_path, "--config", "search.toml", "--set", "max_turns=9")
     assert found.strategy.name == "BestOfN" and len(found.acted()) == 2 < sum(node.sampled for node in found.nodes)
 
 

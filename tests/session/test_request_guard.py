@@ -22,7 +22,7 @@ async def test_a_reward_out_of_range_is_refused_and_ends_nothing(tmp_path: Path,
         refused = await gateway.http.post(END, content=f'{{"reward": {reward}}}', headers=headers)
         assert refused.status_code == 400
         if reward[0] in "1-" and "400" not in reward:
-            assert "from -1 to 1" in refused.text and "--reward-max" in refused.text
+            assert "from -1 to 1" in refused.text and "gateway_max" in refused.text
         assert (await gateway.http.post(END, json={"reward": 1})).json()["ended"]
 
 

@@ -96,7 +96,7 @@ class Evaluating:
         (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         self.words = ["evaluate", str(folder / "rows.jsonl"), "--model", "instant", "--base-url", url]
         self.words += ["--out", str(folder / "out"), "--mirror", str(folder / "mirror")]
-        self.words += ["--cache", str(folder.parent / "cache"), "--workers", "4", "--graders", "2"]
+        self.words += ["--cache", str(folder.parent / "cache"), "--set", "max_workers=4"]
         self.words += ["--processes", "2" if whole else "0"]
 
     def progress(self) -> int:

@@ -28,8 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.hosts.instant_model import instant_model, script
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.evaluate import evaluate, process_count, settings_of
+from openhands_rl_plugin.evals.runs.evaluate import evaluate, planned_settings, process_count
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
@@ -131,7 +132,7 @@ async def _evaluated(
         await evaluate(
             plan,
             entries,
-            settings=settings_of(plan, None),
+            settings=planned_settings(plan, RLSettings()),
             storage=storage,
             backend=backend,
             grade=grade,

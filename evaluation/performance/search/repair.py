@@ -84,12 +84,12 @@ def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) ->
         f'[rl.workspace]\nprompt = "compact"\n[rl.serving]\nmodel = "{NAME}"\n'
     )
     words = [sys.executable, "-m", "openhands_rl_plugin", "evaluate", "repair-1", "--config", str(config)]
-    words += ["--llm", "eval", "--agent", "RLAgent", "--limit", str(args.tasks), "--workers", str(args.workers)]
+    words += ["--llm", "eval", "--agent", "RLAgent", "--limit", str(args.tasks)]
     note = f"{strategy}-{adapter.sha256[:8]}"  # versions of other runs have the same names
-    words += ["--max-iterations", str(args.turns), "--note", note, "--out", str(args.out), "--shuffle", "0"]
-    words += [] if strategy == "ReAct" else ["--strategy", strategy]
+    words += ["--note", note, "--out", str(args.out), "--set", f"max_turns={args.turns}", f"max_workers={args.workers}"]
+    words += [] if strategy == "ReAct" else [f"rollout_strategy={strategy}"]
     for name, value in options_of(strategy).items():
-        words += ["--strategy-option", f"{name}={json.dumps(value)}"]
+        words += [f"strategy.{name}={json.dumps(value)}"]
     subprocess.run(words, check=True)
     [output] = args.out.glob(f"repair-1-*/RLAgent/{adapter.name}_maxiter_{args.turns}_N_{note}-run_0/output.jsonl")
     outcomes = [json.loads(line)["test_result"]["outcome"] for line in output.read_text().splitlines()]

@@ -173,7 +173,7 @@ def _check(tasks: LoopTasks, settings: RLSettings) -> None:
     if not tasks.training or not tasks.held_out:
         raise ConfigError(
             f"too few tasks: {len(tasks.training)} to train on, {len(tasks.held_out)} held out, "
-            f"{len(tasks.demonstrations)} for demonstrations; give more, or lower --held-out ({loop.held_out})"
+            f"{len(tasks.demonstrations)} for demonstrations; give more, or lower loop.held_out ({loop.held_out})"
         )
     script = demonstrator_of(tasks.suite.name)
     if loop.demonstrations and script is None:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The action, the store, and one option for each field of ``ServiceOptions``."""
     parser.add_argument("action", choices=["serve"], help="what to do")
     parser.add_argument("--store", default="rollouts", metavar="STORE", help=f"{STORE_HELP} (default: rollouts)")
-    add_fields(parser, ServiceOptions, lists="commas")
+    add_fields(parser, ServiceOptions)
     add_access_log(parser)
 
 

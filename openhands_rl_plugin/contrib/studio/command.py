@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help=f"{STORE_HELP}; or a folder with runs, evaluations or adapters"
     )
-    add_fields(parser, StudioConfig, lists="commas")
+    add_fields(parser, StudioConfig)
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"{EXPORT}: the HTML file to write")
     add_filters(parser)
     add_access_log(parser)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import remove_tree
@@ -236,15 +235,8 @@ def options_of(plan: EvaluationPlan, processes: int) -> HostOptions:
     )
 
 
-def settings_of(plan: EvaluationPlan, config: Path | None) -> RLSettings:
-    """``[rl]`` of the configuration file, with the plan's model, strategy and limits.
-
-    Raises ``ConfigError``, also for a strategy with an agent that does not use one.
-    """
-    if plan.agent != RL_AGENT and (plan.strategy or plan.strategy_options):
-        option = "--strategy" if plan.strategy else "--strategy-option"
-        raise ConfigError(f"{option}: only {RL_AGENT} has a strategy, not {plan.agent}; give --agent {RL_AGENT} too")
-    settings = load_settings(config) if config is not None else RLSettings()
+def planned_settings(plan: EvaluationPlan, settings: RLSettings) -> RLSettings:
+    """The settings with the plan's model, strategy and limits. Raises ``ConfigError``."""
     serving = ServingSettings(
         base_url=plan.model.base_url,
         model=plan.base_model or plan.model.name,

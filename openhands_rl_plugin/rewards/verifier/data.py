@@ -74,8 +74,8 @@ _CAUSES = {
     "of_held_out_splits": "held out (of evaluation splits: name one with --split)",
     "failed": "failed (an error of the run, which says nothing about the policy)",
     "unlabelled": "without a label (grade them, or name a reward whose scores are labels with --label; "
-    "the studio makes labels for --label human)",
-    "balance": "more failures than --negatives wants for each success",
+    "the studio makes labels for verifier.label=human)",
+    "balance": "more failures than [rl.verifier] negatives wants for each success",
 }
 
 

@@ -61,7 +61,7 @@ def test_four_sessions_with_told_successes_train(
     assert "episodes: 4 used; left out: none" in capsys.readouterr().out, "the same question is the same task"
     assert cli.main(words) == 0
     assert "policy-v000001: steps 1" in capsys.readouterr().out
-    assert cli.main([*words, "--algorithm", "rejection-sampling", "--keep-best", "9", "--dry-run"]) == 0
+    assert cli.main([*words, "--algorithm", "rejection-sampling", "--set", "training.keep_best=9", "--dry-run"]) == 0
     assert "episodes: 2 used" in capsys.readouterr().out
 
 
@@ -88,7 +88,7 @@ def test_labels_are_trained_on_where_they_are_asked_for_only(
     settings = tmp_path / "config.toml"
     settings.write_text('[rl.reward]\nname = "human"\n', encoding="utf-8")
     assert cli.main([*words, "--config", str(settings), "--algorithm", "dpo"]) == 0
-    assert "pairs: 1, of them said by people 0" in capsys.readouterr().out
+    assert "pairs: 1, 0 of them chosen by people" in capsys.readouterr().out
     assert cli.main(["score", str(store), "--undo", "--author", "bob"]) == 0
     assert cli.main([*words, "--reward", "human"]) == 0
     assert "episodes: 3 used" in capsys.readouterr().out, "labels as they are now, with nothing stored"
@@ -106,7 +106,7 @@ def test_what_a_person_preferred_is_trained_though_nobody_rewarded_it(
     assert cli.main(["score", str(store), "--id", "run-0", "--better-than", "run-2"]) == 0
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert "1 has no reward" in said and "pairs: 1, of them said by people 1" in said and "policy-v000001" in said
+    assert "1 has no reward" in said and "pairs: 1, 1 of them chosen by people" in said and "policy-v000001" in said
     assert cli.main([*words, "--algorithm", "grpo", "--dry-run"]) == 1
     assert "3 have no reward" in capsys.readouterr().out, "a preference is no reward"
     assert cli.main(["score", str(store), "--undo"]) == 0

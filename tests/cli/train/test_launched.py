@@ -31,7 +31,7 @@ LAUNCHERS = {
 def launch(launcher: str, command: list[str], adapters: Path) -> str:
     """What two processes print, which keep a part of the layers each."""
     launched = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_port()), "-m", "openhands_rl_plugin.cli", *command]
-    launched += ["--adapters", str(adapters), "--sharding", "layers"]  # which a process alone refuses
+    launched += ["--adapters", str(adapters), "--set", "training.sharding=layers"]  # which a process alone refuses
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     said = subprocess.run(launched, env=environment, capture_output=True, text=True, timeout=200)
     assert said.returncode == 0, said.stderr
@@ -42,7 +42,7 @@ def launch(launcher: str, command: list[str], adapters: Path) -> str:
 def test_a_launcher_trains_one_version(model: Path, tmp_path: Path, launcher: str) -> None:
     episodes = [episode(number, float(number % 2)) for number in range(6)]
     command = ["train", str(store_of(tmp_path / "store", *episodes)), "--model", str(model), *TINY]
-    command += ["--batch-size", "4", "--max-tokens-per-micro-batch", "64"]
+    command += ["--set", "training.batch_size=4", "training.max_tokens_per_micro_batch=64"]
     printed = launch(launcher, command, tmp_path / "two")
     assert printed.count("policy-v000001:") == 1, "rank 0 speaks for all"
     torch.set_num_threads(1)
@@ -56,8 +56,9 @@ def test_a_launcher_trains_one_version(model: Path, tmp_path: Path, launcher: st
 
 def test_a_launcher_trains_one_whole_model(model: Path, tmp_path: Path) -> None:
     episodes = [episode(number, float(number % 2)) for number in range(6)]
-    command = ["train", str(store_of(tmp_path / "store", *episodes)), "--model", str(model), "--method", "full"]
-    command += ["--algorithm", "rejection-sampling", "--dtype", "float32", "--learning-rate", "1e-3"]
+    command = ["train", str(store_of(tmp_path / "store", *episodes)), "--model", str(model)]
+    command += ["--algorithm", "rejection-sampling", "--set", "training.method=full", "training.dtype=float32"]
+    command += ["training.learning_rate=1e-3"]
     printed = launch("torchrun", command, tmp_path / "two")
     assert printed.count("policy-v000001:") == 1
     torch.set_num_threads(1)
@@ -73,8 +74,8 @@ def test_a_launcher_trains_one_whole_model(model: Path, tmp_path: Path) -> None:
 
 def test_a_launcher_trains_one_verifier(tmp_path: Path) -> None:
     store, model = judged_store(tmp_path / "store", *toy_episodes(6)), tiny_judge(tmp_path / "model")
-    command = ["train", str(store), "--verifier", "--model", str(model), "--dtype", "float32", "--held-out", "0.4"]
-    command += ["--learning-rate", "5e-3", "--lora-rank", "8", "--num-epochs", "2"]
+    command = ["train", str(store), "--verifier", "--model", str(model), "--set", "training.dtype=float32"]
+    command += ["verifier.held_out=0.4", "training.learning_rate=5e-3", "training.lora_rank=8", "training.num_epochs=2"]
     printed = launch("torchrun", command, tmp_path / "two")
     assert printed.count("verifier-v000001:") == 1
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ def test_the_oracle_solves_held_out_tasks(tmp_path: Path, capsys: pytest.Capture
     config.write_text(CONFIG.format(folder=tmp_path))
     words = ["evaluate", "repair-2", "--config", str(config), "--agent", "RLAgent", "--limit", "2", "--out", str(out)]
     with serve_oracle(RepairOracle(repair_instances(2, "heldout"), TOOLS[installed_hosts()[0]])) as url:
-        model = ["--model", f"openai/{ORACLE}", "--base-url", url, "--max-iterations", "12", "--processes", "0"]
+        model = ["--model", f"openai/{ORACLE}", "--base-url", url, "--set", "max_turns=12", "--processes", "0"]
         assert cli.main([*words, *model, "--no-native-tool-calling"]) == 0, capsys.readouterr()
     rows = [json.loads(line) for file in out.rglob("output.jsonl") for line in file.read_text().splitlines()]
     assert [row["test_result"]["report"]["resolved"] for row in rows] == [True, True]

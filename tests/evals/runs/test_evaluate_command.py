@@ -65,7 +65,7 @@ def test_a_dry_run_says_what_would_be_done(
 
 
 NOTED = {"strategy": "BestOfN", "strategy_options": {"n": 4}, "temperature": 1.0, "seed": 0}
-SAME = ["--strategy", "BestOfN", "--strategy-option", "n=4"]
+SAME = ["--set", "rollout_strategy=BestOfN", "strategy.n=4"]
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ SAME = ["--strategy", "BestOfN", "--strategy-option", "n=4"]
     [
         (NOTED, SAME, ""),
         (NOTED, [], "(strategy_options.n: 4, now null)"),
-        (NOTED, [*SAME, "--seed", "1"], "(seed: 0, now 1)"),
-        (NOTED, ["--strategy", "MCTS", "--note", "v2"], ""),
+        (NOTED, [*SAME, "sampling.seed=1"], "(seed: 0, now 1)"),
+        (NOTED, ["--set", "rollout_strategy=MCTS", "--note", "v2"], ""),
         ({"workspace": {**OPEN, "network": ["pypi"]}}, [], 'workspace.network: ["pypi"], now false'),
         ({"workspace": {**OPEN, "prompt": "compact"}}, [], 'workspace.prompt: "compact", now "standard"'),
-        (None, ["--strategy", "MCTS"], ""),
+        (None, ["--set", "rollout_strategy=MCTS"], ""),
     ],
 )
 def test_results_are_not_shown_as_those_of_other_settings(
@@ -126,11 +126,7 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
         (["swe-bench-light"], "did you mean 'swe-bench-lite'"),
         (["ROWS", "--include", "django__*"], "no instance matches 'django__*'"),
         (["ROWS", "--llm", "evil"], "did you mean 'eval'"),
-        (["ROWS", "--agent", "RLAgent", "--strategy", "BestOfM"], "BestOfN"),
-        (["ROWS", "--agent", "RLAgent", "--strategy-option", "n"], "NAME=VALUE"),
-        (["ROWS", "--strategy", "BestOfN"], f"--strategy: only RLAgent has a strategy, not {STOCK}"),
-        (["ROWS", "--agent", "RLAgent", "--temperature", "0.7"], "BestOfN samples at its own temperature (1)"),
-        (["ROWS", "--temperatures", "0;1"], "numbers with commas"),
+        (["ROWS", "--agent", "RLAgent", "--set", "rollout_strategy=BestOfM"], "BestOfN"),
         (["ROWS", "--api-key-env", "NOT_THERE_AT_ALL"], "NOT_THERE_AT_ALL is not set"),
         (["environment", "--agent", "RLAgent"], "--tasks N"),
         (["webshop"], f"webshop is an environment, which only RLAgent supports, not {STOCK}"),
@@ -204,7 +200,6 @@ def test_an_environment_is_evaluated_within_the_bounds_of_training(
     assert "3 at a time" in said and "at most 7 iterations" in said
     assert "in tokens: prompt 1,500, answer 90, observation 300" in said
     assert "resolved by a return of at least 0.5" in said
-    assert main([*words, "--max-turns", "9", "--max-obs-length", "50", "--workers", "1", "--success-at", "0.8"]) == 0
+    assert main([*words, "--set", "max_turns=9", "max_obs_length=50", "max_workers=1"]) == 0
     said = capsys.readouterr().out
     assert "1 at a time" in said and "at most 9 iterations" in said and "observation 50" in said
-    assert "resolved by a return of at least 0.8" in said

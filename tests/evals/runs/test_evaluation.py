@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
+from openhands_rl_plugin.evals.runs.evaluate import evaluate, planned_settings
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.run_files import RunFiles, read_runs
@@ -71,7 +71,7 @@ async def played(
             storage=storage,
             backend=backend,
             started=lambda _: outcomes.append,
-            **{"settings": settings_of(plan, None), **more},
+            **{"settings": planned_settings(plan, RLSettings()), **more},
         )
     return outcomes
 
@@ -99,7 +99,7 @@ async def test_a_run_is_resumed_by_the_strategy_that_began_it_only(model: str, t
     (run,) = read_runs((noted.run_directory(noted.each_run()[0]),))
     details = run.metadata["details"]
     assert isinstance(details, dict) and details["strategy"] == "BestOfN" and details["temperature"] == 1.0
-    compact = settings_of(noted, None).model_copy(update={"workspace": WorkspaceSettings(prompt="compact")})
+    compact = planned_settings(noted, RLSettings(workspace=WorkspaceSettings(prompt="compact")))
     with pytest.raises(ConfigError, match=r'workspace\.prompt: "standard", now "compact"'):
         await played(noted, entries, GitBackend(tmp_path / "grade"), settings=compact)
 
@@ -267,7 +267,7 @@ async def test_the_local_back_end_sets_up_shows_and_grades(agent: str, model: st
     plan = plan_for(model, tmp_path / "out", agent=agent, retries=0)
     async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
         backend = make_backend("local", mirror=tmp_path / "mirror", cache=tmp_path / "cache")
-        settings = settings_of(plan, None)
+        settings = planned_settings(plan, RLSettings())
         await evaluate(plan, entries, settings=settings, storage=storage, backend=backend)
         await backend.close()
     (run,) = read_runs((plan.out,))

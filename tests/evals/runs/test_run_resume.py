@@ -113,7 +113,7 @@ def test_ctrl_c_and_kill_with_worker_processes(tmp_path: Path):
     with instant_model() as url:
         command = [sys.executable, "-m", "openhands_rl_plugin.cli", "evaluate", str(rows), "--model", "instant"]
         command += ["--base-url", url, "--out", str(tmp_path / "out"), "--mirror", str(tmp_path / "mirror")]
-        command += ["--cache", str(tmp_path / "cache"), "--workers", "2", "--processes", "2", "--no-grade"]
+        command += ["--cache", str(tmp_path / "cache"), "--set", "max_workers=2", "--processes", "2", "--no-grade"]
 
         def run() -> subprocess.Popen[str]:
             pipe = subprocess.PIPE

@@ -15,7 +15,7 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.webshop.suite import WEBSHOP
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.runs.evaluate import evaluate, settings_of
+from openhands_rl_plugin.evals.runs.evaluate import evaluate, planned_settings
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import environment_tasks, find_suite
@@ -48,7 +48,7 @@ async def outcomes_of(
     plan = EvaluationPlan.model_validate({**given, **bounds, **more})
     outcomes: list[Outcome] = []
     async with FileTrajectoryStorage(store or plan.out / "trajectories") as storage:
-        settings = settings_of(plan, config)
+        settings = planned_settings(plan, load_settings(config))
         await evaluate(plan, entries, settings=settings, storage=storage, started=lambda _: outcomes.append)
     return sorted(outcomes, key=lambda each: each.instance_id)
 

@@ -167,10 +167,10 @@ async def test_attempts_at_a_task_of_ones_own_are_a_group_to_train_on(
     assert again.task == episodes[0].task and again.group_id != group, "the same task, of another start"
 
     write_model(tmp_path / "model", max_position_embeddings=8192)
-    options = ["--model", "model", "--adapters", "adapters", "--task", task, "--num-epochs", "1", "--algorithm"]
+    options = ["--model", "model", "--adapters", "adapters", "--task", task, "--algorithm"]
     code, out, err = finished(start(tmp_path, "train", "store", *options, "dpo", "--dry-run"))
     assert code == 0 and "  pairs: 2, of them said by people 0" in out, (out, err)
-    options += ["grpo", "--dtype", "float32", "--lora-rank", "2"]
+    options += ["grpo", "--set", "training.dtype=float32", "training.lora_rank=2", "training.num_epochs=1"]
     code, out, err = finished(start(tmp_path, "train", "store", *options))
     assert code == 0 and "  episodes: 4 used; left out: none" in out, (out, err)
     assert (tmp_path / "adapters" / "policy-v000001" / "adapter_model.safetensors").is_file()

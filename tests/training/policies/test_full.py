@@ -161,8 +161,9 @@ def test_the_command_writes_a_model_and_will_not_publish_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = store_of(tmp_path / "store", *(episode(number, float(number % 2)) for number in range(4)))
-    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "out"), "--dtype", "float32"]
-    words += ["--method", "full", "--num-epochs", "1", "--schedule", "cosine", "--algorithm"]
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "out")]
+    words += ["--set", "training.dtype=float32", "training.method=full", "training.num_epochs=1"]
+    words += ["training.schedule=cosine", "--algorithm"]
     for number, algorithm in enumerate(("sft", "grpo"), start=1):
         assert cli.main([*words, algorithm]) == 0
         printed = capsys.readouterr().out

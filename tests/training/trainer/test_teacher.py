@@ -108,16 +108,18 @@ def test_a_student_comes_nearer_to_its_teacher(model: Path, tmp_path: Path) -> N
 def test_a_server_scores_as_a_folder_does_and_the_policy_itself_teaches_nothing(
     model: Path, other: Path, tmp_path: Path
 ) -> None:
-    (step,) = trained(tmp_path, model, "--teacher", str(other))
+    (step,) = trained(tmp_path, model, "--set", f"training.teacher={other}")
     serving = ServerConfig(model=str(other), served_model_name="t", port=0, dtype="float32")
     with running_server(serving) as url:
-        (served,) = trained(tmp_path / "served", model, "--teacher", f"{url}/v1", "--teacher-model", "t")
-        (imitated,) = trained(tmp_path / "sft", model, "--algorithm", "sft", "--teacher", "http://127.0.0.1:1/v1")
+        named = ["--set", f"training.teacher={url}/v1"]
+        (served,) = trained(tmp_path / "served", model, *named, "training.teacher_model=t")
+        (imitated,) = trained(tmp_path / "sft", model, "--algorithm", "sft", *named)
         with pytest.raises(AssertionError):  # a model that is not there is an error, not a teacher without scores
-            trained(tmp_path / "wrong", model, "--teacher", f"{url}/v1", "--teacher-model", "none")
+            trained(tmp_path / "wrong", model, *named, "training.teacher_model=none")
     assert imitated["kl"] == 0.0
     assert served["kl"] == pytest.approx(step["kl"], rel=1e-3) and abs(step["kl"]) > 0.1
-    (same,) = trained(tmp_path / "same", model, "--teacher", str(model), "--old-logprobs", "recomputed")
+    own = ["--set", f"training.teacher={model}", "training.old_logprobs=recomputed"]
+    (same,) = trained(tmp_path / "same", model, *own)
     assert abs(same["kl"]) < 1e-5 and abs(same["loss"]) < 1e-5
 
 
@@ -170,9 +172,9 @@ def test_the_policy_behind_a_hint_scores_the_same_ids(model: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--teacher", "no/folder"], "is no URL, and no folder of a model or an adapter"),
+        (["--set", "training.teacher=no/folder"], "is no URL, and no folder of a model or an adapter"),
         ([], 'algorithm = "opd" learns from a teacher: set teacher'),
-        (["--teacher", "OTHER"], "the teacher has another tokenizer"),
+        (["--set", "training.teacher=OTHER"], "the teacher has another tokenizer"),
     ],
 )
 def test_no_teacher_and_another_tokenizer_are_one_line(
@@ -182,5 +184,5 @@ def test_no_teacher_and_another_tokenizer_are_one_line(
     write_tokenizer(foreign, texts=["naïve def return", "some other words that are merged"])
     store = store_of(tmp_path / "store", *PLAYED)
     where = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters")]
-    assert cli.main([*where, *TINY, "--algorithm", "opd", *(str(foreign) if w == "OTHER" else w for w in words)]) != 0
+    assert cli.main([*where, *TINY, "--algorithm", "opd", *(w.replace("OTHER", str(foreign)) for w in words)]) != 0
     assert told in capsys.readouterr().err
