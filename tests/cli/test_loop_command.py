@@ -134,7 +134,6 @@ def test_an_interrupted_run_goes_on_where_it_was(
     watching.join()
     said = capfd.readouterr()
     assert "interrupted; finished stages are kept" in said.err
-    assert said.out.index("the adapter touches ") < said.out.index("evaluate-base"), "what is trained is said first"
     finished = LoopState.load(state_file).records
     assert [record.name for record in finished][:2] == STAGES[:2] and len(finished) < len(STAGES)
 
