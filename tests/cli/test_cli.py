@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +38,6 @@ def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     assert "examples:" in capsys.readouterr().out
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == version("openhands_rl_plugin")
 
 
 @pytest.mark.parametrize("words", [["score"], ["tasks", "chekc"], ["env", "atari"], ["list", "store", "--dsc"]])
@@ -91,12 +85,6 @@ def test_doctor_prints_what_it_read_as_json(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["doctor", "--show", "--config", str(ROOT / "config.toml.example")]) == 0
     text = re.sub(r"# (seed = 0 +# of the run)", r"\1", (ROOT / "config.toml.example").read_text())
     assert json.loads(capsys.readouterr().out) == {"rl": tomllib.loads(text)["rl"]}
-
-
-def test_serve_names_the_option_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--model", "x", "--port", "99999"]) == 2
-    assert capsys.readouterr().err == "error: --port: must be less than or equal to 65535, got '99999'\n"
-    assert cli.main(["serve"]) == 2
 
 
 def test_the_shop_serves_until_it_is_stopped() -> None:

@@ -88,8 +88,7 @@ def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) ->
     note = f"{strategy}-{adapter.sha256[:8]}"  # versions of other runs have the same names
     words += ["--note", note, "--out", str(args.out), "--set", f"max_turns={args.turns}", f"max_workers={args.workers}"]
     words += [] if strategy == "ReAct" else [f"rollout_strategy={strategy}"]
-    for name, value in options_of(strategy).items():
-        words += [f"strategy.{name}={json.dumps(value)}"]
+    words += [f"strategy.{name}={json.dumps(value)}" for name, value in options_of(strategy).items()]
     subprocess.run(words, check=True)
     [output] = args.out.glob(f"repair-1-*/RLAgent/{adapter.name}_maxiter_{args.turns}_N_{note}-run_0/output.jsonl")
     outcomes = [json.loads(line)["test_result"]["outcome"] for line in output.read_text().splitlines()]
