@@ -104,16 +104,6 @@ async def test_an_error_in_a_200_is_an_error(at: str):
         assert ("/close" in server.paths()) == (at != "/create")
 
 
-@pytest.mark.parametrize("created", [None, True, {"id": [1]}, 1.5])
-async def test_a_create_without_an_id_is_refused(created: Any):
-    async with raw_server(lambda path, body: respond(created)) as server:
-        player = client(server.url)
-        with pytest.raises(BadEnvironmentError, match="/create answered"):
-            await player.reset(task())
-        await player.close()
-    assert server.paths() == ["/create"]
-
-
 async def test_a_busy_reset_does_not_create_a_second_episode():
     busy = [True, True]
 

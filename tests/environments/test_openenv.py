@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from hypothesis import given
-from hypothesis import strategies as st
 from one_episode import one_episode
 from openenv_wire import SCHEMA, Misbehaviour, Socket, error, observation, openenv_server, serving
 
@@ -235,11 +233,6 @@ def test_actions_by_their_schema():
     ):
         ActionForm(column, "colum")
     assert ActionForm({}, "message").read("hi") == {"message": "hi"}
-
-
-@given(st.text(min_size=1))
-def test_any_text_but_an_action_fills_the_only_field(text: str):
-    assert ActionForm(SCHEMA).read(text) == {"action": text}  # pyright: ignore[reportArgumentType]
 
 
 # Misbehaviour: each gives a typed failure, never a valid episode without a reward.

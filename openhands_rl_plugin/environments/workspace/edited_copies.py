@@ -1,42 +1,21 @@
 """OpenHands' editors, which open any path of the host, on copies of a session's files in a private folder.
 
-What an editor writes to a copy is written to the session's files in their sandbox, or by a container's programs.
+What an editor writes to a copy is written to the session's files in their sandbox.
 """
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.environments.workspace.shell import MAX_LISTED, FileKind
+from openhands_rl_plugin.environments.workspace.shell import MAX_LISTED, SessionFiles
 
 _KEPT = 10  # versions of a file
-
-
-class EditedFiles(Protocol):
-    """A session's files. All methods raise ``OSError``."""
-
-    def kind(self, path: str) -> FileKind | None:
-        """The kind of the file; ``None`` where there is none."""
-        ...
-
-    def read(self, path: str) -> bytes:
-        """The whole file."""
-        ...
-
-    def entries(self, path: str) -> Sequence[tuple[str, FileKind]]:
-        """Names in a directory with their kinds."""
-        ...
-
-    def write(self, path: str, data: bytes) -> None:
-        """Replace the file's content."""
-        ...
 
 
 class CopyEditor[E]:
@@ -46,7 +25,7 @@ class CopyEditor[E]:
     editor, given the folder of the copies.
     """
 
-    def __init__(self, files: Callable[[], EditedFiles], private: Path, make: Callable[[Path], E]) -> None:
+    def __init__(self, files: Callable[[], SessionFiles], private: Path, make: Callable[[Path], E]) -> None:
         self.copies = private / "editor" / "copies"
         self._files = files
         self._history = private / "editor" / "history"
@@ -54,14 +33,14 @@ class CopyEditor[E]:
         self._editor: E | None = None
         self._calls = threading.Lock()
 
-    def forked(self, files: Callable[[], EditedFiles], private: Path) -> Self:
+    def forked(self, files: Callable[[], SessionFiles], private: Path) -> Self:
         """An editor of a fork, with this one's undo history."""
         twin = type(self)(files, private, self._make)
         if self._history.exists():
             shutil.copytree(self._history, twin._history)
         return twin
 
-    def edit[R](self, path: str, call: Callable[[E, Path], R]) -> R:
+    def on_copy[R](self, path: str, call: Callable[[E, Path], R]) -> R:
         """``call`` with the editor, and the copy of what is at an absolute ``path``; a folder's has its names only.
 
         Raises ``OSError``.
@@ -76,7 +55,7 @@ class CopyEditor[E]:
                 files.write(name, after)
             return result
 
-    def _copy(self, files: EditedFiles, name: str) -> Path:
+    def _copy(self, files: SessionFiles, name: str) -> Path:
         shutil.rmtree(self.copies, ignore_errors=True)
         copied, kind = Path(f"{self.copies}{name}"), files.kind(name)
         if kind is not None or files.kind(str(Path(name).parent)) == "directory":
@@ -112,7 +91,7 @@ def _plain(path: str) -> str:
     return f"/{'/'.join(parts)}"
 
 
-def _copy_names(files: EditedFiles, name: str, into: Path, levels: int, room: int) -> int:
+def _copy_names(files: SessionFiles, name: str, into: Path, levels: int, room: int) -> int:
     """Empty files and folders with the names, at most ``room``; returns how many are left of that."""
     into.mkdir(exist_ok=True)
     for entry, kind in files.entries(name) if levels else ():
@@ -128,18 +107,10 @@ def _copy_names(files: EditedFiles, name: str, into: Path, levels: int, room: in
     return room
 
 
-# Products of lines before and after, which is what a diff by lines takes in time: about a second.
-_MOST_COMPARED = 4_000_000
+# Characters of two texts, of which a diff takes about a second at worst.
+_MOST_COMPARED = 200_000
 
 
-def is_rewritten(before: str | None, after: str | None) -> bool:
-    """Whether so much differs between two texts that their lines are not compared one with another."""
-    old, new = (text.split("\n") if text else [] for text in (before, after))
-    start = _equal(old, new)
-    end = _equal(old[start:][::-1], new[start:][::-1])
-    return (len(old) - start - end) * (len(new) - start - end) > _MOST_COMPARED
-
-
-def _equal(some: list[str], others: list[str]) -> int:
-    """How many lines are the same from the first on."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))
+def is_long(before: str | None, after: str | None) -> bool:
+    """Whether two texts are so long that their lines are not compared one with another."""
+    return len(before or "") + len(after or "") > _MOST_COMPARED

@@ -16,8 +16,9 @@ from openhands_aci.editor.prompts import DIRECTORY_CONTENT_TRUNCATED_NOTICE
 from openhands_aci.editor.results import CLIResult, maybe_truncate
 
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, EditedFiles
+from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor
 from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
+from openhands_rl_plugin.environments.workspace.shell import SessionFiles
 
 
 class _Editor(OHEditor):
@@ -25,17 +26,16 @@ class _Editor(OHEditor):
     SUPPORTED_BINARY_EXTENSIONS: ClassVar[list[str]] = []
 
 
-class WorkspaceEditor:
+class WorkspaceEditor(CopyEditor[OHEditor]):
     """One session's editor, with the undo history of its files. ``files`` and ``private`` are as of ``CopyEditor``."""
 
-    def __init__(self, files: Callable[[], EditedFiles], private: Path) -> None:
-        self._editor = CopyEditor(files, private, lambda copies: _Editor())
-
-    def forked(self, files: Callable[[], EditedFiles], private: Path) -> WorkspaceEditor:
-        """As ``CopyEditor.forked``."""
-        twin = WorkspaceEditor(files, private)
-        twin._editor = self._editor.forked(files, private)
-        return twin
+    def __init__(
+        self,
+        files: Callable[[], SessionFiles],
+        private: Path,
+        make: Callable[[Path], OHEditor] = lambda copies: _Editor(),
+    ) -> None:
+        super().__init__(files, private, make)
 
     def edit(self, command: str, path: str, **arguments: Any) -> CLIResult:
         """Execute one command; ``output`` is the text for the model, also where the command is wrong.
@@ -48,7 +48,7 @@ class WorkspaceEditor:
             hint = f"The path should be an absolute path, starting with `/`. Maybe you meant {INSIDE}/{path}?"
             return CLIResult(output=f"ERROR:\n{hint}")
 
-        copies = str(self._editor.copies)
+        copies = str(self.copies)
 
         def call(editor: OHEditor, copied: Path) -> CLIResult:
             if command == "view" and not given.get("view_range") and copied.is_dir():
@@ -58,7 +58,7 @@ class WorkspaceEditor:
             except ToolError as error:
                 return CLIResult(error=error.message)
 
-        result = self._editor.edit(path, call)
+        result = self.on_copy(path, call)
         text = f"ERROR:\n{result.error}" if result.error else result.output or ""
         result.output = text.replace(copies, "")
         return result

@@ -32,7 +32,7 @@ from openhands.tools.terminal.definition import TerminalAction, TerminalObservat
 from openhands.tools.terminal.metadata import CmdOutputMetadata
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, is_rewritten
+from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor, is_long
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
 from openhands_rl_plugin.hosts.shared.sessions import protected_by, register_runtime, runtime_of
@@ -220,7 +220,7 @@ class ConversationEditor(_Executor):
 
         try:
             path = action.path if absolute else f"{self._inside}/{action.path}"
-            return self._renamed(self.copies.edit(path, call))
+            return self._renamed(self.copies.on_copy(path, call))
         except OSError as error:
             reason = str(error) if isinstance(error, PermissionError) else f"{action.path}: {error.strerror}"
             return FileEditorObservation.from_text(text=reason, path=action.path, **about)
@@ -232,7 +232,7 @@ class ConversationEditor(_Executor):
             for part in result.content
         ]
         update: dict[str, object] = {"content": content, "path": result.path and result.path.removeprefix(copies)}
-        if is_rewritten(result.old_content, result.new_content):
+        if is_long(result.old_content, result.new_content):
             # The SDK would compare the lines in this process to show them.
             update |= {"old_content": None, "new_content": None}
         return result.model_copy(update=update)

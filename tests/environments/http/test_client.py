@@ -99,22 +99,6 @@ async def test_without_sessions_one_index_is_one_episode_at_a_time():
         await other.close()
 
 
-@pytest.mark.parametrize("indices", [[1] * 20])
-async def test_parallel_rollouts_own_their_episodes(indices: list[int]):
-    async with raw_server(CountingServer(sessions=True)) as server:
-
-        async def play(index: int) -> list[str | None]:
-            client = WebEnvClient(options(server.url))
-            await client.reset(task(index))
-            states = [(await client.step(said("Action: go"))).messages[0].content for _ in range(3)]
-            await client.close()
-            return states
-
-        played = await asyncio.gather(*(play(index) for index in indices))
-    assert played == [["count 1", "count 2", "count 3"]] * 20
-    assert server.paths().count("/close") == 20
-
-
 async def test_the_task_and_the_actions_reach_the_model():
     async with raw_server(CountingServer(sessions=True)) as server:
         for changes, expected in [

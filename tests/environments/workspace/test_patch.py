@@ -112,29 +112,6 @@ def test_links_are_recorded_and_not_followed(changed: Changed, tmp_path: Path):
     assert evidence["changed_files"] == {"link": "added"} and "s3cret" not in str(evidence["git_patch"])
 
 
-def test_the_start_is_recorded_as_git_does(sandbox: Sandbox, root: Path, tmp_path: Path):
-    for name, text in {
-        "a": "",
-        "x": "run",
-        "same": "run",
-        "large": "é" * 10**6,
-        f"{'d/' * 60}{'n' * 255}": "deep",
-    }.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    (root / "x").chmod(0o755)
-    (root / "link").symlink_to("nowhere")
-    (root / os.fsdecode(b"\xff\n")).touch()
-    Baseline(tmp_path).remember(sandbox)
-    record = ["git", f"--git-dir={tmp_path}/start.git"]
-    subprocess.run([*record, "fsck", "--full", "--strict"], check=True)
-    ours = subprocess.check_output([*record, "write-tree"])
-    git(root, "init", "-q")
-    git(root, "add", "-A")
-    assert subprocess.check_output(["git", "write-tree"], cwd=root) == ours
-    assert not subprocess.check_output([*record, f"--work-tree={root}", "ls-files", "--modified"])
-
-
 def test_large_changes_are_cut_and_say_so(changed: Changed, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(changes, "MAX_PATCH_BYTES", 1000)
     monkeypatch.setattr(changes, "MAX_NAMES_BYTES", 50)
