@@ -2,14 +2,14 @@
 
 examples:
   python -m openhands_rl_plugin.cli.rollout --task webshop-3 --base-url http://127.0.0.1:8100/v1 --model policy
-  python -m openhands_rl_plugin.cli.rollout --task swe-tasks.jsonl --id pytest-dev__pytest-7373 --base-url URL \\
+  python -m openhands_rl_plugin.cli.rollout --suite swe-tasks.jsonl --task pytest-dev__pytest-7373 --base-url URL \\
       --model trl-policy-v3 --host v1 --max-turns 30 >episode.json
   echo '{"id": "a", "environment": "gymnasium/FrozenLake-v1", "data": {"idx": 4}}' \\
       | python -m openhands_rl_plugin.cli.rollout --task - --config config.toml --strategy BestOfN
 
-A FILE has rows in SWE-bench's columns, tasks (id, environment, instruction, data), or rows of the environment that [rl]
-names: .jsonl, .json or .parquet. An ID is one of swe-local or repair-1, -2, -3 (another suite: --suite), webshop-N, or
-a number: the task of [rl] env_name in --config. -: one row as JSON on standard input.
+An ID is one of --suite: repair-1, swe-local, ..., or a file (.jsonl, .json, .parquet) of rows with SWE-bench's columns,
+or of tasks (id, environment, instruction, data). Without --suite it is N or NAME-N, the number of a task of [rl]
+env_name in --config (by default webshop-N), or one of swe-local. -: one row as JSON on standard input.
 
 The object goes to standard output, everything else to standard error: reward, segments (input_ids, mask, logprobs),
 messages; or failure with its kind: infrastructure (worth a retry), environment, model, grader, configuration (the
@@ -45,7 +45,9 @@ RESUME = "nothing is reported for this episode; run the command again"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The task, and one option for each field of ``PlayOptions``."""
-    parser.add_argument("--task", required=True, metavar="FILE|ID|-", help="the task: an id, or a file with its row")
+    parser.add_argument(
+        "--task", required=True, metavar="ID|-", help="the task's id; -: its row as JSON on standard input"
+    )
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: [rl.storage])")
     add_fields(parser, PlayOptions)
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers import named_key
-
-_OF_TRAINERS = frozenset({"base_url", "model", "base_model", "api_key_env"})
 
 
 class PlaySettings(Settings):
@@ -30,7 +26,9 @@ class PlaySettings(Settings):
     )
     config: Path | None = Field(default=None, description="configuration file with [rl]")
     host: Literal["auto", "v0", "v1"] = Field(default="auto", description="OpenHands to run; auto: as [rl] host says")
-    suite: str = Field(default="", description="suite of the task, where its id is in several")
+    suite: str = Field(
+        default="", description="suite of the task, or a file of rows; by default [rl] env_name, or swe-local"
+    )
     strategy: str = Field(default="", description="rollout strategy; its options are in [rl.strategy] of the file")
     temperature: float | None = Field(default=None, ge=0, le=10, description="sampling temperature of the policy")
     max_turns: int | None = Field(default=None, ge=1, description="completions of the episode")
@@ -54,7 +52,6 @@ class PlayOptions(PlaySettings):
     instead of being played again. By default every episode is a new one.
     """
 
-    id: str = Field(default="", description="which task of a file with several rows")
     seed: int | None = Field(default=None, ge=0, description="sampling seed; by default another one each time")
     token_ids: bool = Field(
         default=True, description="ask for token ids and logprobs; false: the endpoint records them itself"
@@ -86,25 +83,6 @@ class PlayOptions(PlaySettings):
         # Validated anew: the names of strategies are.
         kept = {name: getattr(settings, name) for name in settings.model_fields_set if name not in given}
         return RLSettings.model_validate({**kept, **given})
-
-
-def options_from_trainer(given: Mapping[str, object], where: str, trainer: str, fixed: Collection[str]) -> PlayOptions:
-    """The options below ``where`` in a trainer's configuration, which sets those named ``fixed`` itself.
-
-    Raises ``ConfigError``.
-    """
-    known = PlaySettings.model_fields.keys() - {*_OF_TRAINERS, *fixed}
-    if wrong := sorted(given.keys() - known):
-        own = wrong[0] in PlaySettings.model_fields
-        why = f"is set by {trainer}" if own else f"is none of {', '.join(sorted(known))}"
-        raise ConfigError(f"{where}.{wrong[0]} {why}")
-    try:
-        # A path is text there.
-        options = PlayOptions.model_validate_json(json.dumps(dict(given)))
-    except (ValidationError, TypeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ("",), "msg": str(error)}
-        raise ConfigError(f"{where}.{first['loc'][0]}: {first['msg']}") from error
-    return with_absolute_paths(options)
 
 
 def with_absolute_paths[S: PlaySettings](options: S) -> S:

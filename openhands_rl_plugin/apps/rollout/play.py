@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -15,23 +16,14 @@ from pydantic import JsonValue, ValidationError
 from openhands_rl_plugin.apps.rollout.rollout import TIMED_OUT, PlayedRollout
 from openhands_rl_plugin.config.build import check_environment_server, make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.host import host_of
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.config.success import success_rule
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError, problems, unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
 from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory
-from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
-    Failure,
-    FailureKind,
-    JsonObject,
-    PolicyRef,
-    Score,
-    Task,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Score, Task, Trajectory
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
@@ -45,10 +37,9 @@ from openhands_rl_plugin.evals.runs.suites import (
     find_suite,
     folder_name,
     indexed_tasks,
-    own_suites,
+    own_suite,
     swe_task,
     swe_tasks,
-    tasks_of_rows,
 )
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -63,10 +54,8 @@ from openhands_rl_plugin.training.data.batch import (
     until_secret,
 )
 
-_SCRATCH = "rollout"
-_RETURN = "return"
-GivenTask = str | Path | Task | Mapping[str, JsonValue]
-"""An id, a file, a task, or a row of a data set."""
+GivenTask = str | Task | Mapping[str, JsonValue]
+"""An id, a task, or a row of a data set."""
 
 _COLUMNS = ("instance_id", "base_commit")
 _ROWS = "rows"
@@ -74,19 +63,17 @@ _SPLIT = "test"
 
 
 async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStorage | None = None) -> PlayedRollout:
-    """Play one episode of ``task`` against the endpoint of ``options``, grade it, and store it.
+    """Roll out one episode of ``task`` against the endpoint of ``options``, grade it, and store it.
 
-    ``task`` is an id (``"webshop-3"``, of ``swe-local`` or ``repair-1``, or the number of a task of ``[rl] env_name``),
-    a file of rows, one row (SWE-bench's columns, or what the environment's ``reset`` takes), or a ``Task``. Without a
-    ``storage`` the episode is kept in that of ``[rl]``.
+    ``task``: see ``find_task``. Without a ``storage`` the episode is kept in that of ``[rl]``.
 
     A failed episode is returned with its ``failure``. Raises ``ConfigError`` where no episode can be rolled out,
     ``InfrastructureError`` where nothing answers at the endpoint, and ``StorageError``.
     """
-    found = find_task(task, options, options.settings())
+    found = find_task(task, options.suite, options.settings())
     settings, reward = await asyncio.to_thread(_checked, found, options)
     async with AsyncExitStack() as opened:
-        folder = opened.enter_context(scratch_folder(_SCRATCH))
+        folder = opened.enter_context(scratch_folder("rollout"))
         if storage is None:
             storage = open_storage(settings)
             opened.push_async_callback(storage.close)
@@ -105,56 +92,37 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
         runner = await opened.enter_async_context(open_eval_runner(plan, settings, storage, backend, folder))
         ended = await runner.run(_request(found, settings, options, plan), found.entry)
     trajectory = ended.trajectory
-    outcome = trajectory.failure or unusable(trajectory, options.timeout) or await judge(reward, trajectory)
+    outcome = trajectory.failure or _unusable(trajectory, options.timeout) or await judge(reward, trajectory)
     if isinstance(outcome, Score) and outcome.reward is None:
-        outcome = Failure(
-            kind=FailureKind.GRADER, message=f"{outcome.reward_version} gave no reward", boundary="rollout.reward"
-        )
-    if isinstance(outcome, Failure):
-        why = ended.verdict.reason if ended.verdict is not None and trajectory.failure is None else ""
-        message = f"{outcome.message}: {why}" if why and why not in outcome.message else outcome.message
-        outcome = outcome.model_copy(update={"message": message})
-    return to_result(trajectory, settings, outcome, token_ids=options.token_ids)
+        why = f"{outcome.reward_version} gave no reward"
+        outcome = Failure(kind=FailureKind.GRADER, message=why, boundary="rollout.reward")
+    if isinstance(outcome, Failure) and trajectory.failure is None and ended.verdict is not None:
+        reason = f": {ended.verdict.reason}" if ended.verdict.reason else ""
+        outcome = outcome.model_copy(update={"message": f"{outcome.message}{reason}"})
+    return _result(trajectory, settings, outcome, token_ids=options.token_ids)
 
 
 def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward]:
-    """The settings with the base model, and the reward.
+    """The settings with the policy's base model, and the reward.
 
     Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server.
     """
-    settings, own = with_base_model(found.settings, options), found.settings.reward
+    host_of(found.settings)
+    serving, own = found.settings.serving, found.settings.reward
+    if options.token_ids:  # one that records by itself would record the question for an unlisted model, too
+        check_model_server(serving.base_url, serving.model, serving.api_key())
+    listed = listed_models(serving.base_url, serving.api_key()) or ()
+    parent = next((each.parent for each in listed if each.id == serving.model), None)
+    based = serving.model_copy(update={"model": options.base_model or parent or serving.model})
+    settings = found.settings.model_copy(update={"serving": based})
     if found.suite.name == ENVIRONMENT:
         check_environment_server(settings)
     # The return of a repository task is what its grading says, as in a loop.
-    reward = make_reward(own.overridden(TESTS) if found.suite.software and own.name == _RETURN else own)
+    reward = make_reward(own.overridden(TESTS) if found.suite.software and own.name == "return" else own)
     refuse_labels(reward, "nobody labels while a trainer waits")
     if not found.suite.software:
         refuse_without_workspace(reward, f"{found.entry.task.environment} has none")
     return settings, reward
-
-
-def with_base_model(settings: RLSettings, options: PlayOptions) -> RLSettings:
-    """The settings with the policy's base model. Raises for a host or an endpoint with which every episode fails."""
-    host_of(settings)
-    serving = settings.serving
-    if options.token_ids:
-        check_model_server(serving.base_url, serving.model, serving.api_key())
-    else:  # it would record the question for an unlisted model, too
-        listed_models(serving.base_url, serving.api_key())
-    base = serving.model_copy(update={"model": options.base_model or _base_of(serving)})
-    return settings.model_copy(update={"serving": base})
-
-
-def _base_of(serving: ServingSettings) -> str:
-    """The model that the policy is an adapter of, as the endpoint lists it; the policy itself where it is none."""
-    listed = listed_models(serving.base_url, serving.api_key()) or ()
-    parent = next((each.parent for each in listed if each.id == serving.model), None)
-    if parent is not None or PolicyRef.from_served_name("", serving.model).adapter is None:
-        return parent or serving.model
-    bases = [each.id for each in listed if each.parent is None and each.id != serving.model]
-    if len(bases) != 1:
-        raise ConfigError(f"{serving.model} is a version of an adapter: give its base model's name with --base-model")
-    return bases[0]
 
 
 def _plan(found: FoundTask, settings: RLSettings, options: PlayOptions, folder: Path) -> EvaluationPlan:
@@ -180,7 +148,7 @@ def _plan(found: FoundTask, settings: RLSettings, options: PlayOptions, folder: 
 
 def _request(found: FoundTask, settings: RLSettings, options: PlayOptions, plan: EvaluationPlan) -> EpisodeRequest:
     """A new episode, unless its names are given. Its seed follows from them, so that no two are sampled alike: a
-    trainer plays a task again in another group."""
+    trainer rolls a task out again in another group."""
     task, policy = found.entry.task, found.settings.serving.model
     run_id = options.run_id or f"rollout-{uuid.uuid4().hex}"
     seed = (run_id if options.seed is None else str(options.seed), options.group_id, task.id, str(options.sample))
@@ -194,11 +162,11 @@ def _request(found: FoundTask, settings: RLSettings, options: PlayOptions, plan:
     )
 
 
-def to_result(
-    trajectory: Trajectory, settings: RLSettings, outcome: Score | Failure | None, *, token_ids: bool
+def _result(
+    trajectory: Trajectory, settings: RLSettings, outcome: Score | Failure, *, token_ids: bool
 ) -> PlayedRollout:
-    """What was rolled out, without secrets: of a failed episode only why. ``outcome``: ``None`` where another program
-    judges it. ``token_ids``: those of its sequences, too, without which it has failed."""
+    """What was rolled out, without secrets: of a failed episode only why. ``token_ids``: those of its sequences, too,
+    without which it has failed."""
     clean = redact_trajectory(trajectory)
     kept = until_secret(clean)
     result = trajectory.evidence.get("test_result")
@@ -226,19 +194,20 @@ def to_result(
         usage=trajectory.usage,
         seconds=max(0.0, trajectory.times.finished - trajectory.times.started),
     )
-    if isinstance(outcome, Failure):
-        clear = outcome.model_copy(update={"message": redact_text(outcome.message)})
-        return rollout.model_copy(update={"failure": clear})
-    try:
-        segments = tuple(samples_of(kept)) if token_ids else ()
-    except TrainingError as error:
-        why = Failure(kind=FailureKind.MODEL, message=str(error), boundary="rollout.token_ids")
-        return rollout.model_copy(update={"failure": why})
-    scored = {} if outcome is None else {"reward": outcome.reward, "reward_version": outcome.reward_version}
-    return rollout.model_copy(update={**scored, "segments": segments})
+    if isinstance(outcome, Score):
+        try:
+            segments = tuple(samples_of(kept)) if token_ids else ()
+            if token_ids and not segments:
+                raise TrainingError("all that the policy sampled comes after a secret, and is left out")
+            scored = {"reward": outcome.reward, "reward_version": outcome.reward_version, "segments": segments}
+            return rollout.model_copy(update=scored)
+        except TrainingError as error:
+            outcome = Failure(kind=FailureKind.MODEL, message=str(error), boundary="rollout.token_ids")
+    clear = outcome.model_copy(update={"message": redact_text(outcome.message)})
+    return rollout.model_copy(update={"failure": clear})
 
 
-def unusable(trajectory: Trajectory, timeout: float) -> Failure | None:
+def _unusable(trajectory: Trajectory, timeout: float) -> Failure | None:
     """Why an episode, bounded by ``timeout`` seconds, is no sample of the policy, if its failure does not say it."""
     if is_interrupted(trajectory):
         why = f"the episode was not over after {timeout:g} s: raise --timeout"
@@ -257,141 +226,67 @@ class FoundTask(NamedTuple):
     settings: RLSettings
 
 
-def find_task(source: GivenTask, options: PlayOptions, settings: RLSettings) -> FoundTask:
-    """The one task that is meant. Raises ``ConfigError`` for none, and for several."""
-    if isinstance(source, Task):
-        return _of_task(source, settings)
-    if isinstance(source, Mapping):
-        return _each(({**source},), settings)[0]
-    text = str(source)
-    if isinstance(source, Path) or text.endswith(ENDINGS) or Path(text).is_file():
-        return _of_rows(tuple(read_rows(Path(source))), options.id, text, settings)
-    return _of_id(text, options.suite, settings)
+def find_task(source: GivenTask, suite: str, settings: RLSettings) -> FoundTask:
+    """The task that is meant: a ``Task``, a row of SWE-bench's columns or of a ``Task``'s fields, or an id.
 
-
-def tasks_of_file(file: Path) -> tuple[EvalTask, ...]:
-    """The tasks of a file whose rows name their environment. Raises ``ConfigError``."""
-    rows = tuple(read_rows(file))
-    for number, row in enumerate(rows, start=1):
-        if not all(column in row for column in _COLUMNS) and not {"id", "environment"} <= row.keys():
-            raise ConfigError(f"{file}: row {number} has neither {' and '.join(_COLUMNS)} nor id and environment")
-    return tuple(each.entry for each in _each(rows, RLSettings()))
-
-
-def _of_rows(rows: Sequence[JsonObject], wanted: str, file: str, settings: RLSettings) -> FoundTask:
-    """The row with the id, or the only one."""
-    found = _each(rows, settings)
-    ids = [each.entry.task.id for each in found]
-    if wanted:
-        if ids.count(wanted) != 1:
-            raise ConfigError(_shortened(f"{file}: {unknown_name('task', wanted, ids)}"))
-        return found[ids.index(wanted)]
-    if not found:
-        raise ConfigError(f"{file}: no task in it")
-    if len(found) > 1:
-        raise ConfigError(f"{file} has {len(found)} tasks ({', '.join(ids[:2])}, ...): choose one with --id")
-    return found[0]
-
-
-def _each(rows: Sequence[JsonObject], settings: RLSettings) -> list[FoundTask]:
-    """Rows of SWE-bench's columns, tasks as JSON, or rows of the environment of ``[rl]``."""
-    name = settings.env_name
-    plain = tasks_of_rows(name, rows, _SPLIT)
-    found: list[FoundTask] = []
-    for number, row in enumerate(rows):
-        if all(column in row for column in _COLUMNS):
-            suite = Suite(name=_ROWS, dataset=_ROWS, split=_SPLIT)
-            found.append(_of_instance(instance_of(row), suite, settings))
-        elif {"id", "environment"} <= row.keys() <= Task.model_fields.keys():
-            try:
-                task = Task.model_validate(row)
-            except ValidationError as error:
-                at, what = next(iter(problems(error, Task)))
-                raise ConfigError(f"the task: {'.'.join(at)}: {what}") from error
-            found.append(_of_task(task, settings))
-        else:
-            found.append(FoundTask(find_suite(ENVIRONMENT).of_environment(name), plain[number], settings))
+    An id is one of ``suite``, a name or a file of such rows. Without a suite it is N or NAME-N, the number of a task of
+    ``[rl] env_name``, or else one of ``swe-local``. Raises ``ConfigError``.
+    """
+    if not isinstance(source, str):
+        return _of_row(source, settings)
+    number = re.fullmatch(rf"({re.escape(folder_name(settings.env_name))}-)?\d+", source)
+    name = suite or (ENVIRONMENT if number else LOCAL)
+    if (found := next(iter(_tasks(name, source, settings)), None)) is None:
+        raise ConfigError(f"{name} has no task {source:.200}: give another --suite, or a file of rows as --suite")
     return found
 
 
-def _of_task(task: Task, settings: RLSettings) -> FoundTask:
-    """A task of a suite of repositories is the one of that id; others are given to their environment as they are."""
-    if task.environment in _here():
-        return _of_id(task.id, task.environment, settings)
-    settings = settings.model_copy(
-        update={"env_name": task.environment} if task.environment != settings.env_name else {}
-    )
+def tasks_of_file(file: Path, settings: RLSettings) -> Iterator[FoundTask]:
+    """The tasks of a file of rows, as in ``find_task``. Raises ``ConfigError``."""
+    return (_of_row(row, settings) for row in read_rows(file))
+
+
+def _tasks(name: str, wanted: str, settings: RLSettings) -> Iterator[FoundTask]:
+    """The tasks of a suite that ``wanted`` names."""
+    if name.endswith(ENDINGS):
+        return (each for each in tasks_of_file(Path(name), settings) if each.entry.task.id == wanted)
+    suite, own = find_suite(name), own_suite(name)
+    if suite.software:
+        every = suite.model_copy(update={"split": "all"}) if own is not None or name == LOCAL else suite
+        instances = (each.instance for each in swe_tasks(every) if each.instance is not None)
+        return (_of_instance(each, suite, settings) for each in instances if each.instance_id == wanted)
+    environment, number = suite.environment(settings), wanted.rpartition("-")[2]
+    if environment != settings.env_name:  # whose options are none of another environment
+        settings = settings.model_copy(update={"env_name": environment, "environment": {}})
+    own = own_suite(environment)
+    indices = (int(number),) if number.isdecimal() else ()
+    entries = indexed_tasks(environment, indices, _SPLIT) if own is None else own.tasks("all")
+    return (FoundTask(_suite_of(settings), each, settings) for each in entries if each.row["idx"] in indices)
+
+
+def _of_row(row: Task | Mapping[str, JsonValue], settings: RLSettings) -> FoundTask:
+    if not isinstance(row, Task) and all(column in row for column in _COLUMNS):
+        suite = Suite(name=_ROWS, dataset=_ROWS, split=_SPLIT)
+        return _of_instance(instance_of({**row}), suite, settings)
+    try:
+        task = Task.model_validate(row)
+    except ValidationError as error:
+        raise ConfigError(f"a task has {' and '.join(_COLUMNS)}, or id and environment: {describe(error)}") from error
+    own = own_suite(task.environment)
+    if task.environment == LOCAL or (own is not None and own.suite.software):
+        return find_task(task.id, task.environment, settings)
+    update = {"env_name": task.environment} if task.environment != settings.env_name else {}
+    settings = settings.model_copy(update=update)
     return FoundTask(_suite_of(settings), EvalTask(task, {**task.data}), settings)
 
 
-def _of_id(wanted: str, suite: str, settings: RLSettings) -> FoundTask:
-    if environment := _environment_of(wanted, suite, settings):
-        name, index = environment
-        if name != settings.env_name:  # whose options are none of another environment
-            settings = settings.model_copy(update={"env_name": name, "environment": {}})
-        return FoundTask(_suite_of(settings), _indexed(name, index), settings)
-    instances = [found for name in ((suite,) if suite else _here()) for found in _instances(name)]
-    found = next((each for each in instances if each[1].instance_id == wanted), None)
-    if found is None:
-        unknown = _shortened(unknown_name("task", wanted, [each.instance_id for _, each in instances]))
-        raise ConfigError(f"{unknown}; or give the number of a task of [rl] env_name, or a file of rows")
-    return _of_instance(found[1], found[0], settings)
-
-
-def _environment_of(wanted: str, suite: str, settings: RLSettings) -> tuple[str, int] | None:
-    """The environment and the task's number of ``17`` and ``webshop-17``."""
-    named, _, number = wanted.rpartition("-")
-    if not number.isdecimal() or suite not in ("", ENVIRONMENT, *_served()):
-        return None
-    if not named:
-        return (suite if suite in _served() else settings.env_name, int(number))
-    name = next((each for each in (settings.env_name, *_served()) if folder_name(each) == named), None)
-    return None if name is None else (name, int(number))
-
-
-def _indexed(environment: str, index: int) -> EvalTask:
-    """The index of the environment's task; of the embedded shop's, with its split."""
-    own = next((each for each in own_suites() if each.suite.name == environment), None)
-    if own is None:
-        return indexed_tasks(environment, (index,), _SPLIT)[0]
-    goals = own.tasks("all")
-    found = next((each for each in goals if each.task.data["idx"] == index), None)
-    if found is None:
-        raise ConfigError(f"{environment} has no task {index}; it has 0 to {len(goals) - 1}")
-    return found
-
-
-def _instances(name: str) -> list[tuple[Suite, Instance]]:
-    """All instances of a suite of repositories, of all splits where they are here."""
-    suite = find_suite(name, "all" if name in _here() else None)
-    if not suite.software:
-        raise ConfigError(f"--suite {name}: a task of an environment is given by its number, or as a row of a file")
-    return [(suite, entry.instance) for entry in swe_tasks(suite) if entry.instance is not None]
-
-
 def _of_instance(instance: Instance, suite: Suite, settings: RLSettings) -> FoundTask:
-    own = str(instance.extra.get("split") or suite.split)
-    suite = suite.model_copy(update={"split": own})
+    suite = suite.model_copy(update={"split": str(instance.extra.get("split") or suite.split)})
     return FoundTask(suite, swe_task(instance, suite), settings)
 
 
 def _suite_of(settings: RLSettings) -> Suite:
     """The suite of its own that the environment has, unless the settings name a server."""
+    own = own_suite(settings.env_name)
     served = {"env_port", "env_server_base"} & settings.model_fields_set or "base_url" in settings.environment
-    if settings.env_name in _served() and not served:
-        return find_suite(settings.env_name)
-    return find_suite(ENVIRONMENT).of_environment(settings.env_name)
-
-
-def _here() -> tuple[str, ...]:
-    """Suites with tests whose rows are here."""
-    return (LOCAL, *(each.suite.name for each in own_suites() if each.suite.software))
-
-
-def _served() -> tuple[str, ...]:
-    """Suites that bring their environment."""
-    return tuple(each.suite.name for each in own_suites() if not each.suite.software)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 400 else f"{text[:400]}..."
+    return find_suite(ENVIRONMENT).of_environment(settings.env_name) if own is None or served else own.suite

@@ -1,7 +1,19 @@
-"""One finished episode as a trainer needs it: the reward, and the training sequences with ids, mask and logprobs."""
+"""One finished episode as a trainer needs it, and rolled out by the Python that has OpenHands.
+
+It has the reward, and the training sequences with ids, mask and logprobs. Trainers whose own Python has no OpenHands
+call ``roll_out``; this module imports neither.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal
 
 from openhands_rl_plugin.core.types import (
@@ -16,6 +28,12 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 
+PROGRAM = "openhands_rl_plugin.cli.rollout"
+VARIABLE = "OPENHANDS_RL_PYTHON"
+"""The environment variable that names the Python with OpenHands."""
+_SECRET = "OPENHANDS_RL_ROLLOUT_SECRET"
+_SECONDS, _GRACE = 7200.0, 60.0
+"""Of an episode by default, and what the program has beyond its limit, to say why it ended."""
 TIMED_OUT = "rollout.timeout"
 """The boundary of the failure of an episode that was not over in time."""
 
@@ -52,3 +70,48 @@ class PlayedRollout(Frozen):
     turns: int = 0
     usage: Usage = Usage()
     seconds: float = 0.0
+
+
+async def roll_out(
+    task: str, options: Mapping[str, object], *, key: str = "none", store: object = "", python: str = ""
+) -> PlayedRollout | str:
+    """One episode by ``python -m openhands_rl_plugin.cli.rollout``; or why there is none that may be trained on.
+
+    ``task``: an id, or a row as JSON. ``options``: fields of ``PlayOptions``, which name the endpoint; ``key`` is its
+    key. ``store`` keeps the episode; else it goes with its process. ``python``: by default what ``VARIABLE`` names,
+    else this one. The reason is one line, and begins with the kind of the failure. The program and all that it started
+    are killed a minute after the episode's ``timeout``, and with the task that waits for it.
+    """
+    row, seconds = task.lstrip().startswith("{"), float(str(options.get("timeout", _SECONDS))) + _GRACE
+    python = python or os.environ.get(VARIABLE) or sys.executable
+    words = [python, "-P", "-m", PROGRAM, "--task", "-" if row else task, "--api-key-env", _SECRET]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
+    pipe, printed = asyncio.subprocess.PIPE, (b"", b"")
+    with tempfile.TemporaryDirectory() as folder:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            *("--store", str(store or f"{folder}/episodes")),
+            env={**os.environ, _SECRET: key},
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+        )
+        try:
+            printed = await asyncio.wait_for(process.communicate(task.encode() if row else b""), seconds)
+        except TimeoutError:
+            return f"infrastructure: the episode's program did not end within {seconds:g} s"
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+    try:
+        if (failure := (found := json.loads(printed[0]))["failure"]) is None:
+            return PlayedRollout.model_validate(found, strict=False)
+        return f"{failure['kind']}: {failure['message']}"
+    except (ValueError, LookupError, TypeError):
+        last = (printed[1] or printed[0]).decode(errors="replace").strip().splitlines()[-1:]
+        why = last[0][-500:] if last else "it printed nothing"
+        return f"infrastructure: {python} -m {PROGRAM} ended with exit code {process.returncode}: {why}"

@@ -32,39 +32,20 @@ def outcome(rollout: PlayedRollout) -> float:
 
 
 def segments(samples: Sequence[Sample], trainer: str, *, temperature: float = 1.0) -> list[JsonObject]:
-    """A row for each training sequence, with the ``NAMES`` of a trainer. Raises ``ExchangeError``."""
+    """A row for each training sequence, with the ``NAMES`` of a trainer, which divides logits by ``temperature``.
+
+    Raises ``ExchangeError`` for a completion at another one: it would be trained wrongly without a word.
+    """
     rows: list[JsonObject] = []
-    for each in samples:
-        sample = checked(each, trainer, temperature=temperature)
+    for sample in samples:
+        if (found := {sample.temperature_at(at) for at, own in enumerate(sample.mask) if own}) != {temperature}:
+            known, where = ", ".join(f"{each:g}" for each in sorted(found)), f"trajectory {sample.trajectory_id}"
+            raise ExchangeError(f"{where}: sampled at temperature {known}, and {trainer} trains at {temperature:g}")
         start = sample.mask.index(True)
         ids, mask, logprobs = sample.input_ids, map(int, sample.mask[start:]), sample.logprobs[start:]
         values: list[Any] = [[*ids[:start]], [*ids[start:]], [*mask], [*logprobs]]
         rows.append(dict(zip(NAMES[trainer], values, strict=True)))
     return rows
-
-
-def checked(sample: Sample, trainer: str, *, temperature: float = 1.0) -> Sample:
-    """``sample``, if the format can carry it.
-
-    Raises ``ExchangeError`` for what would be trained wrongly without a word: an answer at another temperature than
-    the trainer divides the logits by, equal samples counted as one, a first token that nothing comes before.
-    """
-    where = f"trajectory {sample.trajectory_id}"
-    if not len(sample.input_ids) == len(sample.mask) == len(sample.logprobs):
-        raise ExchangeError(f"{where}: ids, mask and logprobs have different lengths")
-    if not any(sample.mask):
-        raise ExchangeError(f"{where}: nothing in it was sampled")
-    if sample.mask[0]:
-        raise ExchangeError(f"{where}: it begins with a sampled token, which has no prompt")
-    sampled = {sample.temperature_at(at) for at, own in enumerate(sample.mask) if own}
-    if sampled != {temperature}:
-        found = ", ".join(f"{each:g}" for each in sorted(sampled))
-        raise ExchangeError(f"{where}: sampled at temperature {found}, and {trainer} trains at {temperature:g}")
-    if sample.count != 1:
-        raise ExchangeError(f"{where}: it stands for {sample.count} equal samples: repeat it, with a count of 1")
-    if sample.token_advantages:
-        raise ExchangeError(f"{where}: {trainer} takes one advantage for a sequence, and this has one for each token")
-    return sample
 
 
 def batch_columns(

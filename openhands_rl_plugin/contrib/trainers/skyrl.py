@@ -12,13 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram, check_release
-from openhands_rl_plugin.contrib.trainers.rows import batch_columns
-from openhands_rl_plugin.core.errors import ConfigError, TrainingError
-from openhands_rl_plugin.rollout.strategies.search import together
-
-check_release("skyrl", "0.4")
-# ruff: noqa: E402
 import ray  # pyright: ignore[reportMissingImports]
 from skyrl.backends.skyrl_train.inference_servers.utils import (  # pyright: ignore[reportMissingImports]
     resolve_policy_model_name,
@@ -33,31 +26,30 @@ from skyrl.train.generators.base import (  # pyright: ignore[reportMissingImport
 )
 from skyrl.train.utils import initialize_ray, validate_cfg  # pyright: ignore[reportMissingImports]
 
+from openhands_rl_plugin.apps.rollout.rollout import roll_out
+from openhands_rl_plugin.contrib.trainers.rows import batch_columns
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
+from openhands_rl_plugin.rollout.strategies.search import together
+
 TASK = "task"
 """The column of the data set with the task: an id of a suite, or a whole row as JSON."""
 
-# Of SkyRL's own generators: here they would be overlooked.
-_THEIRS = ("zero_reward_on_non_stop", "apply_overlong_filtering", "vision_language_generator", "batched")
 _NEUTRAL: dict[str, object] = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": None}
-# In every batch of SkyRL, and without a say in an episode.
-_IDLE = {"min_tokens", "skip_special_tokens", "include_stop_str_in_output", "logprobs", "temperature", "max_tokens"}
 
 
 class OpenHandsGenerator(GeneratorInterface):
-    """Rolls out one episode for each row of a batch, ``concurrency`` at a time, each a process of ``program``.
+    """Rolls out one episode for each row of a batch, ``openhands.concurrency`` at a time, each in a process.
 
     SkyRL sets the temperature and the length of a completion. Needs ``generator.step_wise_trajectories=true``: the
     segments of an episode are rows of one trajectory, and an episode that failed has none. Raises ``ConfigError``, and
     ``TrainingError`` for a batch in which no episode is valid: then nothing of it is trained.
     """
 
-    def __init__(
-        self, program: EpisodeProgram, base_url: str, model: str, base_model: str, *, concurrency: int = 32
-    ) -> None:
-        if concurrency < 1:
-            raise ConfigError("openhands.concurrency has to be 1 or more")
-        self._program, self._concurrency = program, concurrency
-        self._endpoint = {"base_url": base_url, "model": model, "base_model": base_model}
+    def __init__(self, cfg: Any, endpoint: str) -> None:
+        check_config(cfg)
+        base = cfg.generator.inference_engine.served_model_name or cfg.trainer.policy.model.path
+        where = {"base_url": f"{endpoint.rstrip('/')}/v1", "model": resolve_policy_model_name(cfg), "base_model": base}
+        self._own, self._options = cfg.openhands, {**cfg.openhands.options, **where}
         self._run_id = f"skyrl-{uuid.uuid4().hex}"  # a former run's episodes: other weights
         self._batches = itertools.count()
 
@@ -72,12 +64,13 @@ class OpenHandsGenerator(GeneratorInterface):
         metadata = input_batch["batch_metadata"]
         evaluation = metadata is not None and metadata.training_phase == "eval"
         sampling = _sampling(input_batch["sampling_params"] or {})
-        batch, free = next(self._batches), asyncio.Semaphore(self._concurrency)
+        batch, free = next(self._batches), asyncio.Semaphore(self._own.concurrency)
 
         async def one(task: str, identity: Any) -> Any:
-            named = {"group_id": f"{self._run_id}/{batch}/{identity.instance_id}", "sample": identity.repetition_id}
+            group = f"{self._run_id}/{batch}/{identity.instance_id}"
+            named = {"run_id": self._run_id, "group_id": group, "sample": identity.repetition_id}
             async with free:
-                return await self._program.play(task, **self._endpoint, run_id=self._run_id, **named, **sampling)
+                return await roll_out(task, {**self._options, **named, **sampling}, store=self._own.store)
 
         found = await together(one(*each) for each in zip(tasks, identities, strict=True))
         valid = [None if isinstance(each, str) else each for each in found]
@@ -92,8 +85,8 @@ class OpenHandsGenerator(GeneratorInterface):
 
 def _sampling(asked: Mapping[str, Any]) -> dict[str, Any]:
     """What SkyRL's ``sampling_params`` come to. Raises ``ConfigError`` for what an episode is not sampled with."""
-    for name, value in asked.items():
-        if name not in _IDLE and value is not None and (name not in _NEUTRAL or value != _NEUTRAL[name]):
+    for name, neutral in _NEUTRAL.items():
+        if (value := asked.get(name)) not in (None, neutral):
             raise ConfigError(f"generator.sampling_params: {name} = {value} cannot be honoured; leave it out")
     found: dict[str, Any] = {"temperature": float(asked.get("temperature", 1.0))}
     return found | ({"max_response_length": asked["max_tokens"]} if asked.get("max_tokens") else {})
@@ -107,8 +100,6 @@ class OpenHandsConfig(BaseConfig):
     """How an episode is rolled out: the options of `cli.rollout`, with underscores."""
     concurrency: int = 32
     """Episodes at the same time."""
-    tries: int = 2
-    """How often an episode that fails of the infrastructure is rolled out."""
     store: str = ""
     """The folder that the episodes are kept in; else they are not."""
 
@@ -125,36 +116,16 @@ class OpenHandsExp(BasePPOExp):
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> OpenHandsGenerator:
         """Of the endpoint that SkyRL serves the policy at."""
-        return make_generator(cfg, inference_engine_client.get_endpoint_url())
+        return OpenHandsGenerator(cfg, inference_engine_client.get_endpoint_url())
 
 
-def make_generator(cfg: Any, endpoint: str) -> OpenHandsGenerator:
-    """The generator of a whole configuration. Raises ``ConfigError``."""
-    program = check_config(cfg)
-    base = cfg.generator.inference_engine.served_model_name or cfg.trainer.policy.model.path
-    url, model = f"{endpoint.rstrip('/')}/v1", resolve_policy_model_name(cfg)
-    return OpenHandsGenerator(program, url, model, base, concurrency=cfg.openhands.concurrency)
-
-
-def check_config(cfg: Any) -> EpisodeProgram:
-    """What episodes are rolled out by. Raises ``ConfigError`` for what would be trained wrongly."""
-    own = cfg.openhands
-    program = EpisodeProgram(
-        own.options,
-        where="openhands.options",
-        trainer="SkyRL",
-        fixed=frozenset({"temperature", "max_response_length"}),
-        tries=own.tries,
-        store=own.store,
-    )
+def check_config(cfg: Any) -> None:
+    """Raise ``ConfigError`` for what would be trained wrongly."""
     if not cfg.generator.step_wise_trajectories:
         raise ConfigError(
             "set generator.step_wise_trajectories=true: without it an episode has to be one sequence, and a failed one "
             "would count as a reward of 0"
         )
-    for name in _THEIRS:
-        if getattr(cfg.generator, name):
-            raise ConfigError(f"generator.{name} is of SkyRL's own generators: leave it out")
     temperature = cfg.generator.sampling_params.temperature
     mode = (cfg.generator.inference_engine.engine_init_kwargs or {}).get("logprobs_mode")
     if temperature != 1 and mode != "processed_logprobs":
@@ -162,7 +133,6 @@ def check_config(cfg: Any) -> EpisodeProgram:
             f"generator.sampling_params.temperature={temperature:g}: vLLM gives logprobs at temperature 1; set "
             "generator.inference_engine.engine_init_kwargs.logprobs_mode=processed_logprobs, or temperature=1"
         )
-    return program
 
 
 @ray.remote(num_cpus=1)

@@ -1,6 +1,6 @@
 """OpenHands as an agent loop of verl 0.9's V1 trainer. Imported by the Python that has verl; OpenHands is in another.
 
-verl's servers take and give token ids, so a chat endpoint over them is opened on loopback, with a key for each episode.
+verl's servers take and give token ids, so each episode gets a chat endpoint over them on loopback, with a key.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
+from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
+    AgentLoopBase,
+    AgentLoopOutput,
+)
 
-from openhands_rl_plugin.apps.rollout.episode_program import EpisodeProgram, check_release
+from openhands_rl_plugin.apps.rollout.rollout import roll_out
 from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.core.servers import listening, serving
-from openhands_rl_plugin.models.generator.config import NotFound, Overloaded, ServingError
+from openhands_rl_plugin.core.servers import AccessRules, listening, serving
+from openhands_rl_plugin.models.generator.config import Overloaded, ServingError
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation, ScoredToken
 from openhands_rl_plugin.models.server.app import PromptRenderer
 from openhands_rl_plugin.models.server.wire import (
@@ -30,14 +34,9 @@ from openhands_rl_plugin.models.server.wire import (
     Formatter,
     chat_body,
     json_response,
+    models_body,
     new_id,
     usage,
-)
-
-check_release("verl", "0.9")
-from verl.experimental.agent_loop.agent_loop import (  # noqa: E402  # pyright: ignore[reportMissingImports]
-    AgentLoopBase,
-    AgentLoopOutput,
 )
 
 MODEL = "policy"
@@ -48,62 +47,24 @@ type Sample = Callable[[tuple[int, ...], int], Awaitable[Any]]
 """Prompt ids and the most tokens -> verl's ``TokenOutput`` (``token_ids``, ``log_probs``, ``stop_reason``)."""
 
 
-class _Episode(NamedTuple):
-    sample: Sample
-    loop: asyncio.AbstractEventLoop
-    renderer: PromptRenderer
-    tokenizer: Any
+@contextmanager
+def policy_endpoint(sample: Sample, tokenizer: Any, max_model_len: int) -> Iterator[tuple[str, str]]:
+    """Within it an endpoint's model is ``sample``, in this event loop; yields the endpoint's base URL and key.
 
+    ``max_model_len``: tokens of prompt and completion together. What a request has of sampling is verl's to set.
+    """
+    loop, renderer = asyncio.get_running_loop(), PromptRenderer(tokenizer, max_model_len, None)
 
-class PolicyEndpoint:
-    """One server for all episodes of this process. Every episode has a key of its own, which is all that it knows."""
+    async def models(_: Request) -> Response:
+        return json_response(models_body([{"id": MODEL}]))
 
-    def __init__(self) -> None:
-        self._episodes: dict[str, _Episode] = {}
-        self._running = ExitStack()
-        self._url = ""
-
-    @contextmanager
-    def open(self, sample: Sample, tokenizer: Any, max_model_len: int) -> Iterator[tuple[str, str]]:
-        """Within it an episode's model is ``sample``, in this event loop; yields the endpoint's base URL and key.
-
-        ``max_model_len``: tokens of prompt and completion together.
-        """
-        if not self._url:
-            routes = [
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/models", self._models),
-            ]
-            app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
-            listener = self._running.enter_context(listening("127.0.0.1", 0))
-            self._url = self._running.enter_context(serving(app, listener, lifespan="off"))
-        key = secrets.token_urlsafe(24)
-        renderer = PromptRenderer(tokenizer, max_model_len, None)
-        self._episodes[key] = _Episode(sample, asyncio.get_running_loop(), renderer, tokenizer)
-        try:
-            yield f"{self._url}/v1", key
-        finally:
-            del self._episodes[key]
-
-    def _episode(self, request: Request) -> _Episode:
-        found = self._episodes.get(request.headers.get("authorization", "").removeprefix("Bearer "))
-        if found is None:
-            raise NotFound("no episode has this key")
-        return found
-
-    async def _models(self, request: Request) -> Response:
-        self._episode(request)
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "verl"}]})
-
-    async def _chat(self, request: Request) -> Response:
-        sample, loop, renderer, tokenizer = self._episode(request)
+    async def chat(request: Request) -> Response:
         body = ChatCompletionRequest.model_validate_json(await request.body())
         ids = await asyncio.to_thread(renderer.chat, body)
         asked = body.max_completion_tokens or body.max_tokens
         most = renderer.params(body, prompt_len=len(ids), max_tokens=asked, top_logprobs=None).max_tokens
 
         async def sampled() -> Any:
-            # What this request has of sampling is verl's to set; its length is the episode's.
             return await sample(ids, most)
 
         output = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sampled(), loop))
@@ -125,24 +86,25 @@ class PolicyEndpoint:
         more = {"prompt_logprobs": None, "prompt_token_ids": list(ids)}
         return json_response(chat_body(new_id("chatcmpl"), MODEL, [choice], usage([generation], 1), **more))
 
-
-_ENDPOINT = PolicyEndpoint()
+    routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route("/v1/models", models)]
+    app, key = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS), secrets.token_urlsafe(24)
+    with (
+        listening("127.0.0.1", 0) as listener,
+        serving(app, listener, access=AccessRules(key), lifespan="off") as url,
+    ):
+        yield f"{url}/v1", key
 
 
 class OpenHandsAgentLoop(AgentLoopBase):
-    """Rolls out the task of a row by ``cli.rollout``, in the Python that ``OPENHANDS_RL_PYTHON`` names.
+    """Rolls out the task of a row by OpenHands, in the Python that ``OPENHANDS_RL_PYTHON`` names.
 
-    ``options``: those of the command, with underscores. ``tries``, ``store``: see ``EpisodeProgram``. Raises
+    ``options``: those of ``cli.rollout``, with underscores. ``store``: a folder that keeps the episodes. Raises
     ``ConfigError`` for what would be trained wrongly.
     """
 
-    def __init__(
-        self, *args: Any, options: Mapping[str, Any] | None = None, tries: int = 2, store: str = "", **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, options: Mapping[str, Any] | None = None, store: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._program = EpisodeProgram(
-            options or {}, where="options", trainer="verl", fixed=frozenset({"temperature"}), tries=tries, store=store
-        )
+        self._options, self._store = options or {}, store
         if not self.config.trainer.get("use_v1", False):
             raise ConfigError("set trainer.use_v1=True: the other trainer has no place for an episode that failed")
         for name, neutral in (("top_p", (1,)), ("top_k", (-1, 0))):
@@ -166,8 +128,9 @@ class OpenHandsAgentLoop(AgentLoopBase):
             asked = {**sampling_params, "logprobs": True, "max_tokens": most}
             return await self.server_manager.generate(name, prompt_ids=list(ids), sampling_params=asked)
 
-        with _ENDPOINT.open(sample, self.tokenizer, longest) as (url, key):
-            rollout = await self._program.play(task, url, MODEL, key=key, temperature=temperature)
+        with policy_endpoint(sample, self.tokenizer, longest) as (url, key):
+            asked = {**self._options, "base_url": url, "model": MODEL, "temperature": temperature}
+            rollout = await roll_out(task, asked, key=key, store=self._store)
         if isinstance(rollout, str):
             raise InfrastructureError(f"{task[:80]}: {rollout}")
         if rollout.off_policy:

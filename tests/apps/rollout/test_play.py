@@ -137,14 +137,11 @@ def test_bad_input_is_one_line_and_a_kind(
     model: ScriptedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys, "stdin", (tmp_path / "empty").open("w+"))
-    two = tmp_path / "two.jsonl"
-    two.write_text('{"id": "a", "environment": "webshop"}\n{"id": "b", "environment": "webshop"}\n')
     there = ["--base-url", model.url, "--model", "base"]
     for words, kind, said in (
         (["3", "--base-url", "http://127.0.0.1:1/v1", "--model", "base"], "infrastructure", "no model server"),
         (["3"], "configuration", "give --base-url URL and --model NAME"),
-        (["sdist__Unidecode-1.4.0-edf4db8", *there], "configuration", "did you mean 'sdist__Unidecode-1.4.0-edf4db8e'"),
-        ([str(two), *there], "configuration", "has 2 tasks (a, b, ...): choose one with --id"),
+        (["sdist__Unidecode-1.4.0-edf4db8", *there], "configuration", "swe-local has no task sdist__Unidecode-1.4.0"),
         (["-", *there], "configuration", "standard input is not JSON"),
         (["3", "--temperature", "-1", *there], "configuration", "--temperature"),
         (["3", "--api-key-env", "NOT_SET_ANYWHERE", *there], "configuration", "NOT_SET_ANYWHERE is not set"),
@@ -164,23 +161,20 @@ def test_the_command_prints_one_object(
 
 
 def test_what_a_task_is(tmp_path: Path):
-    own, none = RLSettings(env_name="gymnasium/Walk-v0"), PlayOptions()
-    assert find_task("7", none, own).entry.task.data == {"idx": 7}
-    assert find_task("gymnasium__Walk-v0-7", none, own).entry.task.id == "gymnasium__Walk-v0-7"
+    own = RLSettings(env_name="gymnasium/Walk-v0")
+    assert find_task("7", "", own).entry.task.data == {"idx": 7}
+    assert find_task("gymnasium__Walk-v0-7", "", own).entry.task.id == "gymnasium__Walk-v0-7"
+    assert find_task("webshop-3", "webshop", own).settings.env_name == "webshop"
     task = Task(id="x", environment="gymnasium/FrozenLake-v1", data={"idx": 2})
-    assert find_task(task, none, own).settings.env_name == task.environment
-    assert find_task(task.model_dump(mode="json"), none, own).entry.task == task
-    local = find_task("sdist__Unidecode-1.4.0-edf4db8e", none, own)
+    assert find_task(task, "", own).settings.env_name == task.environment
+    assert find_task(task.model_dump(mode="json"), "", own).entry.task == task
+    local = find_task("sdist__Unidecode-1.4.0-edf4db8e", "", own)
     assert local.suite.software and local.entry.task.split in ("train", "heldout")
-    again = find_task(local.entry.task, none, own)
+    again = find_task(local.entry.task, "", own)
     assert again.entry.instance == local.entry.instance
-    assert find_task(local.entry.row, none, own).entry.instance == local.entry.instance
-    file = tmp_path / "task.json"
-    file.write_text(task.model_dump_json())
-    assert find_task(str(file), none, own).entry.task == task
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"id": "a", "word": "x"}\n{"id": "b", "word": "y"}\n')
-    chosen = find_task(rows, PlayOptions(id="gymnasium__Walk-v0-b"), own)
-    assert chosen.entry.task.data == {"idx": 1, "row": {"id": "b", "word": "y"}}
-    with pytest.raises(ConfigError, match="the task: id: must be a valid string"):
-        find_task({"id": 3, "environment": "webshop"}, none, own)
+    assert find_task(local.entry.row, "", own).entry.instance == local.entry.instance
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(f'{{"id": "y", "environment": "webshop"}}\n{task.model_dump_json()}\n')
+    assert find_task("x", str(file), own).entry.task == task
+    with pytest.raises(ConfigError, match=r"or id and environment: Task\.id"):
+        find_task({"id": 3, "environment": "webshop"}, "", own)

@@ -25,7 +25,7 @@ from launchers import free_port
 from needs import needs_bubblewrap
 from scripted_model import call, says, serve
 
-from openhands_rl_plugin.apps.rollout.episode_program import VARIABLE
+from openhands_rl_plugin.apps.rollout.rollout import VARIABLE
 from openhands_rl_plugin.cli import rollout
 from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.contrib.trainers.agent_lightning import OPTIONS, TASK, OpenHandsAgent
@@ -33,22 +33,16 @@ from openhands_rl_plugin.contrib.trainers.agent_lightning import OPTIONS, TASK, 
 PYTHON = os.environ.get("OPENHANDS_RL_AGENT_LIGHTNING_PYTHON", "")
 SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
 ROOT = Path(__file__).parents[3]
+RUNNER = {"AGL_OPENAI_BASE_URL": "http://127.0.0.1:1/v1", "AGL_EVENT_URL": "http://127.0.0.1:1/events"}
 AGENT = f"{OpenHandsAgent.__module__}:{OpenHandsAgent.__name__}"
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "AGL_OPENAI_BASE_URL is not set; it is of agent-lightning's runner"),
-        ({"AGL_OPENAI_BASE_URL": "http://127.0.0.1:1/v1"}, f"{TASK} is not set; it is of agentlightning.local.env_map"),
-        (
-            {"AGL_OPENAI_BASE_URL": "http://127.0.0.1:1/v1", TASK: "webshop-99999"},
-            "configuration: webshop has no task 99999",
-        ),
-        (
-            {"AGL_OPENAI_BASE_URL": "http://127.0.0.1:1/v1", TASK: "webshop-3"},
-            "infrastructure: no model server answers at http://127.0.0.1:1/v1",
-        ),
+        ({}, "configuration: the environment variable 'AGL_OPENAI_BASE_URL' is not set"),
+        ({**RUNNER, TASK: "webshop-99999"}, "configuration: environment has no task webshop-99999"),
+        ({**RUNNER, TASK: "webshop-3"}, "infrastructure: no model server answers at http://127.0.0.1:1/v1"),
     ],
 )
 def test_what_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str) -> None:

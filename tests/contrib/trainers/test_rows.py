@@ -69,11 +69,6 @@ def test_a_row_has_the_names_of_its_trainer() -> None:
     [
         ({"temperature": 0.7}, "sampled at temperature 0.7, and TRL trains at 1"),
         ({"token_temperatures": (1.0, 1.0, 1.0, 0.5, 1.0, 1.0)}, "temperature 0.5, 1"),
-        ({"count": 2}, "it stands for 2 equal samples"),
-        ({"token_advantages": (0.0,) * 6}, "one advantage for a sequence"),
-        ({"mask": (True,) * 6}, "begins with a sampled token"),
-        ({"mask": (False,) * 6}, "nothing in it was sampled"),
-        ({"logprobs": (0.0,)}, "different lengths"),
     ],
 )
 def test_what_would_be_trained_wrongly_is_refused(change: dict[str, object], said: str):

@@ -120,10 +120,6 @@ class TestRealAgentLoop:
             ({}, {}, "needs a column 'task'"),
             ({"task": "webshop-3"}, {"use_v1": False}, "set trainer.use_v1=True"),
             ({"task": "webshop-3"}, {"top_p": 0.9}, "rollout.top_p=0.9: logprobs are then not the policy's"),
-            ({"task": "webshop-3"}, {"options": {"turns": 3}}, "options.turns is none of"),
-            ({"task": "webshop-3"}, {"options": {"model": "x"}}, "options.model is set by verl"),
-            ({"task": "webshop-3"}, {"options": {"max_turns": "none"}}, "options.max_turns: "),
-            ({"task": "webshop-3"}, {"tries": 0}, "tries has to be 1 or more"),
             ({"task": "webshop-3"}, {"options": {"strategy": "BestOfN"}}, "no samples of the policy"),
         ],
     )
