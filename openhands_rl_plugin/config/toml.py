@@ -18,6 +18,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location
+from openhands_rl_plugin.core.types import JsonObject
 
 SECTIONS: tuple[Location, ...] = (("rl",), ("extended", "rl"), ("agent", "RLAgent", "rl"))
 """The sections that hold settings; later ones override earlier ones."""
@@ -128,8 +129,10 @@ def _holds(table: object, location: Location) -> bool:
 def starting_config(*, model: str, base_url: str, workspace: str, prompt: str = "standard") -> str:
     """A file for an OpenHands that works in the folder ``workspace`` with the served ``model`` at ``base_url``."""
     text = files("openhands_rl_plugin.config").joinpath("starting.toml").read_text(encoding="utf-8")
-    served = f"openai/{model}"
-    values = {"model": model, "served": served, "base_url": base_url, "workspace": workspace, "prompt": prompt}
+    # A small model seldom ends a completion that went astray, and its context has no room for long ones.
+    response, observation = (1024, 2048) if prompt == "compact" else (4096, 8192)
+    values: JsonObject = {"model": model, "served": f"openai/{model}", "base_url": base_url, "workspace": workspace}
+    values |= {"prompt": prompt, "response": response, "observation": observation}
     # JSON's notation of a string is TOML's, but for this character.
     escaped = {name: json.dumps(value).replace("\x7f", "\\u007f") for name, value in values.items()}
     return re.sub(r"\{(\w+)\}", lambda found: escaped[found[1]], text)
