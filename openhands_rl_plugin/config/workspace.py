@@ -99,10 +99,3 @@ class WorkspaceSettings(Settings):
         for text in texts:
             checked_path(text, whole_home=info.data.get("whole_home", False))
         return texts
-
-    @field_validator("network", mode="before")
-    @classmethod
-    def _check_network(cls, value: object) -> object:
-        if isinstance(value, list | tuple):
-            raise ValueError("hosts cannot be chosen; write network = true for the whole network, or false for none")
-        return value
