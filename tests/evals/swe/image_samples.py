@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from glob import glob
 from pathlib import Path
 
 from openhands_rl_plugin.evals.swe.backends import shim
@@ -28,7 +29,8 @@ def small_linux(root: Path) -> None:
     skipped = shutil.ignore_patterns("test", "site-packages", "__pycache__", "idlelib", "tkinter", "ensurepip")
     shutil.copytree(library, root / str(library)[1:], ignore=skipped)
     programs = [found for name in _PROGRAMS.split() if (found := shutil.which(name, path="/usr/bin:/bin"))]
-    wanted = [*programs, str(PYTHON), *map(str, library.glob("lib-dynload/*.so"))]
+    encodings = [*glob("/usr/lib*/*/gconv/UTF-16.so"), *glob("/usr/lib*/*/gconv/gconv-modules*")]
+    wanted = [*programs, str(PYTHON), *map(str, library.glob("lib-dynload/*.so")), *filter(os.path.isfile, encodings)]
     needed = subprocess.run(["ldd", *wanted], capture_output=True, text=True).stdout
     wanted += [word for line in needed.splitlines() for word in line.split() if word[0] == "/" and word[-1] != ":"]
     for name in wanted:

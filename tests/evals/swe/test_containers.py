@@ -87,7 +87,8 @@ async def test_a_container_says_what_the_sandbox_says(both: Both, tmp_path: Path
     here = await both.local.grade(both.row, patch, logs=tmp_path / "local", timeout=60.0)
     there = await both.docker.grade(row, patch, logs=tmp_path / "docker", timeout=60.0)
     assert (there.kind, there.flagged) == (here.kind, here.flagged), (there, here)
-    assert outcomes(there) == outcomes(here)
+    if name != "a child goes on, the parent ends":  # how far it comes before both are killed is a matter of time
+        assert outcomes(there) == outcomes(here)
     assert (here.kind is VerdictKind.RESOLVED) is (name == "the fix" or name in CONTAIN_THE_RESULT)
 
 

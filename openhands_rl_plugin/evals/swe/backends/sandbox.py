@@ -66,7 +66,6 @@ _INDEX_FILES = {
     **{f"~/{name}": f"/root/{name}" for name in (".config/uv/uv.toml", ".config/pip/pip.conf", ".netrc")},
     **{name: name for name in ("/etc/pip.conf", "/etc/uv/uv.toml")},
 }
-_LOGIN = re.compile(r"://[^/\s]*@|\bpassword\s|\w*(?:PASSWORD|TOKEN|USERNAME)\w*")
 
 
 class Room(NamedTuple):
@@ -94,13 +93,12 @@ class InstanceSandbox:
         *,
         network: bool,
         setup: bool = False,
-        logins: bool = True,
         shown: Mapping[str, Path] | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> list[str]:
         """The command line that runs ``program`` in ``room``, in ``/testbed`` if that exists.
 
-        ``setup``: with the user's package index, and its ``logins``. ``shown``: what is seen of the host, by the names
+        ``setup``: with the user's settings of the package index. ``shown``: what is seen of the host, by the names
         inside.
         """
         parts = {inside: room.layer / name for name, inside in PARTS.items()}
@@ -111,11 +109,11 @@ class InstanceSandbox:
         targets = {f"{CONDA}/shims/{name}": "../shim/programs.sh" for name in PROGRAMS}
         targets |= {f"{CONDA}/host-python": host, f"{CONDA}/envs": "/conda/envs"}
         tools = {f"{CONDA}/bin/activate": _SHIM / "activate.sh", f"{CONDA}/shim": _SHIM, f"{CONDA}/bin/uv": find_uv()}
-        settings = {**self._variables(network, setup, logins), **(variables or {})}
+        settings = {**self._variables(network, setup), **(variables or {})}
         if setup:
             links = f"{settings.get('PIP_FIND_LINKS', '')} {settings.get('UV_FIND_LINKS', '')}".split()
             tools |= {
-                **_index_files(logins),
+                **_index_files(),
                 **{name: Path(name) for name in links if name[0] == "/" and os.path.isdir(name)},
             }
         tools |= shown or {}
@@ -137,11 +135,12 @@ class InstanceSandbox:
             ),
         ]
 
-    def _variables(self, network: bool, setup: bool, logins: bool) -> dict[str, str]:
+    def _variables(self, network: bool, setup: bool) -> dict[str, str]:
         wanted = re.compile("|".join([_OF_NETWORK] * network + [_OF_INDEX] * setup) or "-", re.IGNORECASE)
         named = {name: value for name, value in os.environ.items() if wanted.fullmatch(name)}
         return {
-            **{name: each for name, each in named.items() if (setup and logins) or not _LOGIN.search(f"{name} {each}")},
+            # Tests have no login, also not that of a proxy.
+            **{name: value for name, value in named.items() if setup or "@" not in value},
             "HOME": "/root",
             "PATH": f"{CONDA}/bin:{_SYSTEM_PATH}",
             "TZ": "Etc/UTC",
@@ -159,11 +158,10 @@ class InstanceSandbox:
         }
 
 
-def _index_files(logins: bool) -> dict[str, Path]:
+def _index_files() -> dict[str, Path]:
     """The files with the user's settings of the index, by the paths at which root reads them in a sandbox."""
     files = {inside: Path(name).expanduser() for name, inside in _INDEX_FILES.items()}
-    found = {inside: file for inside, file in files.items() if file.is_file()}
-    return {name: file for name, file in found.items() if logins or not _LOGIN.search(file.read_text(errors="replace"))}
+    return {inside: file for inside, file in files.items() if file.is_file()}
 
 
 def shim_digest() -> str:
