@@ -21,10 +21,10 @@ from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.environments.workspace.processes import Ended
 from openhands_rl_plugin.evals.swe.logs import InstanceLogs
-from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, Applied, apply_patch, refusal
+from openhands_rl_plugin.evals.swe.patches import Applied, apply_patch, refusal
 from openhands_rl_plugin.evals.swe.recipes.scripts import END, START, Recipe
 from openhands_rl_plugin.evals.swe.recipes.swe_bench import Statuses, parser_of
-from openhands_rl_plugin.evals.swe.types import Flag, Instance, PatchVerdict, Severity, TestsStatus, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Box, Flag, Instance, PatchVerdict, Severity, TestsStatus, VerdictKind
 
 # The script is in no file: tests could read there what they are expected to do.
 _START = 'IFS= read -r PS4; script=$(cat); exec </dev/null; eval "set -x\n$script"'
@@ -32,20 +32,6 @@ _SPACE_TIME = 120.0
 _FULL = "No space left on device"
 _SPOILED = (">>>>> Patch Apply Failed", ">>>>> Reset Failed", ">>>>> Tests Errored", ">>>>> Tests Timed Out")
 _GOOD, _BAD = ("PASSED", "XFAIL"), ("FAILED", "ERROR")
-
-
-class Box(Protocol):
-    """A running container or sandbox with the instance's repository at ``/testbed``, after set-up."""
-
-    async def put(self, inside: str, text: str) -> None:
-        """Write ``PATCH_INSIDE``."""
-        ...
-
-    async def run(
-        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
-    ) -> Ended:
-        """Run a command in ``/testbed``. ``tests``: with what tests need of a network."""
-        ...
 
 
 class Grading(NamedTuple):
@@ -173,8 +159,7 @@ async def run_tests(grading: Grading, patch: str, script: str) -> TestRun:
     """
     parse = parser_of(grading.recipe.parser)
     async with grading.open_box() as box:
-        await box.put(PATCH_INSIDE, patch)
-        applied = await apply_patch(lambda command, seconds: box.run(command, timeout=seconds), grading.instance, patch)
+        applied = await apply_patch(box, grading.instance, patch)
         if applied.kind is not None:
             await _check_space(box, applied.output)
             return TestRun(applied, RunLog(), {})

@@ -11,15 +11,14 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.files import is_gits_own
-from openhands_rl_plugin.environments.workspace.processes import Ended
-from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
+from openhands_rl_plugin.evals.swe.types import Box, Instance, VerdictKind
 
 MAX_PATCH = 16 * 2**20
 """Bytes. Larger patches contain generated files, not a fix."""
@@ -146,9 +145,6 @@ _IMPORTED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig
 """Modules that are imported before those of a repository, or by its tests' runner."""
 _MOST = 3
 
-RunCommand = Callable[[Sequence[str], float], Awaitable[Ended]]
-"""Runs a command in the repository, for at most so many seconds."""
-
 
 class Applied(NamedTuple):
     """``kind`` and ``reason`` of a patch that could not be applied; ``None`` and empty otherwise.
@@ -162,18 +158,18 @@ class Applied(NamedTuple):
     output: str = ""
 
 
-async def apply_patch(run: RunCommand, instance: Instance, patch: str) -> Applied:
-    """Apply the patch that lies at ``PATCH_INSIDE``. Raises ``InfrastructureError`` where nothing could be run."""
+async def apply_patch(box: Box, instance: Instance, patch: str) -> Applied:
+    """Apply a patch. Raises ``InfrastructureError`` where nothing could be run."""
     # A test patch that only adds files makes the official scripts check out the base commit as a whole, which would
     # undo what set-up changed, were that a commit.
     loose = "" if restored_files(instance.test_patch) else f"git reset --quiet --soft {instance.base_commit}\n"
     word = secrets.token_hex(8)
     # Times of change are as coarse as the kernel's clock.
     script = (
-        f"{loose}: > /tmp/{word}; echo {word}; sleep 0.02\n{{ {_APPLY}; }} || exit 1\n"
+        f"cat >{PATCH_INSIDE}\n{loose}: > /tmp/{word}; echo {word}; sleep 0.02\n{{ {_APPLY}; }} || exit 1\n"
         f"echo; echo {word}; find . -cnewer /tmp/{word} ! -type d -printf '%P\\0'; rm -f /tmp/{word}\n"
     )
-    ended = await run(["/bin/bash", "-c", script], _APPLY_TIME)
+    ended = await box.run(["/bin/bash", "-c", script], timeout=_APPLY_TIME, given=patch.encode())
     before, began, text = ended.text.partition(f"{word}\n")
     if not began:
         raise InfrastructureError(f"the patch could not be tried: {before.strip()[:300] or f'status {ended.code}'}")
@@ -192,7 +188,7 @@ async def apply_patch(run: RunCommand, instance: Instance, patch: str) -> Applie
     if new or old:
         lines = [f"rm -rf -- {shlex.quote(name)}" for name in new]
         lines += [f"git checkout --quiet -- {shlex.quote(name)} 2>/dev/null || true" for name in old]
-        await run(["/bin/bash", "-c", "\n".join(lines)], _APPLY_TIME)
+        await box.run(["/bin/bash", "-c", "\n".join(lines)], timeout=_APPLY_TIME)
         printed += f"\nput back: {' '.join([*new, *old])}"
     return Applied(put_back=(*new, *old), output=printed)
 

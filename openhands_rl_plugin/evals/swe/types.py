@@ -1,7 +1,8 @@
-"""Values of SWE-bench grading: instance, verdict on a patch, guard flags, checkout; and the protocol of back ends."""
+"""Values of SWE-bench grading: instance, verdict on a patch, guard flags, checkout; protocols of back ends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 from pydantic import Field
 
 from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.environments.workspace.processes import Ended
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 
 
@@ -122,6 +124,16 @@ class Checkout(Frozen):
     directory: Path
     mounts: tuple[WorkspaceMount, ...] = ()
     variables: dict[str, str] = Field(default_factory=dict)
+
+
+class Box(Protocol):
+    """A running container or sandbox with the instance's repository at ``/testbed``, after set-up."""
+
+    async def run(
+        self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
+    ) -> Ended:
+        """Run a command in ``/testbed``. ``tests``: with what tests need of a network."""
+        ...
 
 
 class InstanceBackend(Protocol):

@@ -97,11 +97,6 @@ class DockerBox:
         self.container = container
         self._program = program
 
-    async def put(self, inside: str, text: str) -> None:
-        """Write a file in the container. Raises ``InfrastructureError``."""
-        command = self._exec("/bin/sh", "-c", 'cat >"$0"', inside)
-        await checked(command, f"copy {inside} in", timeout=_COPY_TIME, given=text.encode())
-
     async def run(
         self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:

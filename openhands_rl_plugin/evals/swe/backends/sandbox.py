@@ -196,10 +196,6 @@ class SandboxBox:
     def __init__(self, sandbox: InstanceSandbox, room: Room, *, network: bool) -> None:
         self._sandbox, self._room, self._network = sandbox, room, network
 
-    async def put(self, inside: str, text: str) -> None:
-        """Write a file in ``/tmp``."""
-        await asyncio.to_thread((self._room.tmp / Path(inside).name).write_bytes, text.encode())
-
     async def run(
         self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:

@@ -30,7 +30,7 @@ from openhands_rl_plugin.core.files import PRIVATE, temporary_folder, write_file
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.grading import Grading, TestRun, run_tests
 from openhands_rl_plugin.evals.swe.guard.altering import Mode, alter, alter_doctest, functions_of
-from openhands_rl_plugin.evals.swe.patches import PATCH_INSIDE, restored_files, runs_tests, touched_files
+from openhands_rl_plugin.evals.swe.patches import restored_files, runs_tests, touched_files
 from openhands_rl_plugin.evals.swe.recipes.scripts import END, REPOSITORY
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, Severity
 
@@ -186,12 +186,11 @@ async def _read(grading: Grading) -> RowTests:
     folders = {str(PurePosixPath(file).parent) for file in files if file.endswith(".py") and "test" in file}
     words = [*map(shlex.quote, files), *(f"{shlex.quote(folder)}/*.py" for folder in sorted(folders) if folder != ".")]
     restored = " ".join(map(shlex.quote, restored_files(row.test_patch)))
-    listing = f"""{{ git checkout --quiet {row.base_commit} -- {restored}; git apply {PATCH_INSIDE}
+    listing = f"""{{ git checkout --quiet {row.base_commit} -- {restored}; git apply
         for file in {" ".join(words)}; do [ -f "$file" ] && printf '%s\\0%s\\0' "$file" "$(<"$file")"; done
         }} 2>/dev/null; true"""
     async with grading.open_box() as box:
-        await box.put(PATCH_INSIDE, row.test_patch)
-        ended = await box.run(["/bin/bash", "-c", listing], timeout=_READ_TIME)
+        ended = await box.run(["/bin/bash", "-c", listing], timeout=_READ_TIME, given=row.test_patch.encode())
     if ended.code or ended.timed_out:
         raise InfrastructureError(f"the row's tests could not be read: {ended.last_line}")
     parts = ended.output.split(b"\0")
