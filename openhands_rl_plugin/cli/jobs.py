@@ -1,4 +1,4 @@
-"""What commands that train and roll out share: weights, versions, a model server as a child, a studio beside a run."""
+"""What commands that train and roll out share: weights, versions, a model server as a child."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 
-from openhands_rl_plugin.apps.loop.reporting import report_writer
-from openhands_rl_plugin.cli.options import author, checked, open_backend, option_of
-from openhands_rl_plugin.cli.terminal import sayable, typed
+from openhands_rl_plugin.cli.options import checked, open_backend, option_of
+from openhands_rl_plugin.cli.terminal import typed
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, RLError
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -229,44 +227,3 @@ async def with_backend(args: argparse.Namespace, job: LoopJob) -> AsyncIterator[
     instances = [entry.instance for entry in job.tasks.entries if entry.instance is not None]
     async with open_backend(args, instances) as backend:
         yield replace(job, backend=backend)
-
-
-def add_studio(parser: argparse.ArgumentParser) -> None:
-    """``--no-studio``."""
-    about = "serve no studio on loopback while it runs (its link is printed first)"
-    parser.add_argument("--no-studio", action="store_true", help=about)
-
-
-@contextmanager
-def studio_beside(
-    args: argparse.Namespace,
-    directory: Path,
-    storage: Callable[[], TrajectoryStorage],
-    adapters: Path,
-    tokenizer: Path | None = None,
-) -> Iterator[None]:
-    """Print a link to a studio of the run in ``directory``, and serve it from a thread until the block ends.
-
-    Nothing is opened by itself. Where no studio can be served, one line says why, and the run goes on. ``tokenizer``:
-    the folder of the base model.
-    """
-    with ExitStack() as opened:
-        if not args.no_studio:
-            print(_begun(opened, directory, storage, adapters, tokenizer), flush=True)
-        yield
-
-
-def _begun(
-    opened: ExitStack, directory: Path, storage: Callable[[], TrajectoryStorage], adapters: Path, tokenizer: Path | None
-) -> str:
-    known = tokenizer is not None and (tokenizer / "tokenizer.json").is_file()
-    name = sayable(directory.name) or "run"
-    try:
-        if (writer := report_writer()) is None:
-            return "no studio is installed here; the run goes on without it"
-        link = opened.enter_context(
-            writer.studio_of_run(name, directory, storage, adapters, str(tokenizer) if known else "", author())
-        )
-    except (RLError, InfrastructureError, ImportError, OSError) as error:
-        return sayable(f"no studio: {error}; the run goes on without it")
-    return f"watch it in the studio: {link} (works once, ends with the run)"

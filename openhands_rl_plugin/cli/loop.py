@@ -37,13 +37,11 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.jobs import (
     BASE,
     add_native,
-    add_studio,
     given_weights,
     graded_job,
     loop_job,
     served_policy,
     starting_point,
-    studio_beside,
     with_backend,
 )
 from openhands_rl_plugin.cli.options import (
@@ -56,7 +54,6 @@ from openhands_rl_plugin.cli.options import (
     settings_of,
 )
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
-from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
@@ -82,7 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="start", default=BASE, metavar="VERSION", help=start)
     parser.add_argument("--fresh", action="store_true", help="delete the state of an earlier run in the folder")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, roll out nothing")
-    add_studio(parser)
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument("--split", metavar="NAME", help="split to train on (default: train, if the suite has one)")
     add_tasks(tasks)
@@ -113,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(sayable("\n".join(_describe(args, settings, tasks, start))))
         return 0
-    directory, adapters = args.run_dir.absolute(), settings.serving.adapters_directory.resolve()
-    with held(directory), studio_beside(args, directory, lambda: open_storage(settings), adapters, args.model):
+    with held(args.run_dir.absolute()):
         return _play(args, settings, tasks, start)
 
 

@@ -5,24 +5,20 @@ Every function raises ``ConfigError`` for a name that cannot be loaded and for w
 
 from __future__ import annotations
 
-import importlib.util
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, describe
+from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward, Strategy, TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec
 
 
 def check_plugins(settings: RLSettings) -> None:
-    """Load every plugin that the settings name, and build none. Raises ``ConfigError`` with a line for each problem.
-
-    MongoDB without ``uri_env`` is a server on this machine, which must answer: else nothing would be stored.
-    """
+    """Load every plugin that the settings name, and build none. Raises ``ConfigError`` with a line for each problem."""
     named: tuple[tuple[registry.Kind, str, str], ...] = (
         ("strategies", settings.rollout_strategy, "[rl] rollout_strategy"),
         ("environments", settings.env_name, "[rl] env_name"),
@@ -35,24 +31,8 @@ def check_plugins(settings: RLSettings) -> None:
             registry.load(kind, name)
         except ConfigError as error:
             problems.append(f"{key}: {error}")
-    if settings.storage_backend == "mongodb":
-        problems += _no_mongodb(settings)
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _no_mongodb(settings: RLSettings) -> Iterator[str]:
-    if importlib.util.find_spec("pymongo") is None:
-        yield f'[rl] storage_backend = "mongodb": {MissingExtraError("pymongo", "mongodb")}'
-    elif not settings.storage.uri_env:
-        server = urlsplit(settings.storage.connection_string())
-        try:
-            socket.create_connection((server.hostname, server.port), timeout=2).close()
-        except OSError:
-            yield (
-                f'[rl] storage_backend = "mongodb" without uri_env: nothing answers at {server.geturl()}; start it, or '
-                'name the variable that holds another URI: uri_env = "MONGODB_URI" in [rl.storage]'
-            )
 
 
 def make_environment(settings: RLSettings) -> Environment:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.redaction import redacting_logger
 
 _LOG = redacting_logger(__name__)
@@ -48,40 +46,9 @@ SafeName = Annotated[str, AfterValidator(_safe_name)]
 
 
 class Settings(BaseModel):
-    """Base of the sections: frozen, strict about types (TOML has its own), no unknown keys.
-
-    A key or a value that got another name stays readable under the old one: a section lists it in ``renamed_keys``
-    (old -> new) or in ``renamed_values`` (key -> old value -> new value).
-    """
+    """Base of the sections: frozen, strict about types (TOML has its own), no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    renamed_keys: ClassVar[Mapping[str, str]] = {}
-    renamed_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-
-    @classmethod
-    def with_new_names(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``given`` with the new names, and one logged warning per old name and process.
-
-        Raises ``ConfigError`` where a key is given under both names.
-        """
-        found = dict(given)
-        for old, new in cls.renamed_keys.items():
-            if old in found:
-                if new in found:
-                    raise ConfigError(f"{old} is the old name of {new}: give only one of them")
-                found[new] = found.pop(old)
-                warn_once(f"{old} is now written {new}; the old form is still read")
-        for key, values in cls.renamed_values.items():
-            if isinstance(value := found.get(key), str) and value in values:
-                found[key] = values[value]
-                warn_once(f'{key} = "{value}" is now written {key} = "{values[value]}"; the old form is still read')
-        return found
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename(cls, data: Any) -> Any:
-        return cls.with_new_names(data) if isinstance(data, Mapping) else data
 
 
 @cache

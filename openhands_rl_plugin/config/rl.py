@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
@@ -143,19 +143,11 @@ class LoopSettings(Settings):
         return self.iterations + (5 if self.demonstrations else 2)
 
 
-Locate = Callable[[Location], str]
-"""Gives the section that a setting was read from."""
-
 AUTO = "auto"
 """``[rl] engine``: an OpenAI-compatible client for a URL, the embedded generator for a model's directory."""
 
 IN_PROCESS = "transformers"
 """The engine of the embedded generator."""
-
-# What ``config.build`` knows itself. Only the names matter where options are checked.
-_KNOWN_TO_ENGINES = {"model": "m", "base_model": "m", "base_url": "http://m/v1", "timeout": 1.0, "api_key": "k"}
-_KNOWN_TO_STORAGES = {"path": "p", "durable": True}
-_BUILT_IN_STORAGES = frozenset({"file", "mongodb"})
 
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
@@ -208,7 +200,6 @@ class ServingSettings(Settings):
     )
     api_key_env: VariableName = Field(default="", description="NAME of the environment variable with the server's key")
     max_adapters: int = Field(default=2, ge=1, le=64, description="adapter versions kept loaded")
-    max_lora_rank: int = Field(default=0, ge=0, description="the server's maximum rank of an adapter; 0: unknown")
     request_timeout: float = Field(default=120.0, gt=0, description="seconds per request")
 
     @property
@@ -307,17 +298,16 @@ class RLSettings(Settings):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _explain(cls, data: Any, handler: Handler[Self], info: ValidationInfo) -> Self:
-        locate: Locate = (info.context or {}).get("locate", section_of)
-        if lines := [*_secrets(data, locate)]:
+    def _explain(cls, data: Any, handler: Handler[Self]) -> Self:
+        if lines := [*_secrets(data)]:
             raise ConfigError("\n".join(lines))
         try:
-            data, lines = _with_sections(data, cls, locate)
+            data, lines = _with_sections(data, cls)
             settings = handler(data)
         except ValidationError as error:
-            lines += [f"{locate(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
+            lines += [f"{section_of(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
             raise ConfigError("\n".join(lines)) from error
-        if lines := [*lines, *_wrong_options(settings, locate), *_unservable(settings, locate)]:
+        if lines := [*lines, *_wrong_options(settings)]:
             raise ConfigError("\n".join(lines))
         return settings
 
@@ -352,82 +342,53 @@ def section_of(location: Location) -> str:
     return f"[{'.'.join(('rl', *location[:-1]))}]"
 
 
-def _with_sections(data: Any, model: type[BaseModel], locate: Locate) -> tuple[Any, list[str]]:
+def _with_sections(data: Any, model: type[BaseModel]) -> tuple[Any, list[str]]:
     """The data with the sections of other packages validated, and a line for each wrong key in them."""
     found, lines = dict(data) if isinstance(data, Mapping) else data, list[str]()
     others = [each for each in found if each not in model.model_fields] if isinstance(data, Mapping) else []
     for name in [each for each in others if not isinstance(found[each], Settings)]:
         if name not in registry.names("sections"):
             known = [*model.model_fields, *registry.names("sections")]
-            lines.append(f"{locate((name,))} {name}: unknown key;{instead(name, known)}")
+            lines.append(f"[rl] {name}: unknown key;{instead(name, known)}")
             del found[name]
             continue
         kind: type[Settings] = registry.load("sections", name)
         try:
             found[name] = kind.model_validate(found[name])
         except ValidationError as error:
-            lines += [f"{locate((name, *at))} {at[-1] if at else ''}: {what}" for at, what in problems(error, kind)]
+            lines += [f"{section_of((name, *at))} {at[-1] if at else ''}: {what}" for at, what in problems(error, kind)]
             del found[name]
     return found, lines
 
 
-def _wrong_options(settings: RLSettings, locate: Locate) -> Iterator[str]:
+def _wrong_options(settings: RLSettings) -> Iterator[str]:
     """One line per wrong option of a plugin.
 
     A plugin is imported only if it has options here; a reward also if it was chosen, as it may require some.
     """
-    reward, storage = settings.reward, settings.storage
-    engine = "" if settings.engine in (AUTO, IN_PROCESS) else settings.engine
-    backend = "" if settings.storage_backend in _BUILT_IN_STORAGES else settings.storage_backend
-    plugins: tuple[tuple[Location, registry.Kind, str, JsonObject, JsonObject, bool], ...] = (
-        (("strategy",), "strategies", settings.rollout_strategy, settings.strategy, {}, False),
-        (("environment",), "environments", settings.env_name, settings.environment, {}, False),
-        (("engine_options",), "engines", engine, settings.engine_options, _KNOWN_TO_ENGINES, True),
-        (("storage", "options"), "storages", backend, storage.options, _KNOWN_TO_STORAGES, True),
-        (("reward", "options"), "rewards", reward.name, reward.options, {}, reward != RewardSettings()),
+    reward = settings.reward
+    plugins: tuple[tuple[str, registry.Kind, str, JsonObject, bool], ...] = (
+        ("strategy", "strategies", settings.rollout_strategy, settings.strategy, False),
+        ("environment", "environments", settings.env_name, settings.environment, False),
+        ("reward.options", "rewards", reward.name, reward.options, reward != RewardSettings()),
     )
-    for section, kind, name, options, known, always in plugins:
-        if not name:
-            for key in options:
-                yield f"{locate((*section, key))} {key}: built-in {kind} have no options but those of [rl] itself"
-        elif options or always:
-            yield from _wrong_section(section, kind, name, options, known, locate)
+    for section, kind, name, options, always in plugins:
+        try:
+            if options or always:
+                registry.check_options(kind, name, options)
+        except ConfigError as error:
+            yield from (f"[rl.{section}] {line}" for line in str(error).splitlines())
 
 
-def _wrong_section(
-    section: Location, kind: registry.Kind, name: str, options: JsonObject, known: JsonObject, locate: Locate
-) -> Iterator[str]:
-    try:
-        declared = registry.option_names(kind, name)
-        registry.check_options(kind, name, {key: known[key] for key in known if key in declared} | options)
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            where, _, what = line.removeprefix(f"{registry.singular(kind)} {name!r}: ").partition(": ")
-            keys = tuple(where.split("."))
-            if where != line and keys[0].isidentifier():
-                yield f"{locate((*section, *keys))} {keys[-1]}: {what}"
-            else:
-                yield f"{locate((*section, ''))}: {line}"
-
-
-def _unservable(settings: RLSettings, locate: Locate) -> Iterator[str]:
-    rank, highest = settings.training.lora_rank, settings.serving.max_lora_rank
-    if highest and rank > highest:
-        yield (
-            f"{locate(('training', ''))} lora_rank: {rank} is above max_lora_rank = {highest} of [rl.serving]: "
-            f"train a smaller one, or start the server with --max-lora-rank {rank}"
-        )
-
-
-def _secrets(data: object, locate: Locate, prefix: Location = ()) -> Iterator[str]:
+def _secrets(data: object, prefix: Location = ()) -> Iterator[str]:
     for key, value in data.items() if isinstance(data, Mapping) else ():
         location = (*prefix, str(key))
         if isinstance(value, Mapping):
-            yield from _secrets(value, locate, location)
+            yield from _secrets(value, location)
         elif _SECRET_KEY.search(str(key)):
             yield (
-                f"{locate(location)} {key}: secrets are not read from configuration; put it into an environment "
+                f"{section_of(location)} {key}: secrets are not read from configuration; put it into an environment "
                 'variable and name that one: api_key_env = "NAME" in [rl.serving]'
             )
         elif isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
-            yield f"{locate(location)} {key}: the URL holds a password; remove it and use an environment variable"
+            yield f"{section_of(location)} {key}: the URL holds a password; remove it and use an environment variable"

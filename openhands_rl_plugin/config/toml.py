@@ -57,17 +57,12 @@ def settings_from_sections(document: Table, changes: Sequence[str] = ()) -> RLSe
 
     Another strategy drops the options of the one before. Raises ``ConfigError``.
     """
-    sections = {name: table for name in SECTIONS if (table := table_of(document, name)) is not None}
-    merged, given = reduce(_merge, sections.values(), dict[str, object]()), changed(changes)
+    sections = [table for name in SECTIONS if (table := table_of(document, name)) is not None]
+    merged, given = reduce(_merge, sections, dict[str, object]()), changed(changes)
     if given.get("rollout_strategy", merged.get("rollout_strategy")) != merged.get("rollout_strategy"):
         merged.pop("strategy", None)
     merged = _merge(merged, given)
-
-    def locate(location: Location) -> str:
-        holders = [name for name, table in sections.items() if _holds(table, location)]
-        return f"[{'.'.join((holders or [('rl',)])[-1] + location[:-1])}]"
-
-    return RLSettings.model_validate(merged, context={"locate": locate})
+    return RLSettings.model_validate(merged)
 
 
 def changed(changes: Sequence[str]) -> dict[str, object]:
@@ -116,14 +111,6 @@ def _merge(below: Table, above: Table) -> dict[str, object]:
         if isinstance(value, Mapping) and isinstance(under := below.get(key), Mapping)
     }
     return {**below, **above, **both}
-
-
-def _holds(table: object, location: Location) -> bool:
-    for key in location:
-        if not isinstance(table, Mapping) or key not in table:
-            return False
-        table = table[key]
-    return True
 
 
 def starting_config(*, model: str, base_url: str, workspace: str, prompt: str = "standard") -> str:

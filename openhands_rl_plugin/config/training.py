@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -63,9 +63,6 @@ class TrainingSettings(Settings):
     0 or "auto" for a clip bound or the aggregation takes the value of the algorithm's paper; see
     ``training/algorithms.py``. A key without an effect on the algorithm is named in one warning.
     """
-
-    renamed_keys: ClassVar = {"max_tokens_per_pass": "max_tokens_per_micro_batch"}
-    renamed_values: ClassVar = {"aggregation": {"rollout": "sequence"}, "tree": {"branches": "proposals"}}
 
     engine: Annotated[str, registry.registered("training_engines", besides=(LOCAL,))] = Field(
         default=LOCAL, description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]"

@@ -105,7 +105,7 @@ adapters_path = "{folder / "adapters"}"
 
 
 def words(config: Path, *more: str) -> list[str]:
-    run = ["--run-dir", str(config.parent / "run"), "--processes", "0", "--no-studio"]
+    run = ["--run-dir", str(config.parent / "run"), "--processes", "0"]
     return ["loop", "environment", "--config", str(config), "--tasks", "6", *run, *more]
 
 

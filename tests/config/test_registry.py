@@ -115,5 +115,5 @@ def test_checking_options_checks_those_of_named_plugins_too() -> None:
     options = {"value": "reward", "value_options": {"reward": "success", "reward_options": {"treshold": 1.0}}}
     with pytest.raises(ConfigError, match=r"reward 'success': treshold: unknown key; did you mean 'threshold'"):
         registry.check_options("strategies", "MCTS", options)
-    with pytest.raises(ConfigError, match=r"\[rl.strategy\]: reward 'success': treshold: unknown key"):
+    with pytest.raises(ConfigError, match=r"\[rl.strategy\] reward 'success': treshold: unknown key"):
         RLSettings(rollout_strategy="MCTS", strategy=options)

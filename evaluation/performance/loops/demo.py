@@ -108,7 +108,6 @@ def run(directory: Path, seed: int, task: str) -> Cost:
         "demo",
         "--task",
         task,
-        "--no-studio",
         "--seed",
         str(seed),
         "--run-dir",

@@ -11,8 +11,8 @@ examples:
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
 
-The first line has a link to the studio, where you see episodes, stages and curves while they come; --no-studio leaves
-it out. You can interrupt the demo at any time: the same command continues where it stopped.
+`openhands-rl studio runs/demo` shows episodes and curves while they come. You can interrupt the demo at any time: the
+same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import add_studio, studio_beside
 from openhands_rl_plugin.cli.options import checked, natural, positive
 from openhands_rl_plugin.cli.terminal import silence_libraries, typed
 from openhands_rl_plugin.core.errors import ConfigError
@@ -57,18 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     staleness = "async: versions that a rollout may be behind"
     parser.add_argument("--max-staleness", type=natural, default=1, metavar="VERSIONS", help=staleness)
     parser.add_argument("--model", type=Path, metavar="DIR", help="another Hugging Face chat model to start from")
-    add_studio(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the results and the path of the report."""
-    from openhands_rl_plugin.apps.demo_model import check_extras, default_model_directory
+    from openhands_rl_plugin.apps.demo_model import check_extras
 
     check_extras("openhands", "train", "demo")
     silence_libraries()
     prepare_threads()
     from openhands_rl_plugin.apps.loop.checks import check_alone, forget, held
-    from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
     check_alone()
     if args.model is not None:
@@ -86,12 +83,9 @@ def run(args: argparse.Namespace) -> int:
             forget(directory)
             for name in ("trajectories", "adapters"):
                 shutil.rmtree(directory / name, ignore_errors=True)
-        model = args.model or default_model_directory()
-        store = directory / "trajectories"
-        with studio_beside(args, directory, lambda: FileTrajectoryStorage(store), directory / "adapters", model):
-            if args.tiny:
-                print(_TOO_SMALL, flush=True)
-            return _play(options, typed(args), tiny=args.tiny)
+        if args.tiny:
+            print(_TOO_SMALL, flush=True)
+        return _play(options, typed(args), tiny=args.tiny)
 
 
 def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairOptions:

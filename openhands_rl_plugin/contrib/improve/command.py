@@ -24,10 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import add_studio, given_weights, loop_job, served_policy, studio_beside
+from openhands_rl_plugin.cli.jobs import given_weights, loop_job, served_policy
 from openhands_rl_plugin.cli.options import above_zero, checked, natural, positive
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
-from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import from_extra
@@ -62,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dry = "make tasks, print what was found and what the run would cost, train nothing"
     parser.add_argument("--dry-run", action="store_true", help=dry)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    add_studio(parser)
     _add_tasks(parser.add_argument_group("tasks"))
     loop = parser.add_argument_group("loop", "Default: the keys of [rl.loop], if a config is given.")
     often = "roll out, train, publish so often (default: 5)"
@@ -221,10 +219,7 @@ def _train(
         native_tool_calling=choice.native,
     )
     adapters = settings.serving.adapters_directory.resolve()
-    with (
-        studio_beside(args, directory, lambda: open_storage(settings), adapters, model),
-        ProgressListener(settings.loop.stages, Console(stderr=args.json)) as listener,
-    ):
+    with ProgressListener(settings.loop.stages, Console(stderr=args.json)) as listener:
         result = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state))
     used = use_lines(result, model, adapters, server=settings.serving.base_url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlencode
 
@@ -30,7 +29,6 @@ from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report a
 from openhands_rl_plugin.contrib.studio.reports import write_run_report as write_run_report
 from openhands_rl_plugin.contrib.studio.runs import AdapterResource, EvaluationResource, EventResource, RunResource
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, StudioSources, TokenText
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.servers import HEALTH, STOP_SECONDS, listening, serving
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -188,12 +186,9 @@ class RunningStudio(NamedTuple):
 
 
 @contextmanager
-def running_studio(
-    config: StudioConfig, sources: StudioSources, *, ends_in: int = STOP_SECONDS
-) -> Iterator[RunningStudio]:
+def running_studio(config: StudioConfig, sources: StudioSources) -> Iterator[RunningStudio]:
     """A server in a background thread, which closes ``sources`` at the end.
 
-    ``ends_in``: seconds that requests under way have then.
     Raises ``ConfigError`` for a public host without a key and for a tokenizer that cannot be read,
     ``PortUnavailableError`` when the port is taken.
     """
@@ -210,7 +205,7 @@ def running_studio(
             max_body_bytes=config.max_body_bytes,
             log_level="critical",
             lifespan="on",
-            timeout_graceful_shutdown=ends_in,
+            timeout_graceful_shutdown=STOP_SECONDS,
         ) as url,
     ):
         try:
@@ -218,15 +213,3 @@ def running_studio(
         finally:
             for stop in stops:
                 stop()
-
-
-@contextmanager
-def studio_of_run(
-    name: str, directory: Path, storage: Callable[[], TrajectoryStorage], adapters: Path, tokenizer: str, author: str
-) -> Iterator[str]:
-    """The link to a studio of the run in ``directory``, which is served from a thread until the block ends."""
-    config = StudioConfig(port=0, author=author, tokenizer=tokenizer)
-    sources = StudioSources({name: storage()}, runs={name: directory}, adapters={name: adapters})
-    # Requests under way have a second when the run ends or is interrupted.
-    with running_studio(config, sources, ends_in=1) as studio:
-        yield studio.link

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from openhands_rl_plugin.apps.demo_model import NAME, default_model_directory
 from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.cli.options import TOKENIZER, load_tokenizer
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, unknown_name
@@ -265,17 +264,10 @@ class TokenText:
 
 
 def _places(model: str, adapters: Mapping[str, Path]) -> Iterator[Path]:
-    """Files that may have the tokenizer of a recorded base model: its folder, that of the demo, Hugging Face's cache,
-    and the folder that a version of an adapter of it was trained in."""
+    """Files that may have the tokenizer of a recorded base model: its folder, and the one that a version of an adapter
+    of it was trained in."""
     if Path(model).is_absolute():
         yield Path(model) / TOKENIZER
-    if model.rpartition("/")[2].lower() in (NAME.lower(), "smollm2-135m"):
-        yield default_model_directory() / TOKENIZER
-    with suppress(ModuleNotFoundError, ValueError):
-        from huggingface_hub import try_to_load_from_cache
-
-        if isinstance(found := try_to_load_from_cache(model, TOKENIZER), str):
-            yield Path(found)
     for root in adapters.values():
         for manifest in sorted(root.glob(f"*/{MANIFEST}"), reverse=True)[:_MOST_VERSIONS]:
             with suppress(OSError, ValueError, AttributeError):

@@ -46,7 +46,7 @@ def server(model: Path) -> Iterator[str]:
 
 
 def words(repository: Path, folder: Path, *more: str) -> list[str]:
-    return ["improve", "--repo", str(repository), "--run-dir", str(folder / "run"), "--no-studio", *more]
+    return ["improve", "--repo", str(repository), "--run-dir", str(folder / "run"), *more]
 
 
 def config(folder: Path, server: str, more: str = "") -> Path:
