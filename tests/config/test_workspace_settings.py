@@ -63,5 +63,5 @@ def test_a_key_that_does_not_exist_names_the_nearest():
 
 def test_the_network_is_off_or_on_and_no_list():
     assert workspace().network is False and workspace(network=True, isolation="none").network is True
-    with pytest.raises(ConfigError, match=r"^\[rl\.workspace\] network: [^\n]*write network = true [^\n]*$"):
+    with pytest.raises(ConfigError, match=r"^\[rl\.workspace\] network: must be a valid boolean"):
         workspace(network=["pypi", "*.example.com"])
