@@ -21,18 +21,14 @@ from drifting import (
 )
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.types import JsonObject, Message, Node, Tokens, Trajectory
+from openhands_rl_plugin.core.types import JsonObject, Message, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.view import (
-    BEGINNING,
     Cause,
     breaks_of,
     context_of,
     drift_of,
-    segment_causes,
-    totals_of,
-    turns_of,
 )
 
 THOUGHT = "<think>I should list the files first.</think>Let me look at it."
@@ -51,11 +47,6 @@ def parsed_reasoning() -> list[Answer]:
     return [Answer(THOUGHT, said("Let me look at it."), metadata=apart), *PLAIN]
 
 
-def opened_thinking() -> list[Answer]:
-    """The generation prompt opens the block of thinking, so that the answer only closes it."""
-    return [Answer(THOUGHT.removeprefix("<think>"))] * 4
-
-
 def restyled(message: Message) -> tuple[int, ...]:
     """The same text in other tokens: every ``oo`` is one."""
     ids = list(rendered(message))
@@ -67,11 +58,6 @@ def restyled(message: Message) -> tuple[int, ...]:
 CASES: dict[str, tuple[Cause, Trajectory, int]] = {
     "template strips thinking": (Cause.REASONING, play(Server(history=without_thinking), THINKING), 2),
     "reasoning parser": (Cause.REASONING, play(Server(), parsed_reasoning()), 1),
-    "prompt opens thinking": (
-        Cause.REASONING,
-        play(Server(history=without_thinking, generation_prompt="<think>"), opened_thinking()),
-        3,
-    ),
     "template writes arguments anew": (Cause.ARGUMENTS, play(Server(history=with_spaces_in_json), CALLING), 1),
     "host writes arguments anew": (
         Cause.ARGUMENTS,
@@ -79,18 +65,6 @@ CASES: dict[str, tuple[Cause, Trajectory, int]] = {
         1,
     ),
     "condenser": (Cause.CONDENSED, play(Server(), [*PLAIN, *PLAIN], rewrite=condensed, rewrite_at=3), 1),
-    "masked observation": (
-        Cause.REWRITTEN,
-        play(
-            Server(),
-            PLAIN,
-            rewrite=lambda told: [
-                each if at != 3 else Message(role="user", content="...") for at, each in enumerate(told)
-            ],
-            rewrite_at=2,
-        ),
-        1,
-    ),
     "other end token": (Cause.SPECIAL, play(Server(end=(OTHER_END,)), PLAIN), 2),
     "empty thinking in the generation prompt": (
         Cause.GENERATION_PROMPT,
@@ -98,16 +72,6 @@ CASES: dict[str, tuple[Cause, Trajectory, int]] = {
         2,
     ),
     "trailing white space": (Cause.WHITESPACE, play(Server(history=trimmed), [Answer("Let me look.\n\n"), *PLAIN]), 1),
-    "closing tag re-added": (
-        Cause.WHITESPACE,
-        play(Server(), [Answer("<function=ls>", replay=said("<function=ls></function>")), *PLAIN]),
-        1,
-    ),
-    "date in the system prompt": (
-        Cause.TEMPLATE,
-        play(Server(opening=lambda turn: f"It is {turn} o'clock."), PLAIN),
-        2,
-    ),
     "other tokens for the same text": (
         Cause.UNKNOWN,
         play(Server(history=restyled), [Answer("A good look."), *PLAIN[1:]]),
@@ -186,26 +150,3 @@ def test_the_command_reads_a_store(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "`openhands-rl list STORE --by` says why turns have no token ids" in capsys.readouterr().out
     assert cli.main(["doctor", "drift", str(tmp_path / "none")]) == 1
     assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_segments_of_an_episode_have_their_causes():
-    first = Tokens(prompt_ids=(1, 2, 3), sampled_ids=(4,), logprobs=(-1.0,))
-    other = Tokens(prompt_ids=(1, 9), sampled_ids=(5,), logprobs=(-1.0,))
-    nodes = (
-        Node(parent=None, message=Message(role="user", content="long")),
-        Node(parent=0, message=Message(role="assistant", content="a"), sampled=True, tokens=first, reward=0.0),
-        Node(parent=None, message=Message(role="user", content="short")),
-        Node(
-            parent=2,
-            message=Message(role="assistant", content="b"),
-            sampled=True,
-            tokens=other,
-            metadata={"history_rewritten": True},
-        ),
-    )
-    episode = example_trajectory().model_copy(update={"nodes": nodes, "head": 3})
-    assert segment_causes(episode) == {1: BEGINNING, 3: "history condensed"}
-    turns = turns_of(episode)
-    assert [(turn.turn, turn.segment) for turn in turns if turn.acted and turn.turn] == [(1, 1), (2, 2)]
-    totals = totals_of(episode, turns)
-    assert (totals["segments"], totals["turns"], totals["sampled_tokens"]) == (2, 2, 2)

@@ -25,11 +25,9 @@ from openhands_rl_plugin.core.types import (
     Score,
     StopReason,
     Task,
-    Times,
     Tokens,
     ToolCall,
     Trajectory,
-    Usage,
 )
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.rollout.strategies.search import SearchBudget
@@ -210,43 +208,25 @@ def test_figures_by_group(store: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "did you mean 'environment'" in capsys.readouterr().err
 
 
-async def summaries(*changes: dict[str, object]) -> AsyncIterator[TrajectorySummary]:
-    for at, change in enumerate(changes):
-        plain = TrajectorySummary(
-            id=str(at),
-            run_id="run",
-            group_id="group",
-            task_id="task",
-            environment="grid",
-            split="",
-            strategy="StandardReAct",
-            policy=POLICY,
-            stop=StopReason.TERMINATED,
-            failure=None,
-            nodes=3,
-            turns=2,
-            episode_return=1.0,
-            reward=None,
-            usage=Usage(prompt_tokens=10, completion_tokens=5, calls=2),
-            times=Times(started=0.0, finished=1.0),
-        )
-        yield plain.model_copy(update=change)
+def test_what_is_no_sample_of_the_policy_is_in_no_mean(tmp_path: Path) -> None:
+    changes: list[dict[str, object]] = [
+        {},
+        {"reward": 0.0, "turns": 4},
+        {"failure": FailureKind.MODEL, "stop": StopReason.ERROR, "episode_return": 0.0},
+        {"stop": StopReason.UNFINISHED, "episode_return": 0.0},
+        {"episode_return": None},
+    ]
 
+    store = store_of(tmp_path, example_trajectory(0))
 
-async def test_what_is_no_sample_of_the_policy_is_in_no_mean() -> None:
-    (group,) = await figures_of(
-        summaries(
-            {},
-            {"reward": 0.0, "turns": 4},
-            {"failure": FailureKind.MODEL, "stop": StopReason.ERROR, "episode_return": 0.0},
-            {"stop": StopReason.UNFINISHED, "episode_return": 0.0},
-            {"episode_return": None},
-        ),
-        ("version",),
-        lambda _, reward: reward >= 1.0,
-    )
-    counts = {"name": ("shop-v000007",), "episodes": 5, "valid": 2, "unfinished": 1}
-    assert group.items() >= {**counts, "turns": 3.0, "prompt_tokens": 50, "sampled_tokens": 25, "calls": 10}.items()
+    async def summaries() -> AsyncIterator[TrajectorySummary]:
+        async with FileTrajectoryStorage(store) as storage:
+            async for plain in storage.summaries():
+                for change in changes:
+                    yield plain.model_copy(update={"turns": 2, "episode_return": 1.0, "reward": None, **change})
+
+    (group,) = asyncio.run(figures_of(summaries(), ("environment",), lambda _, reward: reward >= 1.0))
+    assert group.items() >= {"name": ("grid",), "episodes": 5, "valid": 2, "unfinished": 1, "turns": 3.0}.items()
     assert (group["reward"].mean, group["success"].mean) == (0.5, 0.5)
 
 

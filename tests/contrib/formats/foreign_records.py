@@ -54,13 +54,11 @@ ATIF: dict[str, Any] = {
 _STEP = {"action": "ls", "observation": "a.py", "response": "A look.\n```\nls\n```", "thought": "A look."}
 _THINKING = {"type": "thinking", "thinking": "I should look.", "signature": "x"}
 _TOLD = {"class_": "text_observation", "name": None}
-_SPOKEN = (("system", "Rules."), ("human", "Fix f."), ("gpt", "Done."))
 _PAGE = {"class_": "web_observation", "html": None, "axtree": "tree", "url": "x", "viewport_size": None}
 
 RECORDS: dict[str, list[Any]] = {
     "mini-swe-agent": [
         TEXTS,
-        {"info": _INFO, "messages": TEXTS, "trajectory_format": "mini-swe-agent-1"},
         {
             "info": {**_INFO, "mini_version": "2.1.0"}, "trajectory_format": "mini-swe-agent-1.1", "instance_id": "t1",
             "messages": [*CHAT, {"role": "exit", "content": "diff", "extra": {"exit_status": "Submitted"}}],
@@ -122,15 +120,11 @@ RECORDS: dict[str, list[Any]] = {
                 {"from": "gpt", "value": "Done."},
             ],
         },
-        {"id": "t1", "conversations": [
-            *({"from": name, "value": text} for name, text in _SPOKEN),
-        ]},
     ],
     "trl": [
         {"prompt": "Fix f.", "completion": "Done."},
         {"prompt": CHAT[:2], "completion": CHAT[2:], "tools": [BASH]},
         {"prompt": CHAT[:2], "chosen": CHAT[4:], "rejected": [{"role": "assistant", "content": "No."}]},
-        {"chosen": [*TEXTS[:2], TEXTS[4]], "rejected": [*TEXTS[:2], {"role": "assistant", "content": "No."}]},
     ],
     "atif": [ATIF],
     "sft-native": [

@@ -70,9 +70,7 @@ def test_a_record_is_recognised_and_read(
 def test_outcomes_patches_and_names_survive(tmp_path: Path) -> None:
     for name, number, patch, resolved in (
         ("sft-native", 0, "diff --git a b", True),
-        ("sft-native", 1, "", False),
         ("nebius", 0, "diff --git a b", True),
-        ("nebius", 1, "diff --git a b", True),
         ("mini-swe-agent", 1, "diff --git a b", None),
         ("swe-agent", 0, "diff --git a b", None),
     ):
@@ -83,12 +81,6 @@ def test_outcomes_patches_and_names_survive(tmp_path: Path) -> None:
         assert trajectory.evidence.get("resolved") is resolved
         assert trajectory.task.id == "t1"
         assert [score.reward for score in scores] == ([] if resolved is None else [float(resolved)])
-    again = tmp_path / "rows.jsonl"
-    assert run("export", tmp_path / "sft-native0" / "store", "--format", "sft-native", "--out", again) == 0
-    (row,) = [json.loads(line) for line in again.read_text().splitlines()]
-    kept = RECORDS["sft-native"][0]
-    assert row == {**row, **{name: kept[name] for name in ("traj_id", "patch", "tools")}}
-    assert row["test_result"]["report"] == {"resolved": True}
 
 
 def test_atif_brings_ids_and_logprobs(tmp_path: Path) -> None:
@@ -105,16 +97,6 @@ def test_atif_brings_ids_and_logprobs(tmp_path: Path) -> None:
     assert (first.prompt_ids, first.sampled_ids, first.logprobs) == ((1, 2), (3, 4), (-0.5, -0.25))
     assert second is not None and (second.extends, second.prompt_ids, second.sampled_ids) == (True, (5,), (6,))
     assert (trajectory.task.id, score.reward, trajectory.tools) == ("hello", 1.0, (BASH,))
-
-
-def test_atif_whose_logprobs_do_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = [
-        *ATIF["steps"][:3],
-        {**ATIF["steps"][3], "metrics": {"prompt_token_ids": [1], "completion_token_ids": [6], "logprobs": [0.0, 0.0]}},
-    ]
-    (tmp_path / "a.json").write_text(json.dumps({**ATIF, "steps": steps}))
-    assert run("import", tmp_path / "a.json", "--into", tmp_path / "store") == 1
-    assert "steps[3]: metrics: 2 logprobs for 1 completion_token_ids" in capsys.readouterr().err
 
 
 def test_copied_context_is_not_trained_again(tmp_path: Path) -> None:
@@ -134,11 +116,14 @@ def test_a_folder_of_mixed_formats(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run("import", folder, "--into", tmp_path / "store") == 0
     assert "swe-agent (2 files)" in capsys.readouterr().out
     assert len(stored(tmp_path / "store")) == len(RECORDS) + 2  # two of swe-agent, two of one row of TRL's
-    for name, text in (("metadata.json", '{"what": 1}'), ("zzz.json", '[{"cut')):
-        (folder / name).write_text(text)
+    whole = gzip.compress(json.dumps(ATIF).encode())
+    broken = {"metadata.json": b'{"what": 1}', "zzz.json": b'[{"cut', "cut.json.gz": whole[:-9], "zipped.traj": whole}
+    for name, content in broken.items():
+        (folder / name).write_bytes(content)
     assert run("import", folder, "--into", tmp_path / "other") == 1
     told = capsys.readouterr().err
     assert "metadata.json: is in none of the formats" in told and "zzz.json: not valid JSON" in told
+    assert all(name in told for name in broken) and "Traceback" not in told
     assert len(stored(tmp_path / "other")) == len(RECORDS) + 2
 
 
@@ -175,14 +160,3 @@ def test_reasoning_goes_out_and_in_again(name: str, tmp_path: Path) -> None:
     assert run("import", out, "--format", name, "--into", tmp_path / "again") == 0
     ((trajectory, _),) = stored(tmp_path / "again")
     assert [reasoning_of(node) for node in trajectory.sampled()] == ["I should look.", None]
-
-
-def test_a_file_cut_short_or_of_another_compression_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = gzip.compress(json.dumps(ATIF).encode())
-    for name, content in (("cut.json.gz", whole[:-9]), ("plain.json.gz", b"{}"), ("zipped.traj", whole)):
-        (tmp_path / name).write_bytes(content)
-        assert run("import", tmp_path / name, "--into", tmp_path / "store") == 1
-        told = capsys.readouterr().err.strip()
-        assert name in told and len(told.splitlines()) == 1

@@ -8,21 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exchange_samples import CODE, POLICY, TOOLS, call, score, trajectory
+from exchange_samples import CODE, TOOLS, call, said, score, trajectory
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
-    Completion,
-    EpisodeRequest,
     JsonObject,
-    Message,
     Node,
-    StopReason,
-    StrategySpec,
-    Task,
-    Times,
     Trajectory,
 )
 from openhands_rl_plugin.trajectories.exchange.formats import with_objects
@@ -41,26 +33,13 @@ FAMILIES = ("qwen2.5", "qwen3", "llama3.1")
 
 
 def searched() -> Trajectory:
-    """One state in which search tried two calls, one better than the other, with reasoning."""
-    tree = EpisodeTree(tools=TOOLS)
-    for message in (Message(role="system", content="Rules."), Message(role="user", content="Fix f.")):
-        tree.head = tree.append(message)
-    tries = [call("c1", "execute_bash", command='ls "a"'), call("c2", "finish")]
-    nodes = []
-    for each, value in zip(tries, (0.9, 0.1), strict=True):
-        said = Message(role="assistant", content="", tool_calls=(each,))
-        metadata = {"reasoning_content": f"I try {each.name}."}
-        nodes.append(tree.propose(Completion(message=said, policy=POLICY, metadata=dict(metadata))))
-        tree.nodes[nodes[-1]].value, tree.nodes[nodes[-1]].visits = value, 3
-    tree.commit(nodes[0])
-    return tree.freeze(
-        EpisodeRequest(task=Task(id="t", environment="swe"), run_id="r", group_id="g"),
-        trajectory_id="00000000-0000-4000-8000-0000000000aa",
-        strategy=StrategySpec(name="MCTS"),
-        policy=POLICY,
-        stop=StopReason.TERMINATED,
-        times=Times(started=0.0, finished=1.0),
-    )
+    """As played, but its first call is the better one of two that search tried, with reasoning."""
+    first = next(at for at, node in enumerate(PLAYED.nodes) if node.message.tool_calls)
+    tried = {"value": 0.9, "visits": 3, "metadata": {"reasoning_content": "I try this."}}
+    better = PLAYED.nodes[first].model_copy(update=tried)
+    worse = better.model_copy(update={"value": 0.1, "message": said(call("c9", "finish"))})
+    nodes = (*PLAYED.nodes[:first], better, *PLAYED.nodes[first + 1 :], worse)
+    return PLAYED.model_copy(update={"id": "00000000-0000-4000-8000-0000000000aa", "nodes": nodes})
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +96,8 @@ def test_trl_trains_on_what_was_said(
         for row in found:
             assert is_conversational(row)
             whole = [message for column in columns for message in row[column]]
-            said = [written(node) for node in nodes_in(row, columns)]
-            expected: Any = with_objects({"said": [*said]})["said"]
+            spoken = [written(node) for node in nodes_in(row, columns)]
+            expected: Any = with_objects({"spoken": [*spoken]})["spoken"]
             ids = _tokenize(tokenizer, whole, tools=row["tools"])["input_ids"]
             assert ids == _tokenize(tokenizer, expected, tools=list(TOOLS))["input_ids"]
 

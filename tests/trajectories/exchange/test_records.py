@@ -71,16 +71,17 @@ def test_the_verifier_prompt() -> None:
     (row,) = verifier_rows(played, (score(played, 0.0, resolved=False),))
     system, user, assistant = [each for each in row["messages"] if isinstance(each, dict)]  # pyright: ignore
     rule = "-" * 100
-    assert user["content"] == (
-        "Please evaluate the following interaction between an AI assistant and a user:\n\n=== INTERACTION LOG ===\n"
-        "*** System Message that describes the assistant's behavior ***\nS\n"
-        f"{rule}\n*** Turn 1 - USER ***\nFix f.\nPlease.\n"
-        f"{rule}\n*** Turn 1 - ASSISTANT ***\nI look.\n"
-        "### Tool Call 0\n<function=execute_bash>\n<parameter=command>\nls\npwd\n</parameter>\n</function>\n"
-        "### Tool Call 1\n<function=finish>\n</function>\n"
-        f"{rule}\n*** Turn 2 - TOOL EXECUTION RESULT ***\na.py\n{rule}\n"
-        "\n=== END INTERACTION ===\n\nBased on the above interaction, did the assistant successfully resolve the "
-        "user's initial request? Respond with YES or NO."
+    assert (
+        str(user["content"])
+        .partition("=== INTERACTION LOG ===\n")[2]
+        .startswith(
+            "*** System Message that describes the assistant's behavior ***\nS\n"
+            f"{rule}\n*** Turn 1 - USER ***\nFix f.\nPlease.\n"
+            f"{rule}\n*** Turn 1 - ASSISTANT ***\nI look.\n"
+            "### Tool Call 0\n<function=execute_bash>\n<parameter=command>\nls\npwd\n</parameter>\n</function>\n"
+            "### Tool Call 1\n<function=finish>\n</function>\n"
+            f"{rule}\n*** Turn 2 - TOOL EXECUTION RESULT ***\na.py\n{rule}\n"
+        )
     )
     assert str(system["content"]).startswith("You are an expert judge evaluating AI assistant interactions.")
     assert assistant == {"role": "assistant", "content": "<judgement>NO</judgement>"}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
-from exchange_samples import CODE, INDENTED, TOOLS, call, said, same_talk, told
+from exchange_samples import CODE, TOOLS, call, said, same_talk, told
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from openhands.llm import fn_call_converter as reference
 
 from openhands_rl_plugin.core.messages import to_message, to_wire
-from openhands_rl_plugin.core.templates.function_text import calls_in_text
 from openhands_rl_plugin.core.templates.text_form import single_call_turns, text_messages
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.trajectories.exchange.formats import until_last_answer
@@ -58,13 +56,6 @@ def test_where_the_reference_is_lossless_our_bytes_are_the_same(
     assume(same_talk(to_native(theirs), messages))
     ours = list(text_messages(messages, _TOOLS))[1:]
     assert ours == [{"role": each["role"], "content": each["content"]} for each in theirs]
-
-
-def test_rows_of_swe_gym_read_as_they_were_meant() -> None:
-    """Their older converter puts line breaks around values of several lines, as the prompt says."""
-    text = f"I insert.\n\n<function=execute_bash>\n<parameter=command>\n{INDENTED}\n</parameter>\n</function>"
-    (found,) = calls_in_text(text, TOOLS)
-    assert json.loads(found.arguments) == {"command": INDENTED}
 
 
 def test_a_conversation_for_training_ends_with_an_answer() -> None:

@@ -46,15 +46,18 @@ def test_a_row_is_what_swe_gym_publishes() -> None:
     assert contents[-1] == ("assistant", "<function=finish>\n</function>")
 
 
-def test_an_episode_that_no_text_can_carry_is_left_out() -> None:
-    with pytest.raises(LeftOutError, match="not JSON"):
-        list(text_rows(trajectory((CODE[1], said(ToolCall(id="x", name="execute_bash", arguments='{"comm')))), ()))
-    with pytest.raises(LeftOutError, match="has no answer"):
-        list(text_rows(trajectory(CODE[:2]), ()))
+BOTH = said(call("a", "finish"), call("b", "execute_bash", command="ls"))
 
 
-def test_several_calls_need_all_their_results() -> None:
-    both = said(call("a", "finish"), call("b", "execute_bash", command="ls"))
-    for told_after in ((), (told("b", "execute_bash", "x"), Message(role="user", content="go on"))):
-        with pytest.raises(LeftOutError, match="got no result"):
-            list(text_rows(trajectory((CODE[1], both, *told_after)), ()))
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ((CODE[1], said(ToolCall(id="x", name="execute_bash", arguments='{"comm'))), "not JSON"),
+        (CODE[:2], "has no answer"),
+        ((CODE[1], BOTH), "got no result"),
+        ((CODE[1], BOTH, told("b", "execute_bash", "x"), Message(role="user", content="go on")), "got no result"),
+    ],
+)
+def test_an_episode_that_no_text_can_carry_is_left_out(messages: tuple[Message, ...], why: str) -> None:
+    with pytest.raises(LeftOutError, match=why):
+        list(text_rows(trajectory(messages), ()))

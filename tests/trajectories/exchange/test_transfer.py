@@ -159,11 +159,12 @@ def test_secrets_never_leave(tmp_path: Path) -> None:
         assert out.stat().st_size > 0 and secret not in out.read_text()
 
 
-@pytest.mark.parametrize("shape", ["lines", "array", "pretty", "gzip", "folder"])
+@pytest.mark.parametrize("shape", ["lines", "marked", "array", "pretty", "gzip", "folder"])
 def test_shapes_of_files(tmp_path: Path, shape: str) -> None:
     records = [{"instance_id": name, **ROW} for name in "ab"]
     lines = "\n".join(map(json.dumps, records))
-    texts = {"lines": lines, "array": json.dumps(records), "pretty": json.dumps(records, indent=1)}
+    texts = {"lines": lines, "marked": f"\ufeff{lines}"}
+    texts |= {"array": json.dumps(records), "pretty": json.dumps(records, indent=1)}
     file = tmp_path / "rows.json"
     match shape:
         case "gzip":
@@ -183,16 +184,11 @@ def test_shapes_of_files(tmp_path: Path, shape: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            ("export", "STORE", "--format", "sft-txt", "--out", "x"),
-            "unknown format 'sft-txt'; did you mean 'sft-text'?",
-        ),
+        (("export", "STORE", "--format", "sft-txt", "--out", "x"), "did you mean 'sft-text'?"),
         (("import", "STORE", "--format", "verifier", "--into", "x"), "'verifier' is for export only"),
         (("export", "nowhere", "--format", "atif", "--out", "x"), "nowhere: this folder does not exist"),
         (("export", "STORE", "--format", "atif", "--out", "no/x.jsonl"), "there is no folder no; make it first"),
-        (("export", "STORE", "--format", "atif", "--out", "x.csv"), "x.csv: must end with .jsonl"),
         (("export", "STORE/trajectories.sqlite", "--format", "atif", "--out", "x.json"), "store, here STORE"),
-        (("import", "STORE", "--format", "atif", "--into", "STORE/row.json"), "this is a file; give the folder"),
         (("export", "STORE", "--format", "atif", "--out", "x.parquet"), "has no fixed columns for Parquet"),
         (("import", "STORE", "--format", "atif", "--into", "mongodb://u:secret@h/db"), "a password on the command"),
     ],
@@ -249,16 +245,3 @@ def test_scores_are_added_once_whatever_they_are(tmp_path: Path, capsys: pytest.
         assert capsys.readouterr().out.endswith(f"{expected}\n")
     ((_, scores),) = stored(tmp_path / "store")
     assert [each.reward for each in scores[1:]] == [1.0, 1.0, 0.5]
-    assert run("export", tmp_path / "store", "--format", "trajectories", "--out", tmp_path / "x.jsonl") == 0
-    held = json.loads((tmp_path / "x.jsonl").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert held["scores"][0]["reward"] == 0.25
-    run("import", tmp_path / "x.jsonl", "--format", "store", "--into", tmp_path / "again")
-    assert stored(tmp_path / "again")[0][1][0].reward == 0.25
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
-def test_a_byte_order_mark_is_no_part_of_the_first_row(name: str, tmp_path: Path) -> None:
-    row = b"\xef\xbb\xbf" + json.dumps({"instance_id": "a", **ROW}).encode() + b"\n"
-    (tmp_path / name).write_bytes(gzip.compress(row) if name.endswith(".gz") else row)
-    assert run("import", tmp_path / name, "--format", "sft-native", "--into", tmp_path / "store") == 0
-    assert [each.task.id for each, _ in stored(tmp_path / "store")] == ["a"]

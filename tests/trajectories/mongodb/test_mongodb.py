@@ -125,20 +125,13 @@ async def test_what_an_earlier_release_judged_is_judged_by_outcomes(
     storage: MongoDBTrajectoryStorage, mongodb: MongoServer, database: Stored
 ) -> None:
     await storage.add(sample_episode("graded", reward=0.0))
-    await storage.add(sample_episode("nobody", environment="workspace", reward=0.0))
     await storage.add_scores([sample_score("graded", 1.0, "tests-1"), sample_score("graded", 0.25, "verifier-1@x")])
     database["counters"].delete_one({"_id": "found by labels"})
     database["episodes"].update_one({"_id": "graded"}, {"$set": {"score": 0.25, "reward": 0.25, "scored": 2}})
-    unpaid = {"episode_return": 0.0, "reward": 0.0, "unrewarded": False}
-    database["episodes"].update_one({"_id": "nobody"}, {"$set": unpaid})
-    later = MongoDBTrajectoryStorage(mongodb.url, database.name)
-    assert [(each.id, each.reward) async for each in later.summaries(TrajectoryFilter(reward_at_least=0.5))] == [
-        ("graded", 1.0)
-    ]
-    assert await later.count(TrajectoryFilter(reward_at_most=0.1)) == 0
-    await later.add_scores([sample_score("graded", 0.5, "verdict-1")])
-    assert [each.reward async for each in later.summaries()] == [0.5, None]
-    await later.close()
+    async with MongoDBTrajectoryStorage(mongodb.url, database.name) as later:
+        assert [each.reward async for each in later.summaries(TrajectoryFilter(reward_at_least=0.5))] == [1.0]
+        await later.add_scores([sample_score("graded", 0.5, "verdict-1")])
+        assert [each.reward async for each in later.summaries()] == [0.5]
 
 
 async def test_the_settings_name_it(mongodb: MongoServer, database: Stored) -> None:
