@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.judgements import majority, newest_outcome, opinions, scores_of, verdicts
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.rewards.outcome import HumanReward, RecordedReward, ReturnReward
 from openhands_rl_plugin.rollout.scoring import (
-    ScoreReport,
     add_label,
     give_score,
     rescore,
@@ -101,31 +98,6 @@ def test_of_one_author_the_last_word_counts() -> None:
     assert verdicts([*said, label(4, "ann", value=0.0, node=2)]) == {"bob": 0.0, "ann": 1.0}, "of a step, not of all"
     assert verdicts([*said, label(4, "ann", withdraws="3")]) == {"ann": 0.0, "bob": 0.0}
     assert verdicts([*said, label(4, "ann", value=None)]) == {"bob": 0.0}
-
-
-async def test_what_is_killed_in_between_is_done_by_the_next_one(tmp_path: Path) -> None:
-    class Dying(FileTrajectoryStorage):
-        left = 1
-
-        async def add_scores(self, scores: Sequence[Score]) -> None:
-            if not self.left:
-                raise StorageError("the disk is full")
-            self.left -= 1
-            await super().add_scores(scores)
-
-    ids = [f"e{at:04d}" for at in range(700)]
-    async with FileTrajectoryStorage(tmp_path, durable=False) as storage:
-        await asyncio.gather(*(storage.add(sample_episode(identity)) for identity in ids))
-        said = [label(at, "ann", trajectory_id=each, value=1.0) for at, each in enumerate(ids)]
-        await storage.add_labels(said)
-    dying = Dying(tmp_path, durable=False)
-    with pytest.raises(StorageError):
-        await rescore(dying, HumanReward())
-    await dying.close()
-    async with FileTrajectoryStorage(tmp_path) as storage:
-        report = await rescore(storage, HumanReward())
-        assert report == ScoreReport(scored=200, already_scored=500)
-        assert await rescore(storage, HumanReward()) == ScoreReport(already_scored=700)
 
 
 async def test_a_score_by_hand_counts_and_is_a_verdict_too(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError, ModelError, StorageError
-from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine
+from openhands_rl_plugin.core.protocols import Environment, LLMEngine
 from openhands_rl_plugin.core.records import EpisodeGrowth, trajectory_id
-from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
     AT,
     Completion,
@@ -215,36 +214,6 @@ async def test_the_environment_is_closed_when_the_run_is_cancelled():
     with pytest.raises(asyncio.CancelledError):
         await running
     assert environment.closes == 1
-
-
-async def test_a_fork_answers_as_the_session_records_it():
-    class Talkative(GridEnvironment):
-        async def step(self, action: Message) -> Observation:
-            answer = await super().step(action)
-            words = tuple(message.model_copy(update={"content": "word " * 100}) for message in answer.messages)
-            return answer.model_copy(update={"messages": words})
-
-        async def fork(self) -> Environment:
-            twin = Talkative()
-            await twin.reset(request().task)
-            return twin
-
-    simulated: list[Observation] = []
-
-    class Trying(StandardReActStrategy):
-        async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
-            assert world is not None
-            fork = await world.fork()
-            assert isinstance(fork, Forkable)
-            for each in (fork, await fork.fork()):
-                simulated.append(await each.step(Message(role="assistant", content="right")))
-                await each.close()
-            return await super().decide(tree, engine, world)
-
-    episode = session(Talkative(), ["right"], Limits(max_turns=1, max_obs_length=20), Trying())
-    recorded = (await episode.run(request())).nodes[-1].message
-    assert recorded.content is not None and "characters cut" in recorded.content
-    assert [answer.messages[-1].content for answer in simulated] == [recorded.content] * 2
 
 
 class KilledError(BaseException):

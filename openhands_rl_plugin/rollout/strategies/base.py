@@ -16,7 +16,6 @@ from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Failure, Frozen, JsonObject, SamplingParams
 from openhands_rl_plugin.rollout.strategies.search import (
     Search,
-    SearchBudget,
     SearchOptions,
     call_seed,
     checked,
@@ -67,9 +66,6 @@ class SearchStrategy[O: SearchOptions](ABC):
             chosen = await self._choose(search) if not search.exhausted() else None
             if chosen is None:
                 chosen = await self._without_search(search)
-        cut = search.log["cut_by"]
-        if cut in SearchBudget.model_fields and tree.nodes[chosen].value is None:
-            self._warn(f"judged no action before the {cut} of its turn_budget were spent: raise it in [rl.strategy]")
         turn, episode = search.spent
         report: JsonObject = {"strategy": self.name, "turn": {**turn}, "episode": {**episode}}
         if search.last_failure is not None:
@@ -132,14 +128,10 @@ class SearchStrategy[O: SearchOptions](ABC):
         if search.world is not None and not self._needs_forks():
             refused = await search.without_forks()
             if refused is not None:
-                self._warn(f"judges without forks, as the environment refuses them now: {refused}")
+                if not self._warned:
+                    _LOG.warning("%s judges without forks, as the environment refuses them now: %s", self.name, refused)
+                self._warned = True
         return await self.choose(search)
-
-    def _warn(self, what: str) -> None:
-        """Once an episode."""
-        if not self._warned:
-            _LOG.warning("%s %s", self.name, what)
-        self._warned = True
 
     def _needs_forks(self) -> bool:
         return self.needs_forks or self._value.needs_world or isinstance(self._value, NoValue)

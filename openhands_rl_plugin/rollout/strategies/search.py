@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import (
@@ -73,15 +73,13 @@ class SearchOptions(StrictOptions):
 
     ``temperature`` makes branches differ. ``seed`` makes a search repeatable as long as no budget cuts it and no branch
     dies: a call's seed follows from it, from the episode's own where the engine says that, and from the actions before
-    the call, not from concurrent calls (``None`` leaves seeds to the engine). ``sampling`` holds the other sampling
-    parameters. ``turn_budget`` bounds the search for one turn,
-    ``episode_budget`` bounds that of all turns together; once it is spent every turn is one plain completion.
+    the call, not from concurrent calls (``None`` leaves seeds to the engine). ``turn_budget`` bounds the search for one
+    turn, ``episode_budget`` bounds that of all turns together; once it is spent every turn is one plain completion.
     ``value`` names the function that judges a state. ``step_timeout`` is in seconds, for
     one step of a fork together with making it; it is longer than any command may take. ``open_worlds`` bounds the forks
     held at a time.
     """
 
-    sampling: SamplingParams = SamplingParams()
     temperature: float = Field(default=1.0, gt=0)
     seed: int | None = None
     turn_budget: SearchBudget = SearchBudget()
@@ -90,14 +88,6 @@ class SearchOptions(StrictOptions):
     value_options: JsonObject = Field(default_factory=dict)
     step_timeout: float = Field(default=600.0, gt=0)
     open_worlds: int = Field(default=64, ge=1)
-
-    @field_validator("sampling")
-    @classmethod
-    def _leave_what_search_sets(cls, sampling: SamplingParams) -> SamplingParams:
-        for name in ("temperature", "seed"):
-            if getattr(sampling, name) is not None:
-                raise ValueError(f"sampling.{name} has no effect in a search: set {name} itself")
-        return sampling
 
 
 def checked[M: BaseModel](kind: type[M], options: Mapping[str, object]) -> M:
@@ -162,7 +152,6 @@ async def within(seconds: float | None, late: Callable[[], Exception]) -> AsyncI
 
 # Seconds for a fork to close.
 _CLOSE_TIMEOUT = 60.0
-_MOST_NODES = 20_000
 
 
 class ForkPool:
@@ -344,10 +333,8 @@ class Search:
                     yield prefix + what, what, bound - spent[what]
 
     def exhausted(self) -> bool:
-        """Whether a budget or the limit of the tree's size is reached; the log says which."""
+        """Whether a budget is spent; the log says which."""
         reached = next((name for name, _, left in self._left(*SearchBudget.model_fields) if left <= 0), None)
-        if reached is None and len(self.tree.nodes) >= _MOST_NODES:
-            reached = "max_nodes"
         self.log["cut_by"] = reached or self.log["cut_by"]
         return reached is not None
 
@@ -596,10 +583,10 @@ class Search:
         return node.sampled and action_key(node.message) == action_key(message)
 
     def _sampling(self, parent: int | None) -> SamplingParams:
-        update: dict[str, object] = {"temperature": self.options.temperature}
-        if self.options.seed is not None:
-            update["seed"] = call_seed(self.options.seed, self.engine, self.tree, parent, self._asking[parent])
-        return self.options.sampling.model_copy(update=update)
+        seed = self.options.seed
+        if seed is not None:
+            seed = call_seed(seed, self.engine, self.tree, parent, self._asking[parent])
+        return SamplingParams(temperature=self.options.temperature, seed=seed)
 
     def _charge(self, completion: Completion) -> None:
         self._counts["tokens"] += completion.usage.prompt_tokens + completion.usage.completion_tokens

@@ -13,9 +13,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED, WorkspaceCommand
 from openhands_rl_plugin.core.types import (
-    LARGEST,
     Completion,
-    Failure,
     FailureKind,
     JsonObject,
     Message,
@@ -58,7 +56,7 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
     """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
 
     Nothing where the episode has ended, unless that is judged, once; its fork is closed. ``None`` where there is no
-    estimate, or one out of the range of rewards; the log says why.
+    estimate; the log says why.
     """
     node, judge_end = search.tree.nodes[action], getattr(value, "estimate_end", None)
     over, known = ended(node), notes(node).get("worth_of_end")
@@ -71,10 +69,6 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
             await search.give_up(state)
     else:
         estimate = await value.estimate(search, state)
-    if estimate is not None and not abs(estimate.value) <= LARGEST:
-        what = f"value {value.name} is {estimate.value}, which is no number within 1e9"
-        search.last_failure = Failure(kind=FailureKind.GRADER, message=what, boundary="search")
-        return None
     if over and estimate is not None and judge_end is not None:
         note(node)["worth_of_end"] = estimate.value
     return estimate
@@ -127,14 +121,12 @@ class RolloutValue:
 
 
 class ModelValueOptions(StrictOptions):
-    """The question put to the model, and the word that means yes. ``scale`` is the value of a sure yes."""
+    """The question put to the model, which is answered with yes or no. ``scale`` is the value of a sure yes."""
 
     question: str = (
         "Look at the conversation so far. Will the task be completed successfully if it goes on like this? "
         "Answer with one word, Yes or No."
     )
-    positive: str = Field(default="yes", min_length=1)
-    negative: str = Field(default="no", min_length=1)
     scale: float = Field(default=1.0, gt=0)
 
 
@@ -167,9 +159,7 @@ class ModelValue:
         word = (answer.message.content or "").strip().lower()
         logprobs = answer.tokens.logprobs if answer.tokens is not None else ()
         sure = math.exp(min(logprobs[0], 0.0)) if logprobs else 1.0
-        if word.startswith(self._options.positive.lower()):
-            return sure
-        return 1.0 - sure if word.startswith(self._options.negative.lower()) else None
+        return sure if word.startswith("yes") else 1.0 - sure if word.startswith("no") else None
 
 
 class RewardValueOptions(StrictOptions):

@@ -8,13 +8,32 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from search_worlds import EveryWayEngine, FragileWorld, SeededEngine, UnforkableWorld, opened, planning, report
+from one_episode import one_episode
+from search_worlds import (
+    TASK,
+    EveryWayEngine,
+    FragileWorld,
+    SeededEngine,
+    UnforkableWorld,
+    opened,
+    planning,
+    report,
+    ways_of,
+)
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
-from openhands_rl_plugin.core.protocols import Strategy
-from openhands_rl_plugin.core.types import Completion, FailureKind, Tokens
-from openhands_rl_plugin.core.types import Message as Said
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, ModelError
+from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    FailureKind,
+    Limits,
+    Message,
+    StopReason,
+    Tokens,
+    Trajectory,
+)
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy, ToTOptions, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.search import SearchBudget, SearchOptions
@@ -46,26 +65,11 @@ async def test_they_keep_the_rules_of_strategies(make: Make):
 
 
 @EVERY
-@pytest.mark.parametrize(("bound", "amount"), [("calls", 8), ("tokens", 900), ("steps", 8)])
-async def test_every_bound_of_a_turn_is_kept_and_reported(make: Make, bound: str, amount: int):
-    world = planning()
-    tree = await opened(world)
-    before = world.steps_taken
-    chosen = await make(turn_budget=SearchBudget.model_validate({bound: amount})).decide(tree, SeededEngine(), world)
-    told = report(tree, chosen)
-    spent = told["turn"]
-    assert isinstance(spent, dict)
-    assert tree.nodes[chosen].parent == tree.head and world.steps_taken == before
-    match bound:
-        case "calls":
-            assert spent["calls"] <= 8
-        case "steps":
-            assert spent["steps"] <= 8
-        case "tokens":
-            assert isinstance(spent["tokens"], int) and spent["tokens"] < 900 + 8 * 200
-    assert told["cut_by"] in (bound, None)
-    if make is mcts:
-        assert told["cut_by"] == bound
+async def test_the_tokens_of_a_turn_are_bounded(make: Make):
+    tree = await opened(world := planning())
+    chosen = await make(turn_budget=SearchBudget(tokens=900)).decide(tree, SeededEngine(), world)
+    told: Any = report(tree, chosen)
+    assert told["turn"]["tokens"] < 900 + 8 * 200 and told["cut_by"] == ("tokens" if make is mcts else told["cut_by"])
 
 
 @EVERY
@@ -128,11 +132,11 @@ class Sure(ScriptedEngine):
         proposals = iter("012")
         super().__init__(lambda messages: self._verdict(messages) or next(proposals))
 
-    async def complete(self, messages: Sequence[Said], **asked: Any) -> list[Completion]:
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
         completions = await super().complete(messages, **asked)
         return [each.model_copy(update={"tokens": self._surely(each)}) for each in completions]
 
-    def _verdict(self, messages: Sequence[Said]) -> str | None:
+    def _verdict(self, messages: Sequence[Message]) -> str | None:
         asked = "Yes or No" in (messages[-1].content or "")
         return self.VERDICTS[messages[-2].content or ""] if asked else None
 
@@ -205,3 +209,63 @@ def test_every_option_is_in_the_example_of_a_configuration(kind: type[SearchOpti
     example = (Path(__file__).parents[3] / "config.toml.example").read_text()
     section = example.partition("[rl.strategy]")[2].partition("\n[")[0]
     assert [name for name in kind.model_fields if f"\n# {name} = " not in section] == []
+
+
+class Forgetful(SeededEngine):
+    """Refuses a prompt of more than ``longest`` messages."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self._longest = longest
+
+    async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
+        if len(messages) > self._longest:
+            raise ModelError("the prompt is too long for the model")
+        return await super().complete(messages, **asked)
+
+
+async def play(strategy: Strategy, engine: LLMEngine, limits: Limits) -> Trajectory:
+    return await one_episode(planning(), engine, TASK, limits=limits, strategy=strategy)
+
+
+@EVERY
+async def test_a_branch_that_the_model_refuses_is_dropped_and_counted(make: Make):
+    world = planning()
+    tree = await opened(world)
+    chosen = await make().decide(tree, Forgetful(len(tree.nodes) + 2), world)
+    told = report(tree, chosen)
+    assert tree.nodes[chosen].parent == tree.head
+    assert isinstance(told["dropped"], int) and told["dropped"] >= 1
+    assert told["last_failure"] == "ModelError: the prompt is too long for the model"
+    dropped = [node for node in tree.nodes if "dropped" in node.metadata.get("search", {})]
+    assert len(dropped) == told["dropped"] and all(node.sampled for node in dropped)
+
+
+@EVERY
+async def test_no_search_goes_beyond_the_last_turn(make: Make):
+    turns = 2
+    trajectory = await play(make(), SeededEngine(), Limits(max_turns=turns))
+    assert trajectory.stop is StopReason.MAX_TURNS and trajectory.failure is None
+    tree = EpisodeTree.thaw(trajectory)
+    assert max(len(way) for way in ways_of(tree)) == turns
+    best = max(value for visits, value in ways_of(tree).values() if value is not None)
+    assert best <= turns / 4, "nothing is counted that cannot be earned any more"
+
+
+@EVERY
+async def test_a_resumed_episode_goes_on_with_what_its_budget_has_left(make: Make):
+    trajectory = await play(make(), SeededEngine(), Limits(max_turns=2))
+    tree = EpisodeTree.thaw(trajectory)
+    world = planning()
+    await world.reset(TASK)
+    acted = [at for at in tree.path() if tree.nodes[at].sampled]
+    for at in acted:
+        await world.step(tree.nodes[at].message)
+    before = report(tree, acted[-1])["episode"]
+    chosen = await make().decide(tree, SeededEngine(), world)
+    told = report(tree, chosen)
+    turn, episode = told["turn"], told["episode"]
+    assert isinstance(before, dict) and isinstance(turn, dict) and isinstance(episode, dict)
+    for name in ("calls", "tokens", "steps"):
+        assert before[name] and episode[name] == before[name] + turn[name]
+    assert episode["seconds"] == pytest.approx(before["seconds"] + turn["seconds"], abs=0.001)
