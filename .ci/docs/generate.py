@@ -32,10 +32,10 @@ SHARED_BY = 2
 
 def cli() -> None:
     """The options that several commands share, then a section for each command, with its own options and examples."""
-    from openhands_rl_plugin.cli import commands, parser_of
+    from openhands_rl_plugin.cli import COMMANDS, commands, parser_of
 
     parsers: list[tuple[str, argparse.ArgumentParser, str, int]] = []
-    for name, text in commands().items():
+    for name, text in sorted(COMMANDS.items()):
         parsers += _nested(f"openhands-rl {name}", parser_of(name), text, 2)
     counts = Counter(row for _, parser, _, _ in parsers for row in set(_rows(parser)) if row[0].startswith("`--"))
     shared = {row for row, count in counts.items() if count >= SHARED_BY}
@@ -44,6 +44,10 @@ def cli() -> None:
         cog.outl(f"| {named} | {meaning} |")
     for name, parser, text, level in parsers:
         _command(name, parser, text, level, shared)
+    cog.outl("\n## Commands with pages of their own\n\n| command | what it does |\n|---|---|")
+    for name, text in commands().items():
+        if name not in COMMANDS:
+            cog.outl(f"| `openhands-rl {name}` | {_cell(text)} |")
 
 
 def _nested(
@@ -97,8 +101,8 @@ def _command(
         cog.outl(f"\n[Also](#options-of-several-commands) {also}.")
     if parser.epilog and level == 2:
         # The rest of the help is for the terminal: here pages say it.
-        parts = [part for part in parser.epilog.strip("\n").split("\n\n") if part.startswith(("example", "formats"))]
-        examples = "\n\n".join(part.removeprefix("examples:\n").removeprefix("example:\n") for part in parts)
+        (part,) = [part for part in parser.epilog.strip("\n").split("\n\n") if part.startswith("examples")]
+        examples = "\n".join(re.findall(r"^  (?:.*\\\n)*.*", part, re.MULTILINE)[:3])
         cog.outl(f"\n```text\n{examples}\n```")
 
 

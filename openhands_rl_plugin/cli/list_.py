@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from pathlib import Path
 
 from openhands_rl_plugin.cli.options import (
     add_filters,
@@ -31,7 +30,6 @@ from openhands_rl_plugin.cli.options import (
     positive,
 )
 from openhands_rl_plugin.config.success import success_rule
-from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -58,8 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", nargs="?", const="run,environment,strategy,version", metavar="NAMES", help=by)
     at = "with --by: reward from which an episode counts as a success (default: its environment's criterion, else 1)"
     parser.add_argument("--success-at", type=finite, metavar="RETURN", help=at)
-    config = "with --by: a config.toml, whose [rl.reward] threshold is the criterion where --success-at is not given"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=config)
     parser.add_argument("--json", action="store_true", help="one JSON object per line and episode; of --by a list")
 
 
@@ -91,7 +87,6 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    reward = load_settings(args.config).reward if args.config is not None else None
     by = tuple(dict.fromkeys(name.strip() for name in args.by.split(",")))
     for name in by:
         if name not in view.GROUPINGS:
@@ -106,7 +101,7 @@ async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> i
     groups = await view.figures_of(
         summaries,
         by,
-        lambda of, value: success_rule(of.environment, reward, at=args.success_at).holds(value, of.stop),
+        lambda of, value: success_rule(of.environment, at=args.success_at).holds(value, of.stop),
         notes,
     )
     if args.json:

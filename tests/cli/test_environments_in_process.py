@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from shopping_loop import MODEL, write_talker
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.cli import main
-from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.app import running_server
 
 
 @pytest.fixture(scope="module")
@@ -54,43 +50,3 @@ def test_gymnasium_is_evaluated(model: str, tmp_path: Path):
     config = write_config(tmp_path, "gymnasium/FrozenLake-v1", arguments=None, system_prompt=way)
     config.write_text(config.read_text().replace("arguments = null", "arguments = { is_slippery = false }"))
     assert results(evaluated(config, model, "--tasks", "2")) == [(1.0, True)] * 2
-
-
-@pytest.mark.slow
-def test_a_loop_trains_on_gymnasium(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    torch.set_num_threads(1)
-    talker = write_talker(tmp_path / MODEL)
-    served = ServerConfig(
-        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, adapters="/"
-    )
-    with running_server(served) as server:
-        config = write_config(
-            tmp_path,
-            "gymnasium/Blackjack-v1",
-            "react_format = false",
-            "max_response_length = 8",
-            "max_prompt_length = 900",
-        )
-        with config.open("a") as file:
-            file.write(f"""
-[rl.storage]
-path = "{tmp_path / "trajectories"}"
-durable = false
-[rl.training]
-dtype = "float32"
-lora_rank = 4
-batch_size = 6
-num_epochs = 1
-[rl.loop]
-iterations = 1
-tasks_per_iteration = 2
-samples_per_task = 3
-held_out = 2
-[rl.serving]
-base_url = "{server}/v1"
-model = "{MODEL}"
-adapters_path = "{tmp_path / "adapters"}"
-""")
-        words = ["--tasks", "6", "--run-dir", str(tmp_path / "run"), "--processes", "0"]
-        assert main(["loop", "environment", "--config", str(config), *words]) == 0
-    assert "evaluate-final" in capsys.readouterr().out

@@ -58,10 +58,7 @@ def test_they_are_the_reward_for_who_names_them(store: Path, capsys: pytest.Capt
     human = ["--reward", "human"]
     assert listed(store, capsys, *human) == [("e0", 0.0), ("e1", 1.0), ("e2", None)]
     assert listed(store, capsys, *human, "--sort", "reward", "--desc") == [("e1", 1.0), ("e0", 0.0), ("e2", None)]
-    assert listed(store, capsys, *human, "--sort", "reward") == [("e0", 0.0), ("e1", 1.0), ("e2", None)]
     assert listed(store, capsys, *human, "--min-reward", "0.5") == [("e1", 1.0)]
-    assert listed(store, capsys, *human, "--max-reward", "0.4", "--sort", "tokens", "--desc") == [("e0", 0.0)]
-    assert listed(store, capsys, *human, "--limit", "1", "--offset", "1") == [("e1", 1.0)]
     assert listed(store, capsys, "--reward", "tests") == listed(store, capsys)
     assert listed(store, capsys, "--reward", "verifier", "--max-reward", "0.3") == [("e0", 0.0), ("e1", 0.25)]
 
@@ -78,6 +75,3 @@ def test_statistics_go_by_outcomes_unless_another_reward_is_named(
     assert cli.main([*words, "--reward", "human"]) == 0
     (figures,) = json.loads(capsys.readouterr().out)
     assert (figures["valid"], figures["reward"]["mean"]) == (2, 0.5)
-    assert cli.main(["list", str(store), "--by", "run"]) == 0
-    said = capsys.readouterr().out
-    assert "human" in said.splitlines()[0]
