@@ -455,11 +455,11 @@ class RLAgent:
                     self.config.serving.adapter,
                     base_model=self._policy.base_model,
                     parent=self._policy.adapter,
-                    on_progress=lambda at: bar.update(at.done, at.total, note=f"loss {at.loss:.3f}"),
+                    on_progress=lambda at: bar.update(int(at["done"]), int(at["total"]), note=f"loss {at['loss']:.3f}"),
                 )
             assert adapter is not None  # this is the only process
             self._thread.wait_for(self._policy.adopt(adapter, probe))
-        used = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics.as_floats()}
+        used = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics}
         return TrainReport(algorithm=dataset.algorithm, adapter=adapter, notes=notes, **used)
 
     def create_prompt(self, task_description: str) -> str:

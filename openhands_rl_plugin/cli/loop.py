@@ -94,9 +94,8 @@ def run(args: argparse.Namespace) -> int:
     """Start or resume a run. Raises ``RLError`` when an option, a task, a server, the store or the disk is unusable."""
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.loop.checks import check_alone, held
+    from openhands_rl_plugin.apps.loop.checks import held
 
-    check_alone()
     settings = settings_of(args)
     with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.checks import check_trainable

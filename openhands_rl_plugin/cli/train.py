@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample
     from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
-    from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 
 RESUME = "the same command continues from the last checkpoint"
 VERIFIER = "verifier"
@@ -135,15 +134,15 @@ def join_processes() -> Iterator[Ranks | None]:
 
 
 @contextmanager
-def training_progress() -> Iterator[Callable[[TrainProgress], None]]:
+def training_progress() -> Iterator[Callable[[Mapping[str, float]], None]]:
     """A bar with the step's metrics on stderr, where that is a terminal."""
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     with progress_bar("training") as bar:
 
-        def advanced(at: TrainProgress) -> None:
-            metrics = f"loss {at.loss:.4f}, entropy {at.entropy:.3f}, KL {at.approx_kl:.4f}, ratio {at.ratio:.3f}"
-            bar.update(at.done, at.total, what=f"training, {metrics}", note="")
+        def advanced(at: Mapping[str, float]) -> None:
+            metrics = ", ".join(f"{name} {at[name]:.4f}" for name in ("loss", "entropy", "approx_kl", "ratio"))
+            bar.update(int(at["done"]), int(at["total"]), what=f"training, {metrics}", note="")
 
         yield advanced
 

@@ -13,6 +13,7 @@ returns advantages in the same order. Where published implementations disagree:
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
-from openhands_rl_plugin.core.types import Adapter
+from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
 from openhands_rl_plugin.models.adapters.store import weights_sha256
 
@@ -197,6 +198,14 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
 
 WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding"}
 """Settings that the result of a training does not depend on."""
+
+
+def digest_of(samples: Sequence[Sample], settings: TrainingSettings, *more: object) -> str:
+    """A digest of what the result of a training depends on: sequences, settings and ``more``."""
+    digest = hashlib.sha256(f"{settings.model_dump_json(exclude=WITHOUT_EFFECT)}{more}".encode())
+    for sample in samples:
+        digest.update(sample.model_dump_json(exclude={"logprobs", "policy", "teacher_logprobs"}).encode())
+    return digest.hexdigest()
 
 
 def algorithm_of(settings: TrainingSettings) -> Algorithm:

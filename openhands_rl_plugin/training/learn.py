@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +13,11 @@ from openhands_rl_plugin.core.errors import TrainingError, describe, from_extra
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
-from openhands_rl_plugin.training.algorithms import ALGORITHMS, WITHOUT_EFFECT
+from openhands_rl_plugin.training.algorithms import ALGORITHMS, digest_of
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
-    from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
     from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
 
 PROBE_TOKENS = 128
@@ -90,7 +88,7 @@ def report_notes(trainer: Trainer, report: Callable[[str], None]) -> tuple[str, 
 
 def fit(
     trainer: Trainer, dataset: TrainingDataset, on_progress: OnProgress | None = None, *, run: Path | None = None
-) -> TrainMetrics:
+) -> dict[str, float]:
     """Train on the dataset by its algorithm.
 
     Args:
@@ -108,9 +106,9 @@ def fit(
             metrics = trainer.prefer(dataset.pairs, on_progress, run=run)
         case "reinforcement":
             metrics = trainer.reinforce(dataset.samples, on_progress, run=run)
-    if metrics.steps <= metrics.unmoved:
+    if metrics["steps"] <= metrics["unmoved"]:
         trainer.finish()
-        raise TrainingError(f"nothing was learnt: none of {metrics.samples} sequences had a gradient")
+        raise TrainingError(f"nothing was learnt: none of {metrics['samples']:.0f} sequences had a gradient")
     return metrics
 
 
@@ -178,10 +176,7 @@ class Call(Frozen):
 
 def call_of(samples: Sequence[Sample], settings: TrainingSettings) -> Call:
     """The command that trains on these sequences with these settings."""
-    digest = hashlib.sha256(settings.model_dump_json(exclude=WITHOUT_EFFECT).encode())
-    for sample in samples:
-        digest.update(sample.model_dump_json(exclude={"logprobs", "policy", "teacher_logprobs"}).encode())
-    return Call(digest=digest.hexdigest())
+    return Call(digest=digest_of(samples, settings))
 
 
 def note_call(run: Path, call: Call, store: AdapterStore, name: str) -> None:
@@ -212,7 +207,7 @@ def learn(
     parent: Adapter | None,
     on_progress: OnProgress | None = None,
     run: Path | None = None,
-) -> tuple[TrainMetrics, Adapter | None, Probe]:
+) -> tuple[dict[str, float], Adapter | None, Probe]:
     """``fit``, then ``create_version`` from its metrics, then delete the checkpoints of the call.
 
     The arguments are those of the two; the first sample of the dataset is the probe's text. ``version_written`` finds
@@ -227,8 +222,8 @@ def learn(
         name,
         base_model=base_model,
         parent=parent,
-        steps=metrics.steps,
-        metrics=metrics.as_floats() | {"episodes_used": float(dataset.used)},
+        steps=int(metrics["steps"]),
+        metrics=metrics | {"episodes_used": float(dataset.used)},
         probe_ids=dataset.samples[0].input_ids,
     )
     trainer.finish()

@@ -238,8 +238,6 @@ WRONG = [
     (["--model", "nowhere"], "", "--model nowhere: this is not the folder of a model"),
     (["--model", "MODEL", "--set", "loop.held_out=6"], "", "too few tasks: 0 to train on, 6 held out"),
     (["--model", "MODEL", "--set", "loop.demonstrations=2"], "", "environment has no scripted ones, only repair-1"),
-    (["--model", "MODEL"], "[rl.sampling]\ntemperature = 0.0", "temperature = 0: greedy answers have no probability"),
-    (["--model", "MODEL"], "[rl.strategy]\nsampling = {top_k = 20}", "[rl.strategy] sampling.top_k = 20: "),
     (["--model", "MODEL", "--set", "rollout_strategy=BestOfN"], "", 'set [rl.training] tree = "proposals"'),
     (["--model", "MODEL"], '[rl.training]\nalgorithm = "dpo"', '"dpo" learns from pairs'),
     (["--model", "MODEL"], '[rl.training]\nmethod = "full"', "which no running server loads: `train` it"),
@@ -259,21 +257,6 @@ def test_wrong_input_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and says in line
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("command", ["loop", pytest.param("demo", marks=needs_contrib)])
-def test_a_launchers_processes_do_not_each_run_a_loop(
-    command: str, talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [*words(write_config(tmp_path)), "--model", str(talker), "--dry-run"] if command == "loop" else ["demo"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli.main(given) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: WORLD_SIZE is 2, and a loop is one process") and "torchrun" in line
-    assert not (tmp_path / "run").exists() and not (tmp_path / "runs").exists()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert command == "demo" or cli.main(given) == 0
 
 
 @pytest.mark.parametrize("command", ["loop", pytest.param("demo", marks=needs_contrib)])

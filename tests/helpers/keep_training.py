@@ -8,16 +8,15 @@ from pathlib import Path
 import torch
 from made_samples import EXACT, make_samples
 
-from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 
-def train(model: Path, run: Path, correction: str) -> tuple[LocalTrainer, TrainMetrics]:
+def train(model: Path, run: Path, correction: str) -> tuple[LocalTrainer, dict[str, float]]:
     """Nine steps in three epochs, with a checkpoint after every second one."""
     torch.set_num_threads(1)
     changes = {"algorithm": "grpo", "correction": correction, "checkpoint_steps": 2, "num_epochs": 3}
     trainer = LocalTrainer(model, EXACT.model_copy(update=changes))
-    return trainer, trainer.reinforce(make_samples(), lambda at: print(at.done, flush=True), run=run)
+    return trainer, trainer.reinforce(make_samples(), lambda at: print(at["done"], flush=True), run=run)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.dataset import PreferencePair
-from openhands_rl_plugin.training.trainer.metrics import TrainMetrics
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 EXACT = TrainingSettings(dtype="float32", learning_rate=1e-2, num_epochs=2, batch_size=2)
@@ -49,7 +48,7 @@ def segmented(samples: list[Sample]) -> list[Sample]:
     return [samples[0], samples[1].model_copy(update=same), *samples[2:]]
 
 
-def learn(trainer: Trainer, samples: Sequence[Sample], algorithm: str) -> TrainMetrics:
+def learn(trainer: Trainer, samples: Sequence[Sample], algorithm: str) -> dict[str, float]:
     """Train by the algorithm; for DPO, of two samples in a row the first is the chosen one."""
     kind = ALGORITHMS[algorithm].kind
     if kind == "imitation":

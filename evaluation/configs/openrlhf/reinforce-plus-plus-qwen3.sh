@@ -5,7 +5,7 @@
 #
 # TASKS: one row a line, {"input": "<a task as JSON text>"}, such as {"input": "{\"id\": \"shop-3\", \"data\": {\"idx\": 3}}"};
 # it is not rendered (no --data.apply_chat_template), because the environment opens the conversation.
-# CONFIG: the [rl] section that says which environment, strategy and limits. REWARD: return, success or module:Class.
+# CONFIG: the [rl] section that says which environment, strategy and limits.
 # Needs 8 GPUs as it stands; an environment of its own: pip install "openrlhf[vllm]==0.11.2" ".[train]" in a clone
 set -euo pipefail
 

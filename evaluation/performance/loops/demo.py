@@ -19,11 +19,10 @@ from pathlib import Path
 from statistics import fmean
 
 from evaluation.performance.loops.repair_habits import habits
-from openhands_rl_plugin.apps.loop.reporting import evaluations
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.training.loop.plan import EVALUATIONS, LoopState, RunFacts
+from openhands_rl_plugin.training.loop.plan import EVALUATIONS, LoopState, RunFacts, evaluations, success_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 GIGABYTE = 1_000_000  # in the kilobytes of /proc
@@ -60,11 +59,12 @@ def measure(directory: Path, seed: int, task: str) -> list[str]:
     cost = Cost.model_validate_json(noted.read_text())
     state = LoopState.load(directory / "state.json")
     lines = [f"seed {seed}: {cost.minutes:.1f} minutes, peak {cost.peak_gigabytes:.2f} GB"]
-    for one in evaluations(state):
-        lines.append(
-            f"  {one.stage:<22} success {one.success.mean:.3f} [{one.success.low:.3f}, {one.success.high:.3f}] "
-            f"reward {one.reward:.3f} goals {one.success.n}"
-        )
+    for record in evaluations(state):
+        if success := success_of(record):
+            lines.append(
+                f"  {record.name:<22} success {success.mean:.3f} [{success.low:.3f}, {success.high:.3f}] "
+                f"reward {record.metrics['reward']:.3f} goals {success.n}"
+            )
     facts = RunFacts.load(directory)
     lines += [f"  {change.sentence()}" for change in (facts.changes if facts else ())]
     return [*lines, *asyncio.run(_habits(directory, seed))] if task == "repair" else lines

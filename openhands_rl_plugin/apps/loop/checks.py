@@ -14,7 +14,6 @@ from openhands_rl_plugin.config.build import make_reward, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.files import write_file
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.runs.run_files import lock_folder
 from openhands_rl_plugin.rollout.scoring import refuse_labels
@@ -27,23 +26,30 @@ def check_trainable(settings: RLSettings) -> None:
     refuse_labels(make_reward(settings.reward), "nobody labels while a loop runs")
     training = settings.training
     training.check_servable()
-    kind = algorithm_of(training).kind
+    kind, searches = algorithm_of(training).kind, getattr(make_strategy(settings), "selects", False)
     if kind == "preference":
         raise ConfigError(
             f'[rl.training] algorithm = "{training.algorithm}" learns from pairs, which a loop does not make: choose '
             '"reinforce++-baseline", "grpo" or another one, or train on stored episodes with `openhands-rl train`'
         )
-    grouped = kind == "reinforcement" and algorithm_of(training).estimator.grouped
-    if training.tree == "proposals" and getattr(make_strategy(settings), "selects", False):
-        grouped = False  # what a search considered is compared with each other, in every episode
-    if settings.loop.samples_per_task < 2 and grouped:
+    # What a search considered is compared with each other, in every episode.
+    proposals = training.tree == "proposals" and searches
+    if (
+        settings.loop.samples_per_task < 2
+        and algorithm_of(training).estimator.grouped
+        and kind == "reinforcement"
+        and not proposals
+    ):
         raise ConfigError(
             f'[rl.loop] samples_per_task = 1: algorithm = "{training.algorithm}" compares the episodes of a task: set '
             "2 or more"
         )
-    make_strategy(evaluated_by(settings) or settings)
-    if kind == "reinforcement":
-        _check_sampling(settings)
+    if kind == "reinforcement" and training.tree == "path" and searches:
+        raise ConfigError(
+            f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
+            'episodes are no samples of the policy: set [rl.training] tree = "proposals", or act '
+            "without a search (StandardReAct)"
+        )
 
 
 def evaluated_by(settings: RLSettings) -> RLSettings | None:
@@ -54,57 +60,12 @@ def evaluated_by(settings: RLSettings) -> RLSettings | None:
     return settings.model_copy(update={"rollout_strategy": name, "strategy": {}})
 
 
-def _check_sampling(settings: RLSettings) -> None:
-    """What is reinforced was sampled from the policy itself; what is imitated may come from a search."""
-    training, strategy = settings.training, make_strategy(settings)
-    for where, name, value in _sampled_by(settings):
-        if name == "temperature" and value != 1 and (training.engine == "tinker" or training.taught):
-            what = "a teacher scores" if training.taught else '[rl.training] engine = "tinker" trains'
-            raise ConfigError(f"{where}{name} = {value:g}: {what} at temperature 1: set 1.0")
-        if name == "temperature" and value == 0:
-            raise ConfigError(f"{where}{name} = 0: greedy answers have no probability to train on; set it above 0")
-        if altering_parameters({name: value}):
-            neutral = NEUTRAL_PARAMETERS.get(name, 1.0)
-            raise ConfigError(
-                f"{where}{name} = {value:g}: answers would not be sampled from the policy's own distribution, and the "
-                f"gradient would be wrong; set {neutral:g}"
-            )
-    if training.tree == "path" and getattr(strategy, "selects", False):
-        raise ConfigError(
-            f'[rl] rollout_strategy = "{settings.rollout_strategy}" chooses among what the policy sampled, so its '
-            'episodes are no samples of the policy: set [rl.training] tree = "proposals", or act '
-            "without a search (StandardReAct)"
-        )
-
-
-def _sampled_by(settings: RLSettings) -> Iterator[tuple[str, str, float]]:
-    """Where all parameters that actions are sampled with are set, their names and values: the settings' and the
-    strategy's own."""
-    options: object = getattr(make_strategy(settings), "options", None)
-    asked = {"[rl.strategy] ": options, "[rl.strategy] sampling.": getattr(options, "sampling", None)}
-    for where, values in {"[rl.sampling] ": settings.sampling, **asked}.items():
-        for name in ("temperature", "top_p", *NEUTRAL_PARAMETERS):
-            value: object = getattr(values, name, None)
-            if isinstance(value, int | float):
-                yield where, name, value
-
-
 OPTIONS = "options.json"
 _RUN = "run_id"
 CHECKOUTS, EVALUATION = "checkouts", "evaluation"
 _FOLDERS = ("trainer", "training", "logs", CHECKOUTS, EVALUATION)
 _FILES = ("state.json", OPTIONS, _RUN, FACTS, "report.html")
 _SHOWN = 3
-
-
-def check_alone() -> None:
-    """Raise ``ConfigError`` in one of several processes of a launcher, each of which would run a loop of its own."""
-    count = os.environ.get("WORLD_SIZE", "1")
-    if count.isdecimal() and int(count) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {count}, and a loop is one process: start it without torchrun and accelerate launch (or "
-            "unset WORLD_SIZE)"
-        )
 
 
 @contextmanager

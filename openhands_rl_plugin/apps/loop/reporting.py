@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,12 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, StorageError, boundary, describe
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.statistics import NOTHING, Estimate, paired_difference
-from openhands_rl_plugin.core.types import FailureKind, Frozen
+from openhands_rl_plugin.core.statistics import paired_difference
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.training.data.dataset import CAUSES
 from openhands_rl_plugin.training.loop.loop import LoopListener
 from openhands_rl_plugin.training.loop.plan import (
@@ -29,35 +30,11 @@ from openhands_rl_plugin.training.loop.plan import (
     SamplePair,
     StageChange,
     StageRecord,
+    evaluations,
     success_of,
 )
-from openhands_rl_plugin.training.loop.plan import evaluations as measured
 
 SUCCESS = 0.999
-
-
-class StageEvaluation(Frozen):
-    """Held-out results after one stage; ``turns`` is a mean over episodes."""
-
-    stage: str
-    success: Estimate
-    reward: float | None
-    turns: float
-    seconds: float
-
-
-def evaluations(state: LoopState) -> tuple[StageEvaluation, ...]:
-    """The evaluations of a run in order. ``success.n`` excludes failed and unscored episodes."""
-    return tuple(
-        StageEvaluation(
-            stage=record.name,
-            success=success_of(record) or NOTHING,
-            reward=record.metrics.get("reward"),
-            turns=record.metrics["turns"],
-            seconds=record.finished - record.started,
-        )
-        for record in measured(state)
-    )
 
 
 class ProgressListener(LoopListener):
@@ -97,29 +74,14 @@ def stage_line(record: StageRecord) -> str:
     """One stage in one line: its duration and its metrics."""
     metrics = record.metrics
     figures = [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
-    if metrics.get("failed"):
-        figures.append(f"{metrics['failed']:.0f} failed")
-    if metrics.get("unscored"):
-        figures.append(
-            f"{metrics['unscored']:.0f} without a reward (`openhands-rl score STORE --reward NAME` says why)"
-        )
-    if "states" in metrics:
-        figures.append(_of_proposals(metrics))
-    elif metrics.get("episodes_used") == 0:
+    figures += [f"{metrics[key]:.0f} {key}" for key in ("failed", "unscored") if metrics.get(key)]
+    if metrics.get("episodes_used") == 0:
         causes = [f"{metrics[key]:.0f} {why}" for name, why in CAUSES.items() if metrics.get(key := f"episodes_{name}")]
         figures.append(f"nothing learnt: {', '.join(causes) or 'no episode ended'}")
     return (
         f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
         + ", ".join(figures)
     )
-
-
-def _of_proposals(metrics: Mapping[str, float]) -> str:
-    """In how many states the answers that a search compared are not worth the same."""
-    if not metrics["states"]:
-        return "nothing learnt: no answer of the search was judged (`openhands-rl show STORE ID --tree` says why)"
-    nothing = "" if metrics.get("samples") else ": nothing learnt"
-    return f"answers differ in {metrics['states_differing']:.0f} of {metrics['states']:.0f} states{nothing}"
 
 
 _SHOWN = {"success": "success", "reward": "reward", "last_loss": "loss", "approx_kl": "KL"}
@@ -130,16 +92,12 @@ def final_table(state: LoopState) -> Table:
     table = Table(title="Held-out tasks")
     for heading in ("stage", "success", "95% interval", "mean reward", "turns", "tasks"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
-    for one in evaluations(state):
-        known = one.success if one.success.n else None
-        table.add_row(
-            one.stage,
-            f"{known.mean:.3f}" if known else "-",
-            f"{known.low:.3f} to {known.high:.3f}" if known else "-",
-            f"{one.reward:.3f}" if known and one.reward is not None else "-",
-            f"{one.turns:.1f}",
-            str(one.success.n),
-        )
+    for record in evaluations(state):
+        success, metrics = success_of(record), record.metrics
+        known = ["-", "-", "-"]
+        if success is not None:
+            known = [f"{success.mean:.3f}", f"{success.low:.3f} to {success.high:.3f}", f"{metrics['reward']:.3f}"]
+        table.add_row(record.name, *known, f"{metrics['turns']:.1f}", str(success.n if success is not None else 0))
     return table
 
 
@@ -166,39 +124,30 @@ class HeldOutEpisode(NamedTuple):
     success: bool
 
 
+@dataclass
 class RunReport:
-    """Writes a run's facts and its report, after each stage.
+    """Writes a run's ``facts`` and its report into its ``directory``, after each stage.
 
     ``model``: the folder of the base model, whose tokenizer tokens are shown with. ``noted`` gets a line where a report
     cannot be written; the run goes on.
     """
 
-    def __init__(
-        self,
-        facts: RunFacts,
-        plan: LoopPlan,
-        *,
-        directory: Path,
-        storage: TrajectoryStorage,
-        adapters: Path,
-        model: Path,
-        reward_version: str,
-        noted: Callable[[str], None],
-    ) -> None:
-        self.facts = facts
-        self.path = directory / REPORT
-        self._plan = plan
-        self._storage = storage
-        self._adapters = adapters
-        self._model = model
-        self._version = reward_version
-        self._noted = noted
-        self._known: dict[str, dict[str, HeldOutEpisode]] = {}
+    facts: RunFacts
+    plan: LoopPlan
+    directory: Path
+    storage: TrajectoryStorage
+    adapters: Path
+    model: Path
+    reward_version: str
+    noted: Callable[[str], None]
+    known: dict[str, dict[str, HeldOutEpisode]] = field(default_factory=dict)
+    """The valid episodes of finished evaluations, by stage and task."""
 
     @property
-    def written(self) -> Path:
+    def path(self) -> Path:
         """The run's page, or its facts as JSON where nothing installed writes the page."""
-        return self.path if self.path.is_file() else self.path.with_name(FACTS)
+        page = self.directory / REPORT
+        return page if page.is_file() else self.directory / FACTS
 
     async def write(self, state: LoopState) -> None:
         """The facts and the report of what is finished."""
@@ -206,14 +155,12 @@ class RunReport:
             with boundary(FailureKind.INFRASTRUCTURE, REPORT):
                 changes, samples = await self._measured(state)
                 self.facts = self.facts.model_copy(update={"changes": changes, "samples": samples})
-                self.facts.save(self.path.parent)
+                self.facts.save(self.directory)
                 if (writer := report_writer()) is not None:
-                    where = self.path.parent, self._storage, self._adapters
-                    await writer.write_run_report(*where, tokenizer=str(self._model))
-        except CaughtFailure as error:
-            self._noted(f"{self.path} was not written: {error.failure.message}")
-        except StorageError as error:
-            self._noted(f"{self.path} was not written: {error}")
+                    where = self.directory, self.storage, self.adapters
+                    await writer.write_run_report(*where, tokenizer=str(self.model))
+        except (CaughtFailure, StorageError) as error:
+            self.noted(f"{self.directory / REPORT} was not written: {describe(error)}")
 
     async def _measured(self, state: LoopState) -> tuple[tuple[StageChange, ...], tuple[SamplePair, ...]]:
         """What each training stage changed, over the tasks with a valid episode before and after; and the tasks with
@@ -238,18 +185,15 @@ class RunReport:
         return [(task, first[task], later[task]) for task in sorted(first.keys() & later.keys())]
 
     async def _episodes(self, stage: str) -> dict[str, HeldOutEpisode]:
-        """The valid episodes of a stage, by task. A finished stage is read once: it does not change."""
-        if stage not in self._known:
-            where = TrajectoryFilter(run_id=f"{self._plan.run_id}/{stage}", failed=False)
-            self._known[stage] = {
-                trajectory.task.id: HeldOutEpisode(
-                    trajectory.id, score.reward, self._plan.succeeded(trajectory, score.reward)
-                )
-                async for trajectory, scores in self._storage.find(where)
+        if stage not in self.known:
+            where = TrajectoryFilter(run_id=f"{self.plan.run_id}/{stage}", failed=False)
+            self.known[stage] = {
+                each.task.id: HeldOutEpisode(each.id, score.reward, self.plan.succeeded(each, score.reward))
+                async for each, scores in self.storage.find(where)
                 for score in scores
-                if score.reward_version == self._version and score.reward is not None
+                if score.reward_version == self.reward_version and score.reward is not None
             }
-        return self._known[stage]
+        return self.known[stage]
 
 
 _MOST_SAMPLES = 3

@@ -101,7 +101,7 @@ class LoopJob:
 class LoopResult:
     """The finished stages, the changes of the success rate on held-out tasks by SFT and by RL, and the report.
 
-    ``report``: see ``RunReport.written``.
+    ``report``: see ``RunReport.path``.
     """
 
     state: LoopState
@@ -216,7 +216,7 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
             )
             state = await TrainingLoop(plan, parts, listener, reporting.write).run()
             await reporting.write(state)
-            return LoopResult(state, reporting.facts.changes, reporting.written)
+            return LoopResult(state, reporting.facts.changes, reporting.path)
     finally:
         await publisher.aclose()
         await storage.close()

@@ -65,9 +65,8 @@ def run(args: argparse.Namespace) -> int:
     check_extras("openhands", "train", "demo")
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.loop.checks import check_alone, forget, held
+    from openhands_rl_plugin.apps.loop.checks import forget, held
 
-    check_alone()
     if args.model is not None:
         check_model_folder(args.model)
     # Before anything is written or, with --fresh, deleted.

@@ -99,12 +99,11 @@ def run(args: argparse.Namespace) -> int:
     silence_libraries()
     prepare_threads()
     with from_extra("openhands"):
-        from openhands_rl_plugin.apps.loop.checks import check_alone, held
+        from openhands_rl_plugin.apps.loop.checks import held
         from openhands_rl_plugin.apps.loop.run import check_trainable
     from openhands_rl_plugin.evals.swe.backends.caching import default_cache
     from openhands_rl_plugin.evals.tasks.source import find_source
 
-    check_alone()
     source = find_source(str(args.repo), args.commit, args.cache or default_cache())
     directory = (args.run_dir or Path("runs") / f"improve-{source.name}").absolute()
     settings = _settings(args, source, directory)

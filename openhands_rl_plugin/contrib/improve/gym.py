@@ -13,7 +13,6 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.apps.loop.checks import claim
-from openhands_rl_plugin.apps.loop.reporting import evaluations
 from openhands_rl_plugin.apps.loop.run import LoopResult
 from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.core.errors import StorageError, describe
@@ -27,6 +26,7 @@ from openhands_rl_plugin.evals.tasks.gate import check_tasks, lineage_path, writ
 from openhands_rl_plugin.evals.tasks.make import TaskPlan, make_tasks
 from openhands_rl_plugin.evals.tasks.source import Source
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
+from openhands_rl_plugin.training.loop.plan import StageRecord, evaluations, success_of
 from openhands_rl_plugin.trajectories.view import ProgressBar
 
 _SOURCE, _MADE, _GYM = "source.json", "made.jsonl", "gym.json"
@@ -159,14 +159,11 @@ def earned_lines(result: LoopResult) -> list[str]:
     """Success on held-out tasks before and after, each with its 95% interval, and the change."""
     lines = []
     measured = evaluations(result.state)
-    for one, what in zip((measured[0], measured[-1]), ("before", "after"), strict=True):
-        success = one.success
-        rate = (
-            f"{success.mean:.2f} (95% interval {success.low:.2f} to {success.high:.2f})"
-            if success.n
-            else "nothing valid"
-        )
-        lines.append(f"held-out tasks {what}: {rate}, {success.n} tasks")
+    for record, what in zip((measured[0], measured[-1]), ("before", "after"), strict=True):
+        success, rate = success_of(record), "nothing valid"
+        if success is not None:
+            rate = f"{success.mean:.2f} (95% interval {success.low:.2f} to {success.high:.2f}), {success.n} tasks"
+        lines.append(f"held-out tasks {what}: {rate}")
     return [*lines, *(change.sentence() for change in result.changes)]
 
 
@@ -184,8 +181,13 @@ def use_lines(result: LoopResult, model: Path, adapters: Path, *, server: str) -
 def earned(result: LoopResult) -> JsonObject:
     """The same for a program: the stages that measured, and the changes."""
     return {
-        "evaluations": [one.model_dump(mode="json") for one in evaluations(result.state)],
+        "evaluations": [_evaluation(record) for record in evaluations(result.state)],
         "changes": [change.model_dump(mode="json") for change in result.changes],
         "adapter": result.state.adapter,
         "report": str(result.report),
     }
+
+
+def _evaluation(record: StageRecord) -> JsonObject:
+    success = success_of(record)
+    return {**record.metrics, "stage": record.name, "success": success.model_dump() if success is not None else None}

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 from pydantic import ValidationError
@@ -32,11 +32,11 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
-from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT
+from openhands_rl_plugin.training.algorithms import digest_of
 from openhands_rl_plugin.training.data.batch import Layout
-from openhands_rl_plugin.training.losses.losses import Diagnostics, Loss, MicroBatch, TrainingSample
+from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, TrainingSample
 from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE, PackedModel
-from openhands_rl_plugin.training.trainer.metrics import RunCheckpoint, TrainMetrics, fingerprint
+from openhands_rl_plugin.training.trainer.metrics import RunCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 ORIGIN = "tinker.json"
@@ -104,24 +104,17 @@ class TinkerTrainer(Trainer):
         """The server makes its own micro-batches."""
         return sys.maxsize
 
-    def _state(self) -> dict[str, Tensor]:
-        return {}
+    def _state(self) -> dict[str, Any]:
+        return {"step": self.step, "version": self._version, "tinker": self._saved()}
 
-    def _counters(self) -> dict[str, str]:
-        return super()._counters() | {"tinker": self._saved()}
-
-    def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
-        try:
-            step, version, path = int(counters["step"]), int(counters["version"]), counters["tinker"]
-        except (KeyError, ValueError) as error:
-            raise TrainingError(f'{source} does not hold a training state of engine = "tinker"') from error
+    def _restore(self, state: dict[str, Any], source: str) -> None:
+        if "tinker" not in state:
+            raise TrainingError(f'{source} does not hold a training state of engine = "tinker"')
         self._close()
-        self._path, self._with_moments, self._saved_at = path, True, step
-        self.step, self._version = step, version
+        self.step, self._version = state["step"], state["version"]
+        self._path, self._with_moments, self._saved_at = state["tinker"], True, self.step
 
-    def _begin(
-        self, items: list[TrainingSample], loss: Loss, kept: RunCheckpoint | None
-    ) -> tuple[int, int, TrainMetrics, bool]:
+    def _begin(self, items: list[TrainingSample], loss: Loss, kept: RunCheckpoint | None) -> dict[str, Any]:
         if any(item.temperatures is not None for item in items):
             raise TrainingError("the Tinker service trains at temperature 1; set [rl.sampling] temperature = 1.0")
         if self._averages is None:
@@ -135,9 +128,9 @@ class TinkerTrainer(Trainer):
 
     def _update(
         self, live: list[TrainingSample], weights: list[float], loss: Loss
-    ) -> tuple[float, float | None, Diagnostics]:
+    ) -> tuple[float, float | None, dict[str, float]]:
         try:
-            total, diagnostics = self._gradient(live, torch.tensor(weights), loss)
+            total, sums = self._gradient(live, torch.tensor(weights), loss)
             if not math.isfinite(total):
                 raise TrainingError(f"step {self.step + 1}: the loss is {total}; no step was made: lower learning_rate")
             decay, most = self.settings.weight_decay, self.settings.max_grad_norm
@@ -147,25 +140,24 @@ class TinkerTrainer(Trainer):
         except TrainingError:
             self._close()  # a gradient without a step, or a bad one: what comes next begins at the last checkpoint
             raise
-        return total, norm, diagnostics
+        return total, norm, sums
 
-    def _gradient(self, live: list[TrainingSample], weights: Tensor, loss: Loss) -> tuple[float, Diagnostics]:
+    def _gradient(self, live: list[TrainingSample], weights: Tensor, loss: Loss) -> tuple[float, dict[str, float]]:
         """Add the gradient of the batch at the service."""
         answers = self.model.forward(forward_rows([item.sample.input_ids for item in live]))
         # An answer begins with the second token of a sequence.
         found = [answer[at - 1] for item, answer in zip(live, answers, strict=True) for at in item.positions]
         logprobs = torch.tensor(found, requires_grad=True)
-        share, diagnostics = loss(MicroBatch(live, logprobs, -logprobs.detach(), weights))
+        share, sums = loss(MicroBatch(live, logprobs, -logprobs.detach(), weights))
         (gradient,) = torch.autograd.grad(share, logprobs)
         sizes = [len(item.positions) for item in live]
         old, factors = torch.split(logprobs.detach(), sizes), torch.split(-gradient, sizes)
         self.model.forward_backward(gradient_rows(live, old, factors, averaged=bool(self._averages)))
-        return share.item(), diagnostics
+        return share.item(), sums
 
     def _fingerprint(self, samples: list[Sample], loss: Loss) -> str:
-        settings = self.settings.model_dump_json(exclude=WITHOUT_EFFECT)
-        where = f"{self._tinker.address}\n{self._base_model}\n{self._path}"
-        return fingerprint(f"{loss.kind}\n{where}\n{settings}", samples, (), self.step)
+        more = loss.kind, self._tinker.address, self._base_model, self._path, self.step
+        return digest_of(samples, self.settings, *more)
 
     def _start(self, adapter: Adapter | None, settings: TrainingSettings) -> str | None:
         """The checkpoint to start from. Raises ``TrainingError`` where the service has none."""

@@ -98,11 +98,10 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     silence_libraries()
     prepare_threads()
     with from_extra("openhands,train"):
-        from openhands_rl_plugin.apps.loop.checks import check_alone, held
+        from openhands_rl_plugin.apps.loop.checks import held
         from openhands_rl_plugin.contrib.watch.gates import suite_tasks
         from openhands_rl_plugin.contrib.watch.gathering import check_calibrated
         from openhands_rl_plugin.contrib.watch.service import Watch
-    check_alone()
     settings.training.check_servable()
     check_calibrated(settings)
     tasks = suite_tasks(settings)

@@ -220,8 +220,8 @@ class Watch:
                 self._name,
                 base_model=self._settings.serving.model,
                 parent=parent,
-                steps=metrics.steps,
-                metrics=metrics.as_floats() | {"episodes_used": float(dataset.used), ROUND: float(current.number)},
+                steps=int(metrics["steps"]),
+                metrics=metrics | {"episodes_used": float(dataset.used), ROUND: float(current.number)},
                 probe_ids=dataset.samples[0].input_ids,
             )
             trainer.finish()

@@ -167,8 +167,8 @@ def train_verifier(
         name,
         base_model=base_model,
         parent=parent,
-        steps=metrics.steps,
-        metrics=metrics.as_floats() | report.as_floats(),
+        steps=int(metrics["steps"]),
+        metrics=metrics | report.as_floats(),
         probe_ids=dataset.training[0].prompt,
         beside=describe_verifier,
     )

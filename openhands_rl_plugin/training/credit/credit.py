@@ -276,21 +276,6 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
     return found
 
 
-def proposal_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``proposals``: the answers that a search judged, in so many ``states``, of which in ``states_differing`` they are
-    not worth the same; only these teach."""
-    states: dict[tuple[int, int | None], list[float]] = {}
-    count = 0
-    for index, trajectory in enumerate(trajectories):
-        times = times_sampled(trajectory)
-        for at, node in enumerate(trajectory.nodes):
-            if _is_judged(node):
-                count += times[at]
-                states.setdefault((index, node.parent), []).append(node.value or 0.0)
-    differing = sum(max(values) - min(values) > EQUAL for values in states.values())
-    return {"proposals": float(count), "states": float(len(states)), "states_differing": float(differing)}
-
-
 def _repeated(values: Sequence[float], members: Sequence[int], times: dict[int, int]) -> list[float]:
     return [value for at, value in zip(members, values, strict=True) for _ in range(times[at])]
 

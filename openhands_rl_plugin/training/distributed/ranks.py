@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from openhands_rl_plugin.core.errors import TrainingError, describe
-from openhands_rl_plugin.training.losses.losses import Diagnostics, TrainingSample, micro_batches
+from openhands_rl_plugin.training.losses.losses import TrainingSample, micro_batches
 
 _TIMEOUT = timedelta(days=1)
 """Long, because the other ranks wait while rank 0 scores episodes or writes a model. When a process dies, the launcher
@@ -128,18 +128,12 @@ def shard_micro_batches(
     return ranks.shard(made)
 
 
-def all_reduce_metrics(ranks: Ranks, loss: float, found: Diagnostics) -> tuple[float, Diagnostics]:
-    """The summed loss, and the diagnostics over the tokens of all ranks."""
-    if ranks.size == 1:
-        return loss, found
-    means = asdict(found)
-    tokens = means.pop("tokens")
-    sums = torch.tensor([loss, tokens, *(tokens * mean for mean in means.values())], dtype=torch.float64)
-    ranks.all_reduce([sums])
-    loss, total, *rest = sums.tolist()
-    if not total:
-        return loss, Diagnostics()
-    return loss, Diagnostics(int(total), **{name: each / total for name, each in zip(means, rest, strict=True)})
+def all_reduce_metrics(ranks: Ranks, loss: float, sums: dict[str, float]) -> tuple[float, dict[str, float]]:
+    """The loss and the ``SUMS`` over all ranks."""
+    values = torch.tensor([loss, *sums.values()], dtype=torch.float64)
+    ranks.all_reduce([values])
+    loss, *rest = values.tolist()
+    return loss, dict(zip(sums, rest, strict=True))
 
 
 def is_sharded(setting: Literal["auto", "none", "layers"]) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +33,12 @@ from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Sample, 
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
-from openhands_rl_plugin.training.credit.credit import proposal_figures
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
     ExcludedEpisodes,
     TrainingDataset,
     build_dataset,
+    off_temperature_message,
 )
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
 from openhands_rl_plugin.training.learn import create_version, report_notes
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import TrainingSettings
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
     from openhands_rl_plugin.models.adapters.store import AdapterStore
-    from openhands_rl_plugin.training.trainer.metrics import TrainMetrics, TrainProgress
     from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 
@@ -226,9 +225,9 @@ class TrainingLoop:
         samples = [each for lesson in lessons for each in demonstration_samples(lesson, self._parts.tokenizer)]
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
         metrics = await self._learn(stage, trainer, samples, sft=True)
-        adapter = await self._publish(stage, trainer, metrics.steps, metrics.as_floats())
+        adapter = await self._publish(stage, trainer, metrics)
         trainer.finish()
-        return self._record(stage, started, metrics.as_floats(), adapter)
+        return self._record(stage, started, metrics, adapter)
 
     async def _reinforce(self) -> None:
         plan, bounds = self._plan, (self._loop.min_success, self._loop.max_success)
@@ -265,11 +264,9 @@ class TrainingLoop:
             if reward is not None:
                 pool.note(trajectory.task.id, trajectory.id, self._plan.succeeded(trajectory, reward))
         dataset = await self._dataset(where, episodes)
-        proposed = self._settings.training.tree == "proposals" and not self._imitates
         metrics = {
             **success_metrics(episodes, rewards, self._plan.succeeded),
             **dataset.as_floats(),
-            **(proposal_figures(episodes) if proposed else {}),
             "rollout_seconds": chosen - started,
         }
         if not dataset.samples:
@@ -277,9 +274,9 @@ class TrainingLoop:
         else:
             trainer = await self._reinforcement_trainer()
             learned = await self._learn(stage, trainer, dataset.samples, sft=self._imitates)
-            metrics |= learned.as_floats() | {"training_seconds": time.time() - chosen}
+            metrics |= learned | {"training_seconds": time.time() - chosen}
             metrics |= self._staleness(batch, episodes)
-            adapter = await self._publish(stage, trainer, learned.steps, metrics)
+            adapter = await self._publish(stage, trainer, metrics)
             await self._save_trainer(trainer, adapter)
             trainer.finish()
         record = self._record(stage, started, metrics, adapter)
@@ -377,6 +374,8 @@ class TrainingLoop:
         valid = [(each, reward) for each, reward in zip(episodes, rewards, strict=True) if each.failure is None]
         scored = Episodes(tuple(each for each, _ in valid), tuple(reward for _, reward in valid), ExcludedEpisodes())
         dataset = build_dataset(scored, settings, regroup=False)
+        if dataset.excluded.off_temperature and not dataset.samples:
+            raise TrainingError(off_temperature_message(dataset.excluded))
         if self._imitates or self._parts.make_teacher is None or not settings.taught or not dataset.samples:
             return dataset
         async with aclosing(self._parts.make_teacher(self._adapter(), self._newest())) as teacher:
@@ -432,8 +431,8 @@ class TrainingLoop:
             self._trainer = trainer
         return self._trainer
 
-    async def _publish(self, stage: str, trainer: Trainer, steps: int, metrics: dict[str, float]) -> Adapter:
-        """Publish the weights after ``steps`` optimiser steps as a new version with ``metrics``."""
+    async def _publish(self, stage: str, trainer: Trainer, metrics: dict[str, float]) -> Adapter:
+        """Publish the weights as a new version with ``metrics``."""
         adapter, probe = await asyncio.to_thread(
             create_version,
             trainer,
@@ -441,7 +440,7 @@ class TrainingLoop:
             self._settings.serving.adapter,
             base_model=self._settings.serving.model,
             parent=self._adapter(),
-            steps=steps,
+            steps=int(metrics["steps"]),
             metrics=metrics,
             probe_ids=self._plan.probe_ids,
         )
@@ -462,17 +461,17 @@ class TrainingLoop:
         name = self._state.adapter
         return self._parts.adapters.get(name) if name is not None else None
 
-    async def _learn(self, stage: str, trainer: Trainer, samples: Sequence[Sample], *, sft: bool) -> TrainMetrics:
+    async def _learn(self, stage: str, trainer: Trainer, samples: Sequence[Sample], *, sft: bool) -> dict[str, float]:
         """Train in a thread: torch releases the GIL while it computes.
 
         Cancellation waits for the optimiser step in progress only.
         """
         cancelled = threading.Event()
 
-        def advanced(progress: TrainProgress) -> None:
+        def advanced(progress: Mapping[str, float]) -> None:
             if cancelled.is_set():
                 raise _CancelledTraining
-            self._listener.advanced(stage, "training", progress.done, progress.total)
+            self._listener.advanced(stage, "training", int(progress["done"]), int(progress["total"]))
 
         learn = trainer.sft if sft else trainer.reinforce
         try:

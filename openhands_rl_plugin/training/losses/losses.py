@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Literal
 
@@ -204,49 +204,27 @@ ROWS_AT_A_TIME = 128
 """Positions whose logits are in memory at the same time: 128 rows of a vocabulary of 150,000 in float32 are 77 MB."""
 
 
-@dataclass(frozen=True)
-class Diagnostics:
-    """Means over the trained tokens of one or more micro-batches; ``+`` combines them.
-
-    ``ratio``: importance ratio, current / old probability. ``approx_kl``: k3 estimate of KL(old || current), in nats.
-    ``clip_share``: share of tokens whose gradient is clipped to zero. ``entropy``: of the next-token distribution.
-    ``drift``: mean absolute difference of the logprobs from the recorded ones. ``kl``: the KL term, an estimate of the
-    divergence from the base model, with a teacher of that from the teacher. ``weight``: importance weight of the
-    correction for stale rollouts.
-    """
-
-    tokens: int = 0
-    ratio: float = 1.0
-    approx_kl: float = 0.0
-    clip_share: float = 0.0
-    entropy: float = 0.0
-    drift: float = 0.0
-    kl: float = 0.0
-    weight: float = 1.0
-
-    def __add__(self, other: Diagnostics) -> Diagnostics:
-        total = self.tokens + other.tokens
-        if total == 0:
-            return self
-        mine, theirs = asdict(self), asdict(other)
-        means = {
-            name: (mine[name] * self.tokens + theirs[name] * other.tokens) / total for name in mine if name != "tokens"
-        }
-        return Diagnostics(tokens=total, **means)
+SUMS: tuple[str, ...] = ("tokens", "ratio", "approx_kl", "clip_share", "entropy", "drift", "kl", "weight")
+"""What a loss adds up over the trained tokens of a micro-batch, beside itself: how many they are; the importance ratio,
+current / old probability; the k3 estimate of KL(old || current), in nats; how many have a gradient that is clipped to
+zero; the entropy of the next-token distribution; the absolute difference of the logprobs from the recorded ones; the KL
+term, an estimate of the divergence from the base model, with a teacher of that from the teacher; the importance weight
+of the correction for stale rollouts."""
 
 
 @torch.no_grad()
-def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float, high: float) -> Diagnostics:
-    """Diagnostics of one micro-batch. ``ratio`` ([K]) is the ratio that is clipped to 1 - low .. 1 + high."""
+def diagnose(batch: TokenBatch, entropies: Tensor, *, ratio: Tensor, low: float, high: float) -> dict[str, float]:
+    """The sums of one micro-batch. ``ratio`` ([K]) is the ratio that is clipped to 1 - low .. 1 + high."""
     log_ratio = batch.logprobs - batch.old
     clipped = ((ratio > 1 + high) & (batch.advantages > 0)) | ((ratio < 1 - low) & (batch.advantages < 0))
-    return Diagnostics(
-        tokens=batch.logprobs.numel(),
-        ratio=log_ratio.exp().mean().item(),
-        approx_kl=(log_ratio.exp() - 1 - log_ratio).mean().item(),
-        clip_share=clipped.float().mean().item(),
-        entropy=entropies.mean().item(),
-    )
+    found = {
+        "tokens": torch.ones_like(log_ratio),
+        "ratio": log_ratio.exp(),
+        "approx_kl": log_ratio.exp() - 1 - log_ratio,
+        "clip_share": clipped,
+        "entropy": entropies,
+    }
+    return {name: each.sum().item() for name, each in found.items()}
 
 
 def token_logprobs(
@@ -471,15 +449,17 @@ class Loss:
         in_loss = self.needs_reference or item.teacher is not None or self.settings.entropy_coefficient > 0
         return self.kind != "reinforcement" or in_loss or bool(item.advantages.any())
 
-    def __call__(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
-        """The micro-batch's share of the batch's loss, with gradient."""
+    def __call__(self, one: MicroBatch) -> tuple[Tensor, dict[str, float]]:
+        """The micro-batch's share of the batch's loss, with gradient, and its ``SUMS``."""
         if self.kind == "reinforcement":
             return self._policy_gradient(one)
         imitates = self.kind == "imitation"
         loss = -(one.weights[one.sequence] * one.logprobs).sum() if imitates else self._preference(one)
-        return loss, Diagnostics(tokens=one.logprobs.numel(), entropy=one.entropies.mean().item())
+        count = float(one.logprobs.numel())
+        known = {"tokens": count, "ratio": count, "weight": count, "entropy": one.entropies.sum().item()}
+        return loss, dict.fromkeys(SUMS, 0.0) | known
 
-    def _policy_gradient(self, one: MicroBatch) -> tuple[Tensor, Diagnostics]:
+    def _policy_gradient(self, one: MicroBatch) -> tuple[Tensor, dict[str, float]]:
         chosen, objective = self.settings, algorithm_of(self.settings).objective
         low, high = clip_bounds(chosen)
         old, recorded, divergence = one.tokens("old"), one.tokens("recorded"), 0.0
@@ -496,16 +476,16 @@ class Loss:
         if self.needs_reference and chosen.kl != "none":
             kl = kl_loss(tokens, one.tokens("reference"), chosen.kl)
             losses = losses + chosen.kl_coefficient * correction * kl
-            divergence = kl.detach().mean().item()
+            divergence = kl.detach().sum().item()
         current = one.logprobs.detach()
         if one.items[0].teacher is not None:
-            divergence = (current - one.tokens("teacher")).mean().item()
+            divergence = (current - one.tokens("teacher")).sum().item()
         if chosen.entropy_coefficient:
             losses = losses - chosen.entropy_coefficient * one.entropies
         difference = tokens.mean_of_sequence(current - old) if objective == "gspo" else current - old
         found = diagnose(tokens, one.entropies, ratio=torch.exp(difference), low=low, high=high)
-        drift, weight = (current - recorded).abs().mean().item(), correction.mean().item()
-        return (one.weights[one.sequence] * losses).sum(), replace(found, drift=drift, kl=divergence, weight=weight)
+        found |= {"drift": (current - recorded).abs().sum().item(), "kl": divergence, "weight": correction.sum().item()}
+        return (one.weights[one.sequence] * losses).sum(), found
 
     def _preference(self, one: MicroBatch) -> Tensor:
         pairs = {unit: at for at, unit in enumerate(dict.fromkeys(item.unit for item in one.items))}

@@ -1,46 +1,29 @@
-"""Progress of a running call of the trainer, its metrics and their tracker, and its checkpoints.
-
-A checkpoint is one file of rank 0, or one shard of each rank. ``fingerprint`` identifies the run: data, settings and
-starting point. A checkpoint of another run is never resumed.
-
-The files are safetensors. ``torch.distributed.checkpoint`` is not used: its ``.metadata`` file is a pickle, and it
-replaces the files of a checkpoint one by one, so that a killed process may leave neither the old state nor the new one.
-"""
+"""The learning rate of a call of the trainer, its metrics, their file and tracker, and its checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import sys
-from array import array
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import count
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, StorageError, TrainingError, boundary, describe
-from openhands_rl_plugin.core.files import PRIVATE, replacing
-from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.types import FailureKind, Sample
+from openhands_rl_plugin.core.files import PRIVATE, replacing, write_file
+from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.adapters.store import METRICS_FILE
 from openhands_rl_plugin.training.distributed.ranks import Ranks
-from openhands_rl_plugin.training.losses.losses import Diagnostics
+from openhands_rl_plugin.training.losses.losses import SUMS
 
 
 def learning_rates(settings: TrainingSettings, call: range) -> Callable[[int], float]:
@@ -58,223 +41,147 @@ def learning_rates(settings: TrainingSettings, call: range) -> Callable[[int], f
     return lambda step: settings.learning_rate * factor(step - shift)
 
 
-@dataclass(frozen=True)
-class TrainProgress:
-    """The progress of a call after step ``done`` of ``total``.
+def metrics_of(tally: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a call by what its steps added up to (``add_step``), for an adapter's manifest.
 
-    The other fields are of that step: ``loss``, ``ratio``, ``approx_kl``, ``entropy`` are means over its trained
-    tokens.
+    Losses and norms are means over steps, the ``SUMS`` of losses over tokens. ``tokens``: those of the samples in
+    forward passes, over all epochs; ``trained_tokens``: those with a loss; ``skipped_samples`` had an advantage of
+    zero, so they count in the mean but need no computation; ``skipped_steps`` consisted of such samples only, and
+    ``unmoved`` steps had no gradient. ``drift``: mean absolute difference, in nats, of the recorded logprobs from the
+    trainer's before the first step. ``staleness``: mean number of versions between the newest one and the one
+    that sampled. ``seconds``: wall time.
     """
-
-    done: int
-    total: int
-    loss: float
-    grad_norm: float
-    ratio: float
-    approx_kl: float
-    entropy: float
+    steps, trained = tally["steps"] or 1.0, tally["trained_tokens"] or 1.0
+    means = {name: tally[name] / steps for name in ("loss", "grad_norm")}
+    means |= {name: tally[name] / trained for name in _SUMMED}
+    return {**tally, **means, "tokens_per_second": tally["tokens"] / tally["seconds"] if tally["seconds"] else 0.0}
 
 
-@dataclass
-class TrainMetrics:
-    """Metrics of one call. Losses and norms are means over its steps, diagnostics over its tokens.
-
-    ``tokens``: tokens of the samples in forward passes, over all epochs; ``trained_tokens``: those with a loss;
-    ``skipped_samples`` had an advantage of zero, so they count in the mean but need no computation; ``skipped_steps``
-    consisted of such samples only, and ``unmoved`` steps had no gradient. ``drift``: mean absolute difference, in nats,
-    of the recorded logprobs from the trainer's before the first step. ``kl``: divergence from the base model, where a
-    KL term is used. ``weight``: mean importance weight of the correction for stale rollouts. ``staleness``: mean number
-    of versions between the newest one and the one that sampled. ``seconds``: wall time.
-
-    They are part of checkpoints, so a resumed run has the same metrics as one that was not interrupted.
-    """
-
-    steps: int = 0
-    skipped_steps: int = 0
-    unmoved: int = 0
-    samples: int = 0
-    skipped_samples: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    first_loss: float = 0.0
-    last_loss: float = 0.0
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    ratio: float = 1.0
-    approx_kl: float = 0.0
-    clip_share: float = 0.0
-    entropy: float = 0.0
-    drift: float = 0.0
-    kl: float = 0.0
-    weight: float = 1.0
-    staleness: float = 0.0
-    seconds: float = 0.0
-
-    def count(self, tokens: int, loss: float, norm: float | None, found: Diagnostics) -> None:
-        """Count one optimiser step by samples of so many ``tokens``; its gradient's ``norm`` may be unknown."""
-        if not self.steps:
-            # Before the first step the difference from the recorded logprobs does not come from training.
-            self.drift, self.first_loss = found.drift, loss
-        self.steps, self.unmoved, self.last_loss = self.steps + 1, self.unmoved + (norm == 0.0), loss
-        self.loss += (loss - self.loss) / self.steps
-        self.grad_norm += ((norm or 0.0) - self.grad_norm) / self.steps
-        whole = asdict(Diagnostics(self.trained_tokens, **{name: getattr(self, name) for name in _MEANS}) + found)
-        self.tokens, self.trained_tokens = self.tokens + tokens, whole["tokens"]
-        for name in _MEANS:
-            setattr(self, name, whole[name])
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Training throughput, forward and backward."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def as_floats(self) -> dict[str, float]:
-        """For an adapter's manifest."""
-        values = {name: float(value) for name, value in asdict(self).items()}
-        return values | {"tokens_per_second": self.tokens_per_second}
+_SUMMED = tuple(name for name in SUMS if name not in ("tokens", "drift"))
+_COUNTED = ("steps", "skipped_steps", "unmoved", "samples", "skipped_samples", "tokens", "trained_tokens")
+NOTHING: Mapping[str, float] = dict.fromkeys(
+    (*_COUNTED, "first_loss", "last_loss", "loss", "grad_norm", *_SUMMED, "drift", "staleness", "seconds"), 0.0
+)
+"""The tally of a call without a step."""
 
 
-_MEANS = ("ratio", "approx_kl", "clip_share", "entropy", "kl", "weight")
+def add_step(tally: dict[str, float], tokens: int, loss: float, norm: float | None, sums: Mapping[str, float]) -> None:
+    """Add one optimiser step by samples of so many ``tokens``; its gradient's ``norm`` may be unknown."""
+    if not tally["steps"]:
+        # Before the first step the difference from the recorded logprobs does not come from training.
+        tally |= {"first_loss": loss, "drift": sums["drift"] / (sums["tokens"] or 1.0)}
+    more = {"steps": 1.0, "unmoved": float(norm == 0.0), "tokens": float(tokens), "trained_tokens": sums["tokens"]}
+    more |= {"loss": loss, "grad_norm": norm or 0.0, **{name: sums[name] for name in _SUMMED}}
+    tally |= {name: tally[name] + value for name, value in more.items()} | {"last_loss": loss}
 
-log = redacting_logger(__name__)
 
 PROJECT = "openhands-rl"
-"""The project of a run, unless W&B's own variable WANDB_PROJECT names another."""
+"""The project of a tracked run."""
 
 
-class Tracker:
-    """The back end of accelerate that the settings name, for one run, whose errors do not end the training.
+class RunLog:
+    """``metrics.jsonl`` in a run's folder, readable by the owner only, and the tracker of accelerate.
 
-    The first error is logged, then it is not used again; its output goes to stderr. A run of the same ``fingerprint``
-    and directory is resumed. Raises ``TrainingError`` when it cannot start.
+    ``done``: the lines of the file that a killed call has written, and its later ones are dropped. Raises
+    ``TrainingError`` for a tracker that cannot start, ``StorageError`` for a file that cannot be written.
     """
 
-    def __init__(self, settings: TrainingSettings, fingerprint: str, directory: Path | None = None) -> None:
-        self._tracker: Any = None
-        if settings.tracker == "none":
-            return
-        title = re.sub(r"[^\w.-]", "-", directory.stem if directory is not None else "training")
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "tracker"), redirect_stdout(sys.stderr):
-                self._tracker = _started(settings, f"{title[:50]}-{fingerprint[:12]}", directory)
-        except CaughtFailure as caught:
-            offline = "WANDB_MODE=offline or " if settings.tracker == "wandb" else ""
-            raise TrainingError(
-                f"{settings.tracker} cannot begin a run ({caught.failure.message}): set {offline}[rl.training] tracker "
-                '= "none"'
-            ) from caught
+    def __init__(self, settings: TrainingSettings, directory: Path | None, done: int) -> None:
+        self._file = None if directory is None else directory / METRICS_FILE
+        if self._file is not None:
+            known = self._file.read_text(encoding="utf-8").splitlines(keepends=True) if self._file.exists() else []
+            write_file(self._file, "".join(known[:done]), PRIVATE, parents=True)
+        self._tracker = None if settings.tracker == "none" else _tracker(settings, directory)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metrics of a step; ``step`` becomes ``global_step``, a reserved name in some back ends."""
-        renamed = {"global_step" if name == "step" else name: value for name, value in values.items()}
-        self._attempt(lambda tracker: tracker.log(renamed, step=step))
+    def log(self, step: int, record: Mapping[str, float]) -> None:
+        """Note the metrics of a step."""
+        if self._file is not None:
+            try:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+            except OSError as error:
+                raise StorageError(f"{self._file} cannot be written: {describe(error)}; free some space") from error
+        if self._tracker is not None:
+            self._tracker.log({name: value for name, value in record.items() if name != "step"}, step=step)
 
     def close(self) -> None:
-        """End the run."""
-        self._attempt(lambda tracker: tracker.finish())
-
-    def _attempt(self, act: Callable[[Any], object]) -> None:
-        if self._tracker is None:
-            return
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "tracker"), redirect_stdout(sys.stderr):
-                act(self._tracker)
-        except CaughtFailure as caught:
-            self._tracker = None
-            log.warning("tracking stops, the training continues: %s", caught.failure.message)
+        """End the tracked run."""
+        if self._tracker is not None:
+            self._tracker.finish()
 
 
-def _started(settings: TrainingSettings, name: str, directory: Path | None) -> Any:
-    PartialState()  # accelerate's loggers need it
-    kind, project, config = LOGGER_TYPE_TO_CLASS[settings.tracker], PROJECT, settings.model_dump(mode="json")
-    options: dict[str, Any] = {}
-    if settings.tracker == "mlflow":
-        options = {"run_name": name}
-    elif settings.tracker == "trackio":
-        options = {"name": name, "config": config, "resume": "allow", "embed": False}
-    elif settings.tracker == "wandb":
-        import wandb  # pyright: ignore[reportMissingImports]  # an extra
-
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
-        options = {"name": name, "id": name, "resume": "allow", "reinit": "create_new", "config": config}
-        # The terminal's content and the working directory stay private.
-        private = wandb.Settings(console="off", disable_git=True, disable_code=True)
-        options |= {"dir": directory, "settings": private}
-    tracker = kind(project, *((str(directory or "."),) if kind.requires_logging_directory else ()), **options)
-    tracker.start()
-    if "config" not in options:
-        tracker.store_init_configuration({key: str(value) for key, value in config.items()})
-    return tracker
-
-
-Checkpoint = tuple[dict[str, Tensor], dict[str, str]]
-"""Tensors and counters."""
-
-STATE_FILE = "trainer_state.safetensors"
-
-
-def save_checkpoint(directory: Path, tensors: dict[str, Tensor], counters: dict[str, str]) -> None:
-    """Write ``directory/STATE_FILE``; at any moment it is either the old or the new one. Raises ``StorageError``."""
-    target = directory / STATE_FILE
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _tracker(settings: TrainingSettings, directory: Path | None) -> GeneralTracker:
+    # The terminal's content and the working directory stay private.
+    os.environ |= {"WANDB_CONSOLE": "off", "WANDB_DISABLE_GIT": "true", "WANDB_DISABLE_CODE": "true"}
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with replacing(target, PRIVATE) as draft:
-            save_file(state, draft, counters)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"cannot write {target}: {describe(error)}; free some space or choose another path"
-        ) from error
+        with boundary(FailureKind.INFRASTRUCTURE, settings.tracker), redirect_stdout(sys.stderr):
+            PartialState()  # accelerate's loggers need it
+            kind = LOGGER_TYPE_TO_CLASS[settings.tracker]
+            tracker = kind(PROJECT, *([str(directory or ".")] if kind.requires_logging_directory else []))
+            tracker.start()
+            tracker.store_init_configuration({key: str(value) for key, value in settings})
+            return tracker
+    except CaughtFailure as caught:
+        raise TrainingError(
+            f'{settings.tracker} cannot begin a run ({caught.failure.message}): set [rl.training] tracker = "none"'
+        ) from caught
 
 
-def load_checkpoint(directory: Path, *, tensors: bool = True) -> Checkpoint:
-    """The tensors, if they are wanted, and the counters that ``save_checkpoint`` wrote. Raises ``TrainingError``."""
-    source = directory / STATE_FILE
+STATE_FILE = "trainer_state.pt"
+
+
+def save_checkpoint(file: Path, state: Mapping[str, Any]) -> None:
+    """Write tensors and numbers; at any moment it is either the old or the new file. Raises ``StorageError``."""
     try:
-        with safe_open(source, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in (file.keys() if tensors else ())}, file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise TrainingError(f"cannot read the training state {source}: {describe(error)}") from error
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with replacing(file, PRIVATE) as draft:
+            torch.save(state, draft)
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"cannot write {file}: {describe(error)}; free some space or choose another path") from error
 
 
-SHARDS = "parts"
-"""The directory of checkpoints; its name is part of the stored format."""
+def load_checkpoint(file: Path) -> dict[str, Any]:
+    """What ``save_checkpoint`` wrote, on the CPU. Raises ``TrainingError``."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError) as error:
+        raise TrainingError(f"cannot read the training state {file}: {describe(error)}") from error
 
 
 class RunCheckpoint:
-    """The checkpoints of one call, ``parts/STEP/RANK-of-RANKS``: a shard of each rank, or 1-of-1, the whole of rank 0.
+    """The checkpoint of one call: a folder with a shard of each rank, or with the whole state of rank 0.
 
-    A step is valid when all its shards are there, of one run. The step before it is removed only then, so that there is
-    always a valid one. Every method is a collective: all ranks must call it.
+    The folder's name has the ``fingerprint`` of the call and the steps done; it gets that name when all shards are in
+    it, and only then the one before is removed. Every method is a collective: all ranks must call it.
     """
 
     def __init__(self, directory: Path, fingerprint: str, ranks: Ranks, *, sharded: bool) -> None:
-        self._steps, self._fingerprint, self._ranks = directory / SHARDS, fingerprint, ranks
+        self._folder, self._name, self._ranks = directory / "checkpoint", fingerprint[:16], ranks
         self._shard, self._shards = (ranks.rank, ranks.size) if sharded else (0, 1)
         self._writes = sharded or ranks.rank == 0
 
-    def resume(self) -> Checkpoint | None:
-        """This rank's shard of the newest checkpoint of this run that rank 0 finds. Raises ``TrainingError``."""
-        found = self._ranks.broadcast(self._newest())
-        if not found:
+    def resume(self) -> dict[str, Any] | None:
+        """This rank's shard of the newest checkpoint of this call that rank 0 finds. Raises ``TrainingError``."""
+        shutil.rmtree(self._folder / _DRAFT, ignore_errors=True)
+        newest = self._ranks.broadcast(max(self._folder.glob(f"{self._name}-*"), default=None))
+        if newest is None:
             return None
-        if len(found) != self._shards:
+        if (count := len([*newest.iterdir()])) != self._shards:
             raise TrainingError(
-                f"{found[0].parent} was saved by {len(found)} processes with a shard of the weights each, and there "
-                f"are {self._shards}: start the run like that to resume it, or remove it to begin again"
+                f"{newest} was saved by {count} processes with a shard of the weights each, and there are "
+                f"{self._shards}: start the run like that to resume it, or remove it to begin again"
             )
-        return load_checkpoint(found[self._shard])
+        return load_checkpoint(newest / str(self._shard))
 
-    def save(self, tensors: dict[str, Tensor], counters: dict[str, str], done: int) -> None:
+    def save(self, state: Mapping[str, Any], done: int) -> None:
         """Save the state after ``done`` steps of the call. Raises ``StorageError``."""
-        step = self._steps / f"{done:08d}"
+        step = self._folder / f"{self._name}-{done:08d}"
         if self._writes:
-            make_directory(step)
-            mine = {**counters, "fingerprint": self._fingerprint, "done": str(done)}
-            save_checkpoint(step / f"{self._shard + 1}-of-{self._shards}", tensors, mine)
-        self._ranks.assert_equal("steps done", step.name)
+            save_checkpoint(self._folder / _DRAFT / str(self._shard), state)
+        self._ranks.assert_equal("steps done", step.name)  # from here on all shards are there
         if self._ranks.rank == 0:
-            for other in step.parent.iterdir():
+            (self._folder / _DRAFT).rename(step)
+            for other in self._folder.iterdir():
                 if other != step:
                     shutil.rmtree(other, ignore_errors=True)
 
@@ -282,71 +189,7 @@ class RunCheckpoint:
         """Remove the checkpoint, once the trained weights are saved."""
         self._ranks.assert_equal("steps done", "all")
         if self._ranks.rank == 0:
-            shutil.rmtree(self._steps, ignore_errors=True)
-
-    def _newest(self) -> list[Path]:
-        """The folders of the shards of the newest step, by rank; none where there is none of this run."""
-        for step in sorted(self._steps.iterdir() if self._steps.exists() else (), reverse=True):
-            for first in step.glob("1-of-*"):
-                size = first.name.removeprefix("1-of-")
-                each = [step / f"{rank}-of-{size}" for rank in range(1, int(size) + 1)]
-                if all(map(self._is_own, each)):
-                    return each
-        return []
-
-    def _is_own(self, directory: Path) -> bool:
-        known = (directory / STATE_FILE).exists()
-        return known and load_checkpoint(directory, tensors=False)[1].get("fingerprint") == self._fingerprint
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class MetricsFile:
-    """``directory/metrics.jsonl``, readable by the owner only, with its first ``done`` lines.
-
-    With 0 the file of another run is moved aside. Raises ``StorageError`` if it cannot be created.
-    """
-
-    def __init__(self, directory: Path, done: int) -> None:
-        self._metrics = file = directory / METRICS_FILE
-        make_directory(directory)
-        for draft in filter(Path.is_file, directory.rglob(".*.????????")):  # of a call that was killed
-            draft.unlink(missing_ok=True)
-        lines: list[str] = []
-        if not done and file.exists() and file.stat().st_size:
-            names = (file.with_name(f"metrics-{number:06d}.jsonl") for number in count(1))
-            file.rename(next(path for path in names if not path.exists()))
-        with suppress(OSError, UnicodeDecodeError):  # a lost file; training still resumes from the checkpoint
-            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:done]
-        self._write("w", "".join(lines))
-
-    def log(self, record: Mapping[str, float]) -> None:
-        """Append one line to the metrics."""
-        self._write("a", json.dumps(record) + "\n")
-
-    def _write(self, mode: str, text: str) -> None:
-        try:
-            with open(self._metrics, mode, encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
-                file.write(text)
-        except OSError as error:
-            raise StorageError(f"{self._metrics} cannot be written: {describe(error)}; free some space") from error
-
-
-def make_directory(directory: Path) -> None:
-    """Create a directory, readable by the owner only, unless it exists. Raises ``StorageError``."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise StorageError(f"{directory} cannot be made ({describe(error)}): choose another directory") from error
-
-
-def fingerprint(settings: str, samples: Iterable[Sample], weights: Iterable[int], step: int) -> str:
-    """A digest of everything that a run's result depends on. ``weights``: a checksum of each initial tensor."""
-    digest = hashlib.sha256(f"{settings}\n{step}\n".encode())
-    for sample in samples:
-        about = (sample.trajectory_id, sample.advantage, sample.temperature, len(sample.input_ids))
-        digest.update(("\n".join(map(str, about)) + "\n").encode())
-        parts = (sample.input_ids, sample.mask, sample.logprobs, sample.token_advantages, sample.token_temperatures)
-        digest.update(b"".join(parts))
-        if sample.count != 1:
-            digest.update(f"{sample.count}\n".encode())
-    digest.update(array("q", weights).tobytes())
-    return digest.hexdigest()
+_DRAFT = "draft"

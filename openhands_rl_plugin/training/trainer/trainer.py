@@ -7,15 +7,14 @@ optimiser batches; ``_update`` makes one, of micro-batches, and ``_backward`` th
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
-from openhands_rl_plugin.training.algorithms import WITHOUT_EFFECT, algorithm_of, check_start, clip_bounds
+from openhands_rl_plugin.training.algorithms import algorithm_of, check_start, clip_bounds, digest_of
 from openhands_rl_plugin.training.data.batch import lay_out
 from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.distributed.ranks import (
@@ -39,7 +38,7 @@ from openhands_rl_plugin.training.distributed.ranks import (
     shard_micro_batches,
 )
 from openhands_rl_plugin.training.losses.losses import (
-    Diagnostics,
+    SUMS,
     Loss,
     MicroBatch,
     TrainingSample,
@@ -52,14 +51,14 @@ from openhands_rl_plugin.training.policies.full_policy import FullPolicy
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.metrics import (
-    MetricsFile,
+    NOTHING,
+    STATE_FILE,
     RunCheckpoint,
-    Tracker,
-    TrainMetrics,
-    TrainProgress,
-    fingerprint,
+    RunLog,
+    add_step,
     learning_rates,
     load_checkpoint,
+    metrics_of,
     save_checkpoint,
 )
 
@@ -143,9 +142,6 @@ def version_of(sample: Sample) -> int:
 
 
 log = redacting_logger(__name__)
-
-_SAVED = {"old": "old.logprobs", "recorded": "old.recorded"}
-"""What of a ``TrainingSample`` a checkpoint keeps, by its name there."""
 
 _UNSCALED = (
     "the recorded logprobs are those of temperature 1, but the answers were sampled at another one: start vLLM with "
@@ -231,31 +227,14 @@ def set_old_logprobs(
     return True
 
 
-def saved_logprobs(items: Sequence[TrainingSample]) -> dict[str, Tensor]:
-    """The recomputed old logprobs and the corrected recorded ones, for a checkpoint."""
-    return {name: torch.cat([getattr(item, field) for item in items]) for field, name in _SAVED.items()}
-
-
-def take_logprobs(items: Sequence[TrainingSample], tensors: dict[str, Tensor]) -> bool:
-    """Move what ``saved_logprobs`` gave from a checkpoint's ``tensors`` to the samples; whether there was any."""
-    found = {field: tensors.pop(name) for field, name in _SAVED.items() if name in tensors}
-    for field, values in found.items():
-        for item, part in zip(items, torch.split(values, [len(item.positions) for item in items]), strict=True):
-            setattr(item, field, part)
-    return bool(found)
-
-
 def _log_bound(settings: TrainingSettings) -> float:
     """The nearer of the clip's bounds, as a log ratio."""
     low, high = clip_bounds(settings)
     return min(math.log1p(high), -math.log1p(-low) if low < 1 else math.inf)
 
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-
-OnProgress = Callable[[TrainProgress], None]
-"""Called after every optimiser step."""
+OnProgress = Callable[[Mapping[str, float]], None]
+"""Called after every optimiser step with its line of ``metrics.jsonl``: ``done`` of ``total`` steps, its ``loss``."""
 
 
 class Trainer:
@@ -290,7 +269,7 @@ class Trainer:
 
     def sft(
         self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
-    ) -> TrainMetrics:
+    ) -> dict[str, float]:
         """Fine-tune for ``num_epochs``: minimise the mean negative log-likelihood of the sampled tokens, in nats.
 
         Advantages and recorded logprobs are ignored. ``run``: a directory for the metrics and checkpoints of this call;
@@ -301,7 +280,7 @@ class Trainer:
 
     def reinforce(
         self, samples: Sequence[Sample], on_progress: OnProgress | None = None, *, run: Path | None = None
-    ) -> TrainMetrics:
+    ) -> dict[str, float]:
         """A policy gradient for ``num_epochs`` by the algorithm of the settings. ``run``: as for ``sft``.
 
         Logits are divided by the temperature that an answer was sampled at. The old logprobs are the recorded ones or
@@ -317,7 +296,7 @@ class Trainer:
 
     def prefer(
         self, pairs: Sequence[PreferencePair], on_progress: OnProgress | None = None, *, run: Path | None = None
-    ) -> TrainMetrics:
+    ) -> dict[str, float]:
         """DPO for ``num_epochs``; the reference model is the policy before this call. ``run``: as for ``sft``.
 
         A pair is always in one micro-batch, however long it is. Raises ``TrainingError`` or ``StorageError``.
@@ -381,107 +360,97 @@ class Trainer:
             raise TrainingError(
                 "the weights are sharded over processes, so one file cannot hold them; give run= to sft"
             )
-        save_checkpoint(directory, self._state(), self._counters())
+        save_checkpoint(directory / STATE_FILE, self._state())
 
     def load_state(self, directory: Path) -> None:
         """Continue from ``save_state`` exactly where it was. Raises ``TrainingError`` when it does not fit."""
-        self._restore(*load_checkpoint(directory), str(directory))
+        self._restore(load_checkpoint(directory / STATE_FILE), str(directory))
 
     def _train(
         self, items: list[TrainingSample], loss: Loss, on_progress: OnProgress | None, run: Path | None
-    ) -> TrainMetrics:
-        """Make the optimiser steps of a call."""
+    ) -> dict[str, float]:
+        """Make the optimiser steps of a call; returns its metrics (``metrics_of``)."""
         samples, settings = [item.sample for item in items], self.settings
-        newest, name = newest_version(samples, self._version), ""
-        if run is not None or self._ranks.size > 1 or settings.tracker != "none":
+        newest, kept = newest_version(samples, self._version), None
+        if run is not None or self._ranks.size > 1:
             name = self._fingerprint(samples, loss)
             self._ranks.assert_equal("episodes, weights or settings", name)
-        sharded = self._policy.sharded
-        kept = RunCheckpoint(run, name, self._ranks, sharded=sharded) if run is not None else None
-        done, first_step, metrics, recomputed = self._begin(items, loss, kept)
-        metrics.samples, metrics.staleness = len(items), staleness(samples, newest)
+            kept = RunCheckpoint(run, name, self._ranks, sharded=self._policy.sharded) if run is not None else None
+        start = self._begin(items, loss, kept)
+        done, first_step, tally = start["done"], start["first_step"], start["tally"]
+        tally |= {"samples": float(len(items)), "staleness": staleness(samples, newest)}
         order = self._order(items, first_step)
         rate = learning_rates(settings, range(first_step, first_step + len(order)))
-        lines = MetricsFile(run, done) if run is not None and self.is_main_process else None
-        started = time.monotonic() - metrics.seconds
-        tracked = settings if self.is_main_process else settings.model_copy(update={"tracker": "none"})
-        with closing(Tracker(tracked, name, run)) as tracker:
+        started = time.monotonic() - tally["seconds"]
+        leads = settings if self.is_main_process else settings.model_copy(update={"tracker": "none"})
+        with closing(RunLog(leads, run if self.is_main_process else None, done)) as log:
             for number, batch in enumerate(order[done:], start=done + 1):
                 live = [item for item in batch if loss.counts(item)]
-                total, norm, found = 0.0, 0.0, Diagnostics()
+                total, norm, sums = 0.0, 0.0, dict.fromkeys(SUMS, 0.0)
                 if live:
                     self._rate = rate(self.step)
                     weights = dict(zip(map(id, batch), loss.weights(batch).tolist(), strict=True))
-                    total, norm, found = self._update(live, [weights[id(item)] for item in live], loss)
+                    total, norm, sums = self._update(live, [weights[id(item)] for item in live], loss)
                     self.step += 1
                     return_freed_memory()
-                    metrics.count(sum(len(item.sample.input_ids) for item in live), total, norm, found)
-                metrics.skipped_samples += len(batch) - len(live)
-                metrics.skipped_steps += not live
-                metrics.seconds = time.monotonic() - started
-                progress = TrainProgress(
-                    number, len(order), total, norm or 0.0, found.ratio, found.approx_kl, found.entropy
-                )
-                record = {"step": self.step, "learning_rate": self._rate, "seconds": metrics.seconds}
-                record |= {"tokens_per_second": metrics.tokens_per_second, "packed": float(self._policy.packing.packed)}
-                record |= asdict(progress) | asdict(found)
+                    add_step(tally, sum(len(item.sample.input_ids) for item in live), total, norm, sums)
+                tally["skipped_samples"] += len(batch) - len(live)
+                tally["skipped_steps"] += not live
+                tally["seconds"] = time.monotonic() - started
+                record = {name: sums[name] / (sums["tokens"] or 1.0) for name in SUMS} | {"tokens": sums["tokens"]}
+                record |= {"done": number, "total": len(order), "loss": total, "grad_norm": norm or 0.0}
+                record |= {"step": self.step, "learning_rate": self._rate, "seconds": tally["seconds"]}
+                record |= {"tokens_per_second": tally["tokens"] / (tally["seconds"] or 1.0)}
+                record |= {"packed": float(self._policy.packing.packed)}
                 record["staleness"] = staleness([item.sample for item in batch], newest)
-                tracker.log(number, record)
-                if lines is not None:
-                    lines.log(record)
+                log.log(number, record)
                 each = settings.checkpoint_steps  # the last step too, until the trained weights are saved
                 if kept is not None and each and (number % each == 0 or number == len(order)):
-                    counters = {"first_step": str(first_step), "tally": json.dumps(asdict(metrics))}
-                    old = saved_logprobs(items) if recomputed else {}
-                    kept.save(self._state() | old, self._counters() | counters, number)
+                    kept.save({**self._state(), **start, "done": number, "tally": tally}, number)
                 if on_progress is not None:
-                    on_progress(progress)
+                    on_progress(record)
         if kept is not None:
             self.pending.append(kept)
-        return metrics
+        return metrics_of(tally)
 
-    def _begin(
-        self, items: list[TrainingSample], loss: Loss, kept: RunCheckpoint | None
-    ) -> tuple[int, int, TrainMetrics, bool]:
-        """Finished steps of a killed call that is resumed, the step at its start, its metrics so far, and whether the
-        old logprobs are recomputed ones."""
-        found, limit = kept.resume() if kept is not None else None, self._micro_batch_tokens
-        if found is not None:
-            tensors, counters = found
-            recomputed = take_logprobs(items, tensors)
-            self._restore(tensors, counters, "the checkpoint")
-            done, first_step = int(counters["done"]), int(counters["first_step"])
-            metrics = TrainMetrics(**json.loads(counters["tally"]))
+    def _begin(self, items: list[TrainingSample], loss: Loss, kept: RunCheckpoint | None) -> dict[str, Any]:
+        """What checkpoints of a call have beside its state: ``done`` steps of a killed call that is resumed, the
+        ``first_step``, the ``tally``, and where they are recomputed, the old and the recorded ``logprobs``."""
+        state, limit = kept.resume() if kept is not None else None, self._micro_batch_tokens
+        if state is not None:
+            start = {name: state.pop(name) for name in ("done", "first_step", "tally", "logprobs")}
+            for item, (old, recorded) in zip(items, start["logprobs"] or [], strict=bool(start["logprobs"])):
+                item.old, item.recorded = old, recorded
+            self._restore(state, "the checkpoint")
         else:
-            done, first_step, metrics = 0, self.step, TrainMetrics()
-            order = self._order(items, first_step)
+            start: dict[str, Any] = {"done": 0, "first_step": self.step, "tally": {**NOTHING}, "logprobs": None}
+            order = self._order(items, self.step)
             epoch = order[: len(order) // self.settings.num_epochs]
-            recomputed = set_old_logprobs(
-                self._policy, loss, items, epoch, self._ranks, version=self._version, limit=limit
-            )
+            if set_old_logprobs(self._policy, loss, items, epoch, self._ranks, version=self._version, limit=limit):
+                start["logprobs"] = [(item.old, item.recorded) for item in items]
         if loss.needs_reference:
             with self._policy.without_adapter():
                 references = policy_logprobs(self._policy, items, limit, self._ranks)
             for item, part in zip(items, references, strict=True):
                 item.reference = part
         subtract_teacher(items, self.settings)
-        return done, first_step, metrics, recomputed
+        return start
 
     def _update(
         self, live: list[TrainingSample], weights: list[float], loss: Loss
-    ) -> tuple[float, float | None, Diagnostics]:
-        """One optimiser step by samples and the weight of a token of each: loss, norm if it is known, diagnostics.
+    ) -> tuple[float, float | None, dict[str, float]]:
+        """One optimiser step by samples and the weight of a token of each: loss, norm if it is known, ``SUMS``.
 
         With a norm of 0 there was no gradient, as where a correction masks all tokens.
         """
         share_of = dict(zip(map(id, live), weights, strict=True))
         self._optimizer.zero_grad(set_to_none=True)
-        total, diagnostics = 0.0, Diagnostics()
+        total, sums = 0.0, dict.fromkeys(SUMS, 0.0)
         mine, idle = shard_micro_batches(self._ranks, live, self._micro_batch_tokens, whole_units=loss.whole_units)
         for group in mine:
             each = [share_of[id(item)] for item in group]
             share, found = self._backward(group, each, loss)
-            total, diagnostics = total + share, diagnostics + found
+            total, sums = total + share, {name: sums[name] + found[name] for name in SUMS}
         for group in idle:
             self._backward(group, [0.0] * len(group), loss)
         for parameter in self.parameters.values():
@@ -489,7 +458,7 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
         if not self._policy.sharded:  # FSDP sums them in the backward pass
             self._ranks.all_reduce([each.grad for each in self.parameters.values() if each.grad is not None])
-        total, diagnostics = all_reduce_metrics(self._ranks, total, diagnostics)
+        total, sums = all_reduce_metrics(self._ranks, total, sums)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm)
         norm = full_tensor(norm).item()
         if not (math.isfinite(total) and math.isfinite(norm)):
@@ -500,14 +469,16 @@ class Trainer:
             )
         self._optimizer.param_groups[0]["lr"] = self._rate
         self._optimizer.step()
-        return total, norm, diagnostics
+        return total, norm, sums
 
-    def _backward(self, group: list[TrainingSample], weights: list[float], loss: Loss) -> tuple[float, Diagnostics]:
+    def _backward(
+        self, group: list[TrainingSample], weights: list[float], loss: Loss
+    ) -> tuple[float, dict[str, float]]:
         """Accumulate the gradient of one micro-batch; returns its share of the loss."""
         logprobs, entropies = micro_batch_logprobs(self._policy, group)
-        share, diagnostics = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
+        share, sums = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
         share.backward()
-        return share.item(), diagnostics
+        return share.item(), sums
 
     @property
     def _micro_batch_tokens(self) -> int:
@@ -524,51 +495,36 @@ class Trainer:
         check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
         return samples
 
-    def _counters(self) -> dict[str, str]:
-        return {"step": str(self.step), "seed": str(self.settings.seed), "version": str(self._version)}
+    def _state(self) -> dict[str, Any]:
+        """Weights and moments, or this rank's shards of them, and the counters."""
+        moments = {
+            name: {key: local_shard(moment) for key, moment in self._optimizer.state.get(parameter, {}).items()}
+            for name, parameter in self.parameters.items()
+        }
+        return {"weights": self._policy.weights(), "moments": moments, "step": self.step, "version": self._version}
 
-    def _state(self) -> dict[str, Tensor]:
-        """Weights and moments, or this rank's shards of them."""
-        tensors = {f"weights.{name}": tensor for name, tensor in self._policy.weights().items()}
-        for name, parameter in self.parameters.items():
-            for key, moment in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = local_shard(moment)
-        return tensors
-
-    def _restore(self, tensors: dict[str, Tensor], counters: dict[str, str], source: str) -> None:
-        """Continue from what ``_state`` and ``_counters`` gave. Raises ``TrainingError``."""
-        groups: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            group, _, rest = name.partition(".")
-            groups.setdefault(group, {})[rest] = tensor
-        try:
-            step, version = int(counters["step"]), int(counters.get("version", self._version))
-            moments = {
-                self.parameters[name]: {key: groups[key][name] for key in _MOMENTS}
-                for name in groups.get("exp_avg", {})
-            }
-        except (KeyError, ValueError) as error:
-            raise TrainingError(f"{source} does not hold a training state of this policy") from error
-        self._policy.set_weights(groups.get("weights", {}), source)
+    def _restore(self, state: dict[str, Any], source: str) -> None:
+        """Continue from what ``_state`` gave. Raises ``TrainingError``."""
+        self._policy.set_weights(state["weights"], source)
         self._optimizer.state.clear()
-        for parameter, each in moments.items():
-            self._optimizer.state[parameter] = {
-                # Where the step is counted on the device, fused AdamW wants it there.
-                key: moment.to(parameter.device) if key == "step" else shard_like(parameter, moment)
-                for key, moment in each.items()
-            }
-        self.step, self._version = step, version
+        for name, moments in state["moments"].items():
+            parameter = self.parameters[name]
+            if moments:
+                self._optimizer.state[parameter] = {
+                    # Where the step is counted on the device, fused AdamW wants it there.
+                    key: moment.to(parameter.device) if key == "step" else shard_like(parameter, moment)
+                    for key, moment in moments.items()
+                }
+        self.step, self._version = state["step"], state["version"]
 
     def _fingerprint(self, samples: list[Sample], loss: Loss) -> str:
         """A digest of everything that the result of a call depends on."""
-        settings = self.settings.model_dump_json(exclude=WITHOUT_EFFECT)
         # Sums of integers do not depend on the sharding of the weights.
         parts = self._policy.weights().values()
         sums = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64).cpu() for part in parts])
         if self._policy.sharded:
             self._ranks.all_reduce([sums])
-        what = f"{loss.kind}\n{self._policy.model_path}\n{settings}"
-        return fingerprint(what, samples, sums.tolist(), self.step)
+        return digest_of(samples, self.settings, loss.kind, self._policy.model_path, self.step, sums.tolist())
 
 
 class LocalTrainer(Trainer):

@@ -168,8 +168,6 @@ def test_training_reinforces_and_the_next_run_uses_it(model: Path, config: RLAge
         assert mean_reward(after) > mean_reward(before) + 0.1
         assert (report.algorithm, report.used, report.adapter.name) == ("reinforce++-baseline", 16, "policy-v000001")
         assert report.metrics["steps"] == report.adapter.step == 6
-        (note,) = report.notes
-        assert note.startswith("the adapter touches ") and "can be served by vLLM" in note
         assert agent.adapter == report.adapter
         again = agent.train(learning_rate=1e-4, num_epochs=1)
         assert (again.adapter.version, again.adapter.parent, again.used) == (2, "policy-v000001", 32)

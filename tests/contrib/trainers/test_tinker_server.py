@@ -147,8 +147,8 @@ def _in_order(
 def test_a_killed_call_goes_on_from_its_checkpoint_at_the_server(server: TinkerSettings, tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"batch_size": 2, "checkpoint_steps": 1})
 
-    def stop(progress: object) -> None:
-        if progress.done == 2:
+    def stop(progress: dict[str, float]) -> None:
+        if progress["done"] == 2:
             raise KeyboardInterrupt
 
     whole = TinkerTrainer(settings, server, "policy")
@@ -157,7 +157,7 @@ def test_a_killed_call_goes_on_from_its_checkpoint_at_the_server(server: TinkerS
     with pytest.raises(KeyboardInterrupt):
         TinkerTrainer(settings, server, "policy").reinforce(make_samples(), stop, run=tmp_path / "run")
     again = TinkerTrainer(settings, server, "policy")
-    assert again.reinforce(make_samples(), run=tmp_path / "run").steps == 3
+    assert again.reinforce(make_samples(), run=tmp_path / "run")["steps"] == 3
     again.save_adapter(tmp_path / "again")
     left, right = _weights(tmp_path / "whole"), _weights(tmp_path / "again")
     for name, tensor in left.items():

@@ -51,7 +51,7 @@ def test_it_trains_as_the_local_trainer_does(
     service, algorithm = TinkerDouble(model, reduction=reduction), str(changes.get("algorithm", SETTINGS.algorithm))
     local = LocalTrainer(model, SETTINGS.model_copy(update={**changes, "engine": "local", "dtype": "float32"}))
     remote = trainer_of(service, **changes)
-    expected, found = (learn(each, make_samples(), algorithm).loss for each in (local, remote))
+    expected, found = (learn(each, make_samples(), algorithm)["loss"] for each in (local, remote))
     assert found == pytest.approx(expected, rel=1e-3)
     remote.save_adapter(tmp_path / "remote")
     # The order of sums differs, and the first steps of AdamW are of a gradient's sign.
@@ -61,8 +61,8 @@ def test_it_trains_as_the_local_trainer_does(
 def test_a_killed_call_continues_from_its_last_checkpoint(model: Path, tmp_path: Path) -> None:
     service, samples = TinkerDouble(model), make_samples()
 
-    def stop(progress: object) -> None:
-        if getattr(progress, "done", 0) == 3:
+    def stop(progress: dict[str, float]) -> None:
+        if progress["done"] == 3:
             raise KeyboardInterrupt
 
     whole = trainer_of(service, checkpoint_steps=2)
@@ -70,7 +70,7 @@ def test_a_killed_call_continues_from_its_last_checkpoint(model: Path, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         trainer_of(service, checkpoint_steps=2).reinforce(samples, stop, run=tmp_path / "run")
     again = trainer_of(service, checkpoint_steps=2)
-    assert again.reinforce(samples, run=tmp_path / "run").steps == 6
+    assert again.reinforce(samples, run=tmp_path / "run")["steps"] == 6
     for trainer, name in ((whole, "whole"), (again, "again")):
         trainer.save_adapter(tmp_path / name)
     left, right = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "again"))

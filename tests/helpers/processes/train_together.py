@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def train(
     run = out / kind / "run"
 
     def stop(at: Any) -> None:
-        if at.done == steps:
+        if at["done"] == steps:
             print("killed", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -73,7 +72,7 @@ def train(
     else:
         metrics = trainer.reinforce(samples, stop, run=run)
     probe = trainer.probe(samples[0].input_ids)
-    figures = {name: value for name, value in asdict(metrics).items() if name != "seconds"}
+    figures = {name: value for name, value in metrics.items() if "second" not in name}
     figures["probe"] = sum(probe.logprobs)
     if int(os.environ.get("RANK", "0")) == 0:
         trainer.save_adapter(out / kind / "adapter")
@@ -85,7 +84,7 @@ def train(
 def train_whole(trainer: LocalTrainer, out: Path, stop: Callable[[Any], None]) -> dict[str, float]:
     """The same for all weights; a model directory comes out."""
     metrics = trainer.sft(make_samples(7), stop, run=out / "run")
-    figures = {name: value for name, value in asdict(metrics).items() if name != "seconds"}
+    figures = {name: value for name, value in metrics.items() if "second" not in name}
     figures["probe"] = sum(trainer.probe(make_samples(1)[0].input_ids).logprobs)
     figures["parts"] = sum(local_shard(parameter).numel() for parameter in trainer.parameters.values())
     if int(os.environ.get("RANK", "0")):

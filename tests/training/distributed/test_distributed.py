@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made_samples import EXACT
@@ -15,7 +14,6 @@ from train_together import train
 
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.distributed.ranks import Ranks, join_ranks
-from openhands_rl_plugin.training.trainer.metrics import STATE_FILE, RunCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 SPLIT = {"sharding": "layers"}
@@ -32,7 +30,7 @@ def test_two_processes_train_what_one_does(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_were_killed_go_on_together(model: Path, tmp_path: Path) -> None:
     assert train_both(model, tmp_path / "two", {}, "gspo", steps=5) != [0, 0]
-    assert [*(tmp_path / "two" / "gspo" / "run").rglob(STATE_FILE)]
+    assert [*(tmp_path / "two" / "gspo" / "run").rglob("checkpoint/*/0")]
     # What is kept does not depend on how the base model is spread.
     assert train_both(model, tmp_path / "two", SPLIT, "gspo") == [0, 0]
     check_same(model, tmp_path / "two", tmp_path / "one", "gspo")
@@ -49,9 +47,9 @@ def test_two_processes_train_a_whole_model_as_one_does(model: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: Path, tmp_path: Path) -> None:
     assert train_both(model, tmp_path / "two", SPLIT, "full-killed", steps=5) != [0, 0]
-    parts = tmp_path / "two" / "full-killed" / "run" / "parts"
-    kept = sorted(str(file.relative_to(parts)) for file in parts.rglob(STATE_FILE))
-    assert kept == [f"00000004/{rank}-of-2/{STATE_FILE}" for rank in (1, 2)]
+    parts = tmp_path / "two" / "full-killed" / "run" / "checkpoint"
+    (step,) = (each for each in parts.iterdir() if each.name != "draft")
+    assert step.name.endswith("-00000004") and sorted(each.name for each in step.iterdir()) == ["0", "1"]
     with pytest.raises(TrainingError, match="by 2 processes with a shard of the weights each"):
         train(model, tmp_path / "two", "full-killed")
     assert train_both(model, tmp_path / "two", SPLIT, "full-killed") == [0, 0]
@@ -59,28 +57,6 @@ def test_processes_with_parts_of_a_model_that_were_killed_go_on_together(model: 
     lines = (parts.parent / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["done"] for line in lines] == list(range(1, 13))
     assert not parts.exists()
-
-
-def test_parts_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
-    class Rank(Ranks):
-        def broadcast[T](self, value: T) -> T:
-            return value
-
-        def assert_equal(self, what: str, digest: str) -> None: ...
-
-    def checkpoint(run: str, rank: int) -> RunCheckpoint:
-        return RunCheckpoint(tmp_path, run, Rank(rank, 2), sharded=True)
-
-    def save(run: str, rank: int, done: int) -> None:
-        checkpoint(run, rank).save({"weights.a": torch.full((2,), float(rank))}, {}, done)
-
-    save("first", 1, 20)
-    save("first", 0, 20)
-    save("second", 0, 20)  # and killed before rank 1 had its part
-    assert checkpoint("second", 0).resume() is None
-    save("second", 1, 20)
-    found = checkpoint("second", 0).resume()
-    assert found is not None and found[1]["done"] == "20" and found[0]["weights.a"].tolist() == [0.0, 0.0]
 
 
 @given(passes=st.integers(0, 40), size=st.integers(1, 9))

@@ -50,7 +50,7 @@ def test_qlora_trains_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:
     layers = {type(layer.base_layer).__name__ for layer in trainer._policy._base.modules() if hasattr(layer, "lora_A")}
     assert layers == {"Linear4bit"}
     metrics = trainer.sft(make_samples(6))
-    assert metrics.last_loss < metrics.first_loss
+    assert metrics["last_loss"] < metrics["first_loss"]
     saved = adapter_of(trainer, tmp_path / "adapter")
     again = LocalTrainer(model, settings)
     again._policy.load(tmp_path / "adapter")

@@ -100,7 +100,7 @@ def test_a_student_comes_nearer_to_its_teacher(model: Path, tmp_path: Path) -> N
             samples.append(Sample(trajectory_id=str(at), leaf=0, input_ids=tuple(ids), mask=mask, logprobs=logprobs))
         taught, missing = asyncio.run(scored(samples, [], [], settings, teacher, tokenizer))
         assert not missing
-        found.append(trainer.reinforce(taught).kl)
+        found.append(trainer.reinforce(taught)["kl"])
     asyncio.run(teacher.aclose())
     assert 0 < sum(found[-3:]) / 3 < 0.9 * sum(found[:3]) / 3, found
 

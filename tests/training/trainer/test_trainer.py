@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from openhands_rl_plugin.core.arrays import Floats
 from openhands_rl_plugin.core.errors import StorageError, TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.training.trainer.metrics import TrainProgress
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 # Recorded logprobs that are far from the trainer's, as those of ``make_samples``, would be recomputed.
@@ -65,14 +65,14 @@ def test_zero_advantages_cost_nothing_but_count(model: Path) -> None:
     metrics = LocalTrainer(model, settings).reinforce(samples)
     live = LocalTrainer(model, settings).reinforce(samples[::2])
     share = sum(sum(s.mask) for s in samples[::2]) / sum(sum(s.mask) for s in samples)
-    assert metrics.loss == pytest.approx(live.loss * share, rel=1e-5)
-    assert (metrics.skipped_samples, metrics.tokens) == (2, live.tokens)
+    assert metrics["loss"] == pytest.approx(live["loss"] * share, rel=1e-5)
+    assert (metrics["skipped_samples"], metrics["tokens"]) == (2, live["tokens"])
 
     trainer = LocalTrainer(model, settings)
-    progress: list[TrainProgress] = []
+    progress: list[Any] = []
     skipped = trainer.reinforce(samples[1::2], progress.append)
-    assert (skipped.steps, skipped.skipped_steps, trainer.step) == (0, 1, 0)
-    assert [(each.done, each.total) for each in progress] == [(1, 1)]
+    assert (skipped["steps"], skipped["skipped_steps"], trainer.step) == (0, 1, 0)
+    assert [(each["done"], each["total"]) for each in progress] == [(1, 1)]
 
 
 def test_the_saved_adapter_is_peft_s_and_bfloat16_is_close(model: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_damaged_and_foreign_states_are_refused(model: Path, tmp_path: Path) -> 
     small = LocalTrainer(model, EXACT.model_copy(update={"lora_rank": 4}))
     with pytest.raises(TrainingError, match="does not fit"):
         small.load_state(tmp_path / "fresh")
-    state = tmp_path / "fresh" / "trainer_state.safetensors"
+    state = tmp_path / "fresh" / "trainer_state.pt"
     state.write_bytes(state.read_bytes()[:-10])
     with pytest.raises(TrainingError, match="cannot read the training state"):
         trainer.load_state(tmp_path / "fresh")
@@ -192,13 +192,13 @@ def no_space_left(limit: int = 4096) -> Iterator[None]:
 def test_a_full_disk_keeps_the_old_state(model: Path, tmp_path: Path) -> None:
     trainer = LocalTrainer(model, EXACT)
     trainer.save_state(tmp_path / "state")
-    before = (tmp_path / "state" / "trainer_state.safetensors").read_bytes()
+    before = (tmp_path / "state" / "trainer_state.pt").read_bytes()
     trainer.sft(make_samples(2))
     store = AdapterStore(tmp_path / "adapters")
     with no_space_left(), pytest.raises(StorageError, match="free some space"):
         trainer.save_state(tmp_path / "state")
     with no_space_left(), pytest.raises(StorageError, match="free some space"):
         store.create("shop", trainer.save_adapter, base_model="tiny")
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["trainer_state.safetensors"]
-    assert (tmp_path / "state" / "trainer_state.safetensors").read_bytes() == before
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["trainer_state.pt"]
+    assert (tmp_path / "state" / "trainer_state.pt").read_bytes() == before
     assert store.versions("shop") == ()

@@ -110,13 +110,13 @@ def test_the_loss_is_the_papers_and_passes_do_not_change_it(model: Path, algorit
         base = LocalTrainer(model, ONE_STEP) if kl == "k3" else None
         expected = loss_by_hand(trainer, samples, base)
         metrics = trainer.reinforce(samples)
-        assert metrics.loss == pytest.approx(expected, abs=1e-5)
-        assert (metrics.kl > 0) == (kl == "k3")
+        assert metrics["loss"] == pytest.approx(expected, abs=1e-5)
+        assert (metrics["kl"] > 0) == (kl == "k3")
         gradients = {name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None}
         results.append((metrics, gradients))
-    assert results[0][0].loss == pytest.approx(results[1][0].loss, abs=1e-5)
+    assert results[0][0]["loss"] == pytest.approx(results[1][0]["loss"], abs=1e-5)
     assert_same(results[0][1], results[1][1], 1e-5)
-    assert results[0][0].drift == pytest.approx(results[1][0].drift, rel=1e-4) != 0
+    assert results[0][0]["drift"] == pytest.approx(results[1][0]["drift"], rel=1e-4) != 0
 
 
 def test_a_choice_that_the_reward_does_not_depend_on_is_not_moved(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_entropy_bonus_is_that_of_autograd_and_reaches_samples_without_an_ad
         loss = -0.7 * entropy.mean() / len(samples)
         loss.backward()
         total += loss.item()
-    assert trainer.reinforce(samples).loss == pytest.approx(total, abs=1e-5)
+    assert trainer.reinforce(samples)["loss"] == pytest.approx(total, abs=1e-5)
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     for name, parameter in trainer.parameters.items():
         found = parameter.grad
@@ -182,7 +182,7 @@ def test_each_segment_of_a_rollout_has_its_own_ratio_in_gspo_and_the_rollout_one
         counts = [sum(s.mask) for s in (one, two)]
         rollout = sum(ratio * count for ratio, count in zip(ratios, counts, strict=False)) / sum(counts)
         expected = -(rollout + ratios[2] * three.advantage) / 2
-        assert trainer.reinforce([one, two, three]).loss == pytest.approx(expected, abs=1e-5)
+        assert trainer.reinforce([one, two, three])["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_stale_rollouts_are_weighed_against_the_policy_as_it_was(model: Path) -> None:
@@ -193,10 +193,10 @@ def test_stale_rollouts_are_weighed_against_the_policy_as_it_was(model: Path) ->
     weights = torch.where((ratios >= 0.9) & (ratios <= 1.1), ratios, 0.0)
     advantages = torch.cat([torch.full((len(o),), s.advantage) for o, s in zip(old, samples, strict=True)])
     metrics = trainer.reinforce(samples)
-    assert metrics.loss == pytest.approx(-(weights * advantages).mean().item(), abs=1e-5)
-    assert metrics.weight == pytest.approx(weights.mean().item(), abs=1e-5)
-    assert metrics.ratio == pytest.approx(1.0, abs=1e-4), "the clip is around the policy as it was"
-    assert metrics.drift == pytest.approx(ratios.log().abs().mean().item(), abs=1e-4)
+    assert metrics["loss"] == pytest.approx(-(weights * advantages).mean().item(), abs=1e-5)
+    assert metrics["weight"] == pytest.approx(weights.mean().item(), abs=1e-5)
+    assert metrics["ratio"] == pytest.approx(1.0, abs=1e-4), "the clip is around the policy as it was"
+    assert metrics["drift"] == pytest.approx(ratios.log().abs().mean().item(), abs=1e-4)
 
 
 def test_preferences_begin_at_even_odds_and_widen(model: Path) -> None:
@@ -207,12 +207,12 @@ def test_preferences_begin_at_even_odds_and_widen(model: Path) -> None:
     pairs = [PreferencePair((samples[0],), (samples[1],)), PreferencePair((samples[2],), (samples[3],))]
     before = [logprobs_of(trainer, sample).sum().item() for sample in samples]
     metrics = trainer.prefer(pairs)
-    assert metrics.first_loss == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics["first_loss"] == pytest.approx(math.log(2), abs=1e-5)
     gains = [logprobs_of(trainer, s).sum().item() - b for s, b in zip(samples, before, strict=True)]
     assert gains[0] > gains[1] and gains[2] > gains[3]
     margins = [0.1 * (gains[0] - gains[1]), 0.1 * (gains[2] - gains[3])]
     now = sum(math.log1p(math.exp(-margin)) for margin in margins) / 2
-    assert now < metrics.last_loss < metrics.first_loss
+    assert now < metrics["last_loss"] < metrics["first_loss"]
 
 
 @st.composite
@@ -237,7 +237,7 @@ def test_packed_is_unpacked(model: Path, samples: list[Sample], tokens_per_pass:
     results = []
     for limit in (1, tokens_per_pass):
         trainer = trainer_of(model, algorithm=algorithm, max_tokens_per_micro_batch=limit, learning_rate=1e-9)
-        loss = trainer.reinforce(samples).loss
+        loss = trainer.reinforce(samples)["loss"]
         results.append((loss, {name: p.grad.clone() for name, p in trainer.parameters.items() if p.grad is not None}))
     # Unlikely tokens have large ratios, so that losses and gradients are compared relative to their size.
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5, abs=1e-5)

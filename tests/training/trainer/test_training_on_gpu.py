@@ -75,7 +75,7 @@ def test_a_step_of_the_trainer(model: Path, monkeypatch: pytest.MonkeyPatch, tmp
                 patch.setattr(torch.cuda, "is_available", lambda: False)
             trainer = LocalTrainer(model, SETTINGS)
         metrics = trainer.reinforce(make_samples(8, length=120))
-        losses.append(metrics.first_loss)
+        losses.append(metrics["first_loss"])
         adapter_of(trainer, tmp_path / device)
         state = trainer._state()
         states.append(torch.cat([each.cpu().flatten() for name, each in state.items() if name.startswith("exp_avg.")]))
