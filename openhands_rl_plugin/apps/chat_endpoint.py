@@ -178,8 +178,7 @@ class AgentCompletionRequest(ChatCompletionRequest):
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of the request."""
-        limit = self.max_completion_tokens or self.max_tokens
-        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=limit, seed=self.seed)
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, max_tokens=self.limit, seed=self.seed)
 
 
 DEFAULT_LIMITS = Limits(max_turns=32, max_response_length=2048, timeout=600.0)
@@ -402,7 +401,7 @@ class AgentEndpoints:
     ) -> AsyncIterator[str]:
         """All events up to and including ``[DONE]``. The episode is cancelled when the client disconnects."""
         head = {"id": identifier, "object": "chat.completion.chunk", "created": now(), "model": self._model}
-        turn, more = 0, body.stream_options is not None and body.stream_options.include_usage
+        turn = 0
 
         def chunk(*, end: Body | None = None, **delta: object) -> str:
             return sse_event(chunk_body(head, [chunk_choice(0, delta=delta, **(end or {}))]))
@@ -423,7 +422,7 @@ class AgentEndpoints:
                         case AgentResult():
                             answer = _checked(event).answer if not event.streamed else None
                             yield chunk(end=event.end, **({"content": gap + answer} if answer else {}))
-                            if more:
+                            if body.with_usage:
                                 yield sse_event(chunk_body(head, [], usage=_usage(event)))
         except ServingError as error:
             yield sse_event(error_body(error.status, error.message, error.kind))

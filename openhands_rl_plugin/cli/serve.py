@@ -50,11 +50,9 @@ def run(args: argparse.Namespace) -> int:
         config = config.model_copy(update={"model": str(named_model(SHORT_NAME)), "served_model_name": served})
     check_model(config.model)
     with from_extra("train"):
-        from openhands_rl_plugin.models.server.app import open_server
+        from openhands_rl_plugin.models.server.app import running_server
     print(f"loading {config.model}", flush=True)
-    with open_server(config) as (url, generator):
+    with running_server(config) as url:
         print(f"{config.base_name} at {url}/v1; Ctrl-C stops it", flush=True)
-        wait_until_stopped(generator.stopped)
-        # An end with an error, so that whatever supervises this process starts it again.
-        generator.check()
+        wait_until_stopped()
     return 0

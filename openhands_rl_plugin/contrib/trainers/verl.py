@@ -53,7 +53,7 @@ def policy_endpoint(sample: Sample, tokenizer: Any, max_model_len: int) -> Itera
 
     ``max_model_len``: tokens of prompt and completion together. What a request has of sampling is verl's to set.
     """
-    loop, renderer = asyncio.get_running_loop(), PromptRenderer(tokenizer, max_model_len, None)
+    loop, renderer = asyncio.get_running_loop(), PromptRenderer(tokenizer)
 
     async def models(_: Request) -> Response:
         return json_response(models_body([{"id": MODEL}]))
@@ -61,8 +61,9 @@ def policy_endpoint(sample: Sample, tokenizer: Any, max_model_len: int) -> Itera
     async def chat(request: Request) -> Response:
         body = ChatCompletionRequest.model_validate_json(await request.body())
         ids = await asyncio.to_thread(renderer.chat, body)
-        asked = body.max_completion_tokens or body.max_tokens
-        most = renderer.params(body, prompt_len=len(ids), max_tokens=asked, top_logprobs=None).max_tokens
+        most = min(body.limit or max_model_len, max_model_len - len(ids))
+        if most < 1:
+            raise ServingError(f"This model's maximum context length is {max_model_len} tokens.")
 
         async def sampled() -> Any:
             return await sample(ids, most)
@@ -75,9 +76,8 @@ def policy_endpoint(sample: Sample, tokenizer: Any, max_model_len: int) -> Itera
         tokens = zip(output.token_ids, output.log_probs, strict=True)
         generation = Generation(
             ids,
-            DecodingParams(),
+            DecodingParams(max_tokens=most),
             tokenizer,
-            most,
             sampled=[ScoredToken(*each) for each in tokens],
             text=tokenizer.decode(output.token_ids, skip_special_tokens=True),
             finish_reason="length" if len(output.token_ids) >= most else "stop",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError
@@ -61,7 +60,7 @@ class ServerConfig(GeneratorConfig):
         description="Environment variable with the key; no key is asked for when it is unset or empty.",
     )
     chat_template: str | None = Field(
-        default=None, description="File with a Jinja chat template, or the name of one of the model's; None: its own."
+        default=None, description="File with a Jinja chat template; None: the model's own."
     )
     adapters: str | None = Field(
         default=None,
@@ -124,27 +123,14 @@ class UpstreamFailure(ServingError, status=502, kind="UpstreamError"):
     """An agent could not answer, because its model or a tool failed."""
 
 
-_SECONDS = 5.0
 _FOLDER = "give the folder of a Hugging Face model, with config.json, *.safetensors and a tokenizer"
 
 
 def check_model(name: str) -> None:
-    """Raise ``ConfigError`` for a path that is no model's folder. Whether a name is on the hub, loading it shows.
-
-    Where the hub does not answer within five seconds, only its cache is read.
-    """
+    """Raise ``ConfigError`` for a path that is no model's folder. Whether a name is on the hub, loading it shows."""
     place = Path(name).expanduser()
     if place.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith("/"):
         check_model_folder(place)
-        return
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        httpx.head(constants.ENDPOINT, timeout=_SECONDS)
-    except httpx.HTTPError:  # without this, transformers asks for every file again and again
-        constants.HF_HUB_OFFLINE = True
 
 
 def check_model_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from openhands_rl_plugin.core.errors import CaughtFailure, InfrastructureError, RLError, boundary, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, boundary
 from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import FailureKind
@@ -135,9 +136,6 @@ class Generator:
         self._changed = threading.Condition()
         self._returned = 0.0
         self._closing = False
-        self._failure: BaseException | None = None
-        self.stopped = threading.Event()
-        """Set when the thread has ended: after ``close``, or because it failed."""
         self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
         self._thread.start()
 
@@ -155,18 +153,27 @@ class Generator:
         version it started with, even if that is unloaded meanwhile. ``on_delta`` is called in the generator's thread
         for every token and must not block.
 
-        Raises ``NotFound`` for an unknown adapter, ``ServingError`` for a prompt that is empty, too long or outside the
-        vocabulary, ``Overloaded`` when the queue is full, or other weights are about to be served.
+        Raises ``NotFound`` for an unknown adapter, ``ServingError`` for a prompt that is empty or outside the
+        vocabulary, or does not fit with its answer, ``Overloaded`` when the queue is full or the generator closed.
         """
-        ids = tuple(prompt_ids)
-        self._check_prompt(ids)
-        limit = min(params.max_tokens, self.max_model_len - len(ids))
+        ids, answer = tuple(prompt_ids), params.max_tokens or 1
+        if not ids or not all(0 <= token < self.model.vocabulary for token in ids):
+            problem = "has a token id that is out of vocabulary" if ids else "is empty"
+            raise ServingError(f"The prompt {problem}.", param="prompt")
+        if len(ids) + answer > self.max_model_len:
+            raise ServingError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{answer + len(ids)} tokens ({len(ids)} in the messages, {answer} in the completion). Please reduce "
+                "the length of the messages or completion.",
+                param="max_tokens",
+            )
+        params = replace(params, max_tokens=params.max_tokens or self.max_model_len - len(ids))
         with self._changed:
             self._check_open()
             version = self.adapter(adapter) if isinstance(adapter, str) else adapter
             if len(self.in_flight) >= self.config.max_queue + self.config.max_batch:
                 raise Overloaded("The server is overloaded: its queue is full; retry later.")
-            made = Generation(ids, params, self.tokenizer, limit, version, on_delta)
+            made = Generation(ids, params, self.tokenizer, version, on_delta)
             self._waiting.append(made)
             self._changed.notify_all()
         return made.future
@@ -179,16 +186,6 @@ class Generator:
     def in_flight(self) -> list[Generation]:
         """Requests that wait or are computed."""
         return [*self._waiting, *self._running]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether requests are accepted."""
-        return not self._closing
-
-    def check(self) -> None:
-        """Raise ``InfrastructureError`` when the generator has failed, which only a new process mends."""
-        if self._failure is not None:
-            raise InfrastructureError(f"the generator has stopped, start the server again: {describe(self._failure)}")
 
     @property
     def adapters(self) -> tuple[LoadedAdapter, ...]:
@@ -246,39 +243,20 @@ class Generator:
         self.close()
 
     def _check_open(self) -> None:
-        if self._failure is not None:
-            raise Overloaded(f"The generator has stopped: {type(self._failure).__name__}: {self._failure}")
         if self._closing:
             raise Overloaded("The server is stopping.")
-
-    def _check_prompt(self, ids: tuple[int, ...]) -> None:
-        if not ids:
-            raise ServingError("The prompt is empty.", param="prompt")
-        if len(ids) >= self.max_model_len:
-            raise ServingError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, your request has "
-                f"{len(ids)} input tokens. Please reduce the length of the input messages.",
-                param="input_tokens",
-            )
-        if (bad := next((i for i in ids if not 0 <= i < self.model.vocabulary), None)) is not None:
-            raise ServingError(f"Token id {bad} is out of vocabulary", param="prompt")
 
     # What follows runs in the generator's thread.
 
     def _run(self) -> None:
         try:
-            with boundary(FailureKind.MODEL, "generator"):
-                while self._wait_for_work():
-                    self._step()
-        except RLError as error:  # callers must not wait for ever
-            self._failure = error
-            _LOG.critical("the generator has stopped", exc_info=error.__cause__)
-        finally:
+            while self._wait_for_work():
+                self._step()
+        finally:  # callers must not wait for ever
             with self._changed:
                 self._closing = True
             for each in self.in_flight:
                 self._end(each, Overloaded("The server is stopping."))
-            self.stopped.set()
 
     def _wait_for_work(self) -> bool:
         """Whether to go on. After five idle seconds the memory of running sequences is given back."""
@@ -297,10 +275,7 @@ class Generator:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Admit sequences, compute one step, sample, and end what is complete.
-
-        A step that fails ends all sequences that run. Raises ``CaughtFailure`` when the model computes nothing more.
-        """
+        """Admit sequences, compute one step, sample, and end what is complete. One that fails ends all that run."""
         for each in self.in_flight:
             if each.future.cancelled():
                 self._end(each)
@@ -316,8 +291,6 @@ class Generator:
         except CaughtFailure as caught:
             for each in tuple(self._running):
                 self._fail(each, caught)
-            with boundary(FailureKind.MODEL, "generation"):
-                self.model.step([StepRow(0, 0, [0], None, range(1))])
             return
         overdue = time.monotonic() - self._returned > _SECONDS_OF_FREED_MEMORY
         if finished and overdue and self.model.device.type == "cpu":

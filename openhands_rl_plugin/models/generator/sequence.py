@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,15 +30,15 @@ class DecodingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 or less is off. ``min_p``: the least probability of a token that is
     sampled, as a share of the likeliest one's; 0 is off. ``top_logprobs``: how many alternatives to report per token,
     None for none. ``seed`` fixes the sequence whatever else is in the batch (up to floating-point ties). ``stop``:
-    texts that end the answer and are cut from it. ``prompt_logprobs``: alternatives to report per prompt token,
-    ``None`` for none.
+    texts that end the answer and are cut from it. ``max_tokens`` ``None``: all that fits. ``prompt_logprobs``:
+    alternatives to report per prompt token, ``None`` for none.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -159,13 +160,12 @@ class Generation:
     without special tokens and stop strings; an end that might grow into a stop string is withheld until then.
     ``prompt``: the prompt tokens' logprobs, ``None`` for the first token; only with ``prompt_logprobs``.
     ``cached_tokens``: prompt tokens whose keys and values were re-used. ``adapter``: the version sampled from.
-    ``limit``: most tokens to sample. ``computed``: tokens whose keys and values are in ``slot``.
+    ``computed``: tokens whose keys and values are in ``slot``.
     """
 
     prompt_ids: tuple[int, ...]
     params: DecodingParams
     tokenizer: PreTrainedTokenizerFast = field(repr=False)
-    limit: int
     adapter: LoadedAdapter | None = None
     on_delta: DeltaCallback | None = None
     sampled: list[ScoredToken] = field(default_factory=list)
@@ -212,7 +212,7 @@ class Generation:
             self.finish_reason, self.stop_reason = "stop", token.token
         elif (stop := self._read(token.token)) is not None:
             self.finish_reason, self.stop_reason = "stop", stop
-        elif len(self.sampled) >= self.limit:
+        elif len(self.sampled) >= (self.params.max_tokens or math.inf):
             self.finish_reason = "length"
         if self.finish_reason is not None and stop is None:  # with characters that are not complete
             self.text = str(self.tokenizer.decode(list(self.token_ids), skip_special_tokens=True))

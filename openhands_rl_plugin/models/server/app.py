@@ -28,7 +28,6 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import (
     DEFAULT_ADAPTERS,
     InvalidUserInput,
-    Overloaded,
     ServerConfig,
     ServingError,
     StartError,
@@ -75,17 +74,13 @@ Events = asyncio.Queue[tuple[int, ScoredToken | Future[Generation], str]]
 class PromptRenderer:
     """Renders conversations and texts to token ids with the model's tokenizer. Safe in any thread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_model_len: int, chat_template: str | None) -> None:
-        """``chat_template``: a file in the place of the model's own template, or the name of one of those. Raises
-        ``StartError``."""
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
+        """``chat_template``: a file in the place of the model's own template. Raises ``StartError``."""
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
         try:
-            named = isinstance(tokenizer.chat_template, dict) and chat_template in tokenizer.chat_template
-            read = None if named or not chat_template else Path(chat_template).read_text(encoding="utf-8")
+            self._template = Path(chat_template).read_text(encoding="utf-8") if chat_template else None
         except (OSError, UnicodeDecodeError) as error:
             raise StartError(f"cannot read the chat template {chat_template}: {error}") from error
-        self._template = read or chat_template
 
     def chat(self, request: Conversation) -> Ids:
         """The token ids of a conversation, with the generation prompt. Raises ``ServingError``."""
@@ -108,21 +103,11 @@ class PromptRenderer:
         # Unlike ``encode``, a batch leaves the interpreter to other threads while it works.
         return tuple(self._tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
 
-    def params(
-        self, request: SamplingFields, *, prompt_len: int, max_tokens: int | None, top_logprobs: int | None
-    ) -> DecodingParams:
-        """Sampling parameters; ``max_tokens=None``: all that fits. Raises ``ServingError`` when it does not fit."""
-        room = self._max_model_len - prompt_len
-        if max_tokens is not None and max_tokens > room:
-            raise ServingError(
-                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
-                f"{max_tokens + prompt_len} tokens ({prompt_len} in the messages, {max_tokens} in the completion). "
-                "Please reduce the length of the messages or completion.",
-                param="max_tokens",
-            )
-        given = request.model_dump(include=_SAMPLED, exclude_none=True)
-        limit = max(room, 1) if max_tokens is None else max_tokens
-        return DecodingParams(**given, max_tokens=limit, top_logprobs=top_logprobs)
+
+def decoding_params(request: SamplingFields, *, max_tokens: int | None, top_logprobs: int | None) -> DecodingParams:
+    """The sampling parameters of a request; ``max_tokens=None``: all that fits."""
+    given = request.model_dump(include=_SAMPLED, exclude_none=True)
+    return DecodingParams(**given, max_tokens=max_tokens, top_logprobs=top_logprobs)
 
 
 def build_app(config: ServerConfig, generator: Generator) -> Starlette:
@@ -149,15 +134,14 @@ class ModelEndpoints:
         self._config = config
         self._generator = generator
         self._adapters = Path(config.adapters or DEFAULT_ADAPTERS).expanduser().absolute()
-        self._prompts = PromptRenderer(generator.tokenizer, generator.max_model_len, config.chat_template)
+        self._prompts = PromptRenderer(generator.tokenizer, config.chat_template)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await self._read(request, ChatCompletionRequest)
         events: Events | None = asyncio.Queue() if body.stream else None
         top = (body.top_logprobs or 0) if body.logprobs else None
-        limit = body.max_completion_tokens or body.max_tokens
-        model, prompts, futures = await self._submit(body, lambda: [self._prompts.chat(body)], limit, top, events)
+        model, prompts, futures = await self._submit(body, lambda: [self._prompts.chat(body)], body.limit, top, events)
         formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         if events is not None:
             stream = _chat_events(events, body, model, prompts[0], futures, formatter)
@@ -193,12 +177,10 @@ class ModelEndpoints:
         """POST /tokenize."""
         body = await self._read(request, TokenizeRequest)
         self._adapter(body.model)
-        if (body.prompt is None) == (not body.messages):
-            raise ServingError("give either prompt or messages", param="prompt")
-        if body.prompt is None:
+        if body.messages:
             ids = await run_in_threadpool(self._prompts.chat, body)
         else:
-            ids = await run_in_threadpool(self._prompts.text, body.prompt, special=body.add_special_tokens is not False)
+            ids = await run_in_threadpool(self._prompts.text, body.prompt, special=body.add_special_tokens)
         longest = self._generator.max_model_len
         return json_response({"count": len(ids), "max_model_len": longest, "tokens": list(ids)})
 
@@ -231,9 +213,7 @@ class ModelEndpoints:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def health(self, _: Request) -> Response:
-        """GET /health: 200 while the generator works, else 503."""
-        if not self._generator.healthy:
-            raise Overloaded("The generator has stopped.")
+        """GET /health."""
         return Response()
 
     def _below_adapters(self, name: str) -> Path:
@@ -275,12 +255,11 @@ class ModelEndpoints:
             if events is not None and not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, (index, event, text))
 
-        prompts = await run_in_threadpool(render)
+        prompts, params = await run_in_threadpool(render), decoding_params(body, max_tokens=limit, top_logprobs=top)
         if not prompts:
             raise ServingError("The prompt is empty.", param="prompt")
         try:
             for ids in prompts:
-                params = self._prompts.params(body, prompt_len=len(ids), max_tokens=limit, top_logprobs=top)
                 for own in params.seeds(body.n or 1):
                     show = partial(put, len(futures))
                     futures.append(
@@ -354,7 +333,7 @@ async def _chat_events(
                     token_ids=[event.token] if request.return_token_ids else None,
                 )
             yield sse_event(chunk_body(head, [choice]))
-        if request.stream_options and request.stream_options.include_usage:
+        if request.with_usage:
             yield sse_event(chunk_body(head, [], usage=usage([each.result() for each in futures], count)))
         yield SSE_DONE
     except ServingError as error:
@@ -377,14 +356,7 @@ def load_versions_in_use(generator: Generator, store: AdapterStore) -> None:
 
 @contextmanager
 def running_server(config: ServerConfig, generator: Generator | None = None) -> Iterator[str]:
-    """As ``open_server``; yields the URL alone."""
-    with open_server(config, generator) as (url, _):
-        yield url
-
-
-@contextmanager
-def open_server(config: ServerConfig, generator: Generator | None = None) -> Iterator[tuple[str, Generator]]:
-    """A server in a background thread; yields its base URL (``http://127.0.0.1:PORT``) and what it serves.
+    """A server in a background thread; yields its base URL (``http://127.0.0.1:PORT``).
 
     With a ``generator`` that one is served and stays open; else one is loaded and closed. Raises ``ConfigError`` when
     a public host has no key, ``PortUnavailableError`` when the port is taken, ``StartError`` when the model cannot be
@@ -405,4 +377,4 @@ def open_server(config: ServerConfig, generator: Generator | None = None) -> Ite
                 lifespan="off",
             )
         )
-        yield url, served
+        yield url

@@ -107,12 +107,6 @@ class OpenAIModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class StreamOptions(OpenAIModel):
-    """Options of a stream."""
-
-    include_usage: bool = False
-
-
 class ContentPart(OpenAIModel):
     """A part of a message: text, or reasoning, whose fields are its server's own."""
 
@@ -147,13 +141,11 @@ Messages = Annotated[tuple[ChatMessage, ...], Field(fail_fast=True), Field(max_l
 
 
 class FunctionDefinition(OpenAIModel):
-    """Name, description and parameters of a tool."""
+    """The function of a tool, with its description and parameters."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     name: str
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
 
 
 class Tool(OpenAIModel):
@@ -203,10 +195,20 @@ class ChatCompletionRequest(Conversation, SamplingFields):
     messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, JsonValue] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tool_choice: Literal["none", "auto"] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of a completion, if it says so."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with its token counts."""
+        return bool((self.stream_options or {}).get("include_usage"))
 
     @property
     def callable(self) -> list[dict[str, Any]]:
@@ -236,8 +238,8 @@ class TokenizeRequest(Conversation):
     """POST /tokenize, with a text or a conversation."""
 
     model: ModelName | None = None
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
+    prompt: str = ""
+    add_special_tokens: bool = True
 
 
 class UnloadRequest(OpenAIModel):
