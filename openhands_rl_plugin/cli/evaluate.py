@@ -61,13 +61,11 @@ from openhands_rl_plugin.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import RLSettings
-    from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures
     from openhands_rl_plugin.evals.runs.evaluate import Evaluation
     from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
-    from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
+    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
     from openhands_rl_plugin.evals.runs.run_files import RunRecord
-    from openhands_rl_plugin.evals.runs.suites import Suite
     from openhands_rl_plugin.evals.swe.types import InstanceBackend
 
 RESUME = "finished episodes are kept, and the same command continues"
@@ -98,23 +96,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
-    from openhands_rl_plugin.evals.runs.evaluate import options_of, planned_settings, recorded_settings
+    from openhands_rl_plugin.evals.runs.evaluate import options_of
 
     if args.report or args.compare:
         return _read(args)
     if args.suite is None:
         raise UsageError("give SUITE, or finished runs with --report or --compare")
-    given = settings_of(args)
-    plan = _plan(args, given)
-    settings = planned_settings(plan, given)
+    plan = _plan(args, settings_of(args))
     options_of(plan, 0)  # refuses an agent that does not support the suite
-    recorded = recorded_settings(plan, settings)
     if args.dry_run:
-        print(sayable("\n".join(_describe(plan, settings, recorded, args))))
+        print(sayable("\n".join(_describe(plan, args))))
         return 0
     # Otherwise OpenHands logs every step.
     os.environ.setdefault("LOG_LEVEL", "ERROR")
-    ENDING.run(_evaluate(args, plan, settings))
+    ENDING.run(_evaluate(args, plan))
     return _report(plan, graded=not args.no_grade)
 
 
@@ -145,81 +140,73 @@ def _add_runs(group: argparse._ArgumentGroup) -> None:
 
 
 def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
+    from openhands_rl_plugin.config.build import make_strategy
     from openhands_rl_plugin.config.host import agent_named, host_of
     from openhands_rl_plugin.config.success import success_rule
-    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, stated_bounds
+    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, evaluated_settings, llm_section
     from openhands_rl_plugin.evals.runs.suites import find_suite
 
     suite = find_suite(args.suite, args.split).of_environment(settings.env_name)
-    bounds, model = stated_bounds(settings, suite), _model(args, settings)
-    if (answer := bounds.pop("max_response_length", None)) is not None:
-        model = model.model_copy(update={"max_output_tokens": answer})
-    given = {name: value for name, value in given_fields(args, EvaluationPlan).items() if value is not None}
-    environment = suite.environment(settings)
-    host = host_of(settings)
+    stated = settings.sampling.model_fields_set & {"temperature", "top_p"}
+    named = {name: getattr(settings.sampling, name) for name in stated}
+    named |= {name: getattr(args, name) for name in ("model", "base_url", "api_key_env", "native_tool_calling")}
+    llm = llm_section({name: value for name, value in named.items() if value is not None}, args.config, args.llm)
+    base_model, environment = _base_model(args, llm.model, settings), suite.environment(settings)
     chosen = {
-        "agent": agent_named(args.agent, host),
-        "host": host,
+        "agent": agent_named(args.agent, host_of(settings)),
         "suite": suite,
-        "model": model,
-        "base_model": _base_model(args, model, settings),
+        "settings": evaluated_settings(settings, suite, llm, base_model),
+        "served": llm.model if base_model else "",
+        "native_tool_calling": llm.native_tool_calling,
+        "llm_retries": llm.num_retries,
         "out": (args.out or Path("evaluation_outputs")).absolute(),
-        "temperatures": () if model.temperature is not None else _SWE_GYM_TEMPERATURES,
-        "seed": settings.sampling.seed,
+        "temperatures": () if llm.temperature is not None else _SWE_GYM_TEMPERATURES,
         "graders": os.cpu_count() or 1,
         "command": typed(args),
         "success": success_rule(environment, settings.reward),
         "environment": {} if suite.software else {"env_name": environment, **settings.environment},
     }
-    return checked(EvaluationPlan, bounds | given | chosen)
+    make_strategy(settings)  # an invalid one is refused before the first episode
+    given = {name: value for name, value in given_fields(args, EvaluationPlan).items() if value is not None}
+    return checked(EvaluationPlan, given | chosen)
 
 
-def _model(args: argparse.Namespace, settings: RLSettings) -> EvaluatedModel:
-    """The model of ``[llm]``, with the options and what ``[rl.sampling]`` sets over it."""
-    from openhands_rl_plugin.evals.runs.plan import evaluated_model
-
-    stated = settings.sampling.model_fields_set & {"temperature", "top_p"}
-    given = {name: getattr(settings.sampling, name) for name in stated}
-    given |= {name: getattr(args, name) for name in ("model", "base_url", "api_key_env", "native_tool_calling")}
-    return evaluated_model({name: value for name, value in given.items() if value is not None}, args.config, args.llm)
-
-
-def _base_model(args: argparse.Namespace, model: EvaluatedModel, settings: RLSettings) -> str:
+def _base_model(args: argparse.Namespace, model: str, settings: RLSettings) -> str:
     """The base model of an evaluated version of an adapter; empty when no adapter is evaluated."""
     from openhands_rl_plugin.core.types import PolicyRef
 
     if args.base_model:
         return args.base_model
-    if PolicyRef.from_served_name("", model.name).adapter is None:
+    if PolicyRef.from_served_name("", model).adapter is None:
         return ""
-    base, colon, _ = model.name.rpartition(":")  # SGLang names an adapter BASE:VERSION
+    base, colon, _ = model.rpartition(":")  # SGLang names an adapter BASE:VERSION
     if not (found := base if colon else settings.serving.model):
         raise ConfigError(
-            f"{model.name} is a version of an adapter: give its base model, as the server names it, with --base-model, "
+            f"{model} is a version of an adapter: give its base model, as the server names it, with --base-model, "
             "or as model in [rl.serving] of --config"
         )
     return found
 
 
-def _entries(args: argparse.Namespace, suite: Suite, settings: RLSettings) -> tuple[EvalTask, ...]:
+def _entries(args: argparse.Namespace, plan: EvaluationPlan) -> tuple[EvalTask, ...]:
     from openhands_rl_plugin.evals.runs.plan import Selection
     from openhands_rl_plugin.evals.runs.suites import environment_tasks, swe_tasks
 
-    if suite.software:
-        entries = swe_tasks(suite, args.dataset_file)
+    if plan.suite.software:
+        entries = swe_tasks(plan.suite, args.dataset_file)
     else:
-        entries = environment_tasks(suite, settings.env_name, args.tasks, args.dataset_file)
+        entries = environment_tasks(plan.suite, plan.settings.env_name, args.tasks, args.dataset_file)
     chosen = Selection(include=tuple(args.include), exclude=tuple(args.exclude), limit=args.limit)
     return chosen.of(entries, lambda entry: entry.task.id)
 
 
-async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, settings: RLSettings) -> None:
+async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
         if evaluation.left:
-            _check_parts(args, evaluation, settings)
+            _check_parts(plan)
         bar = shown.enter_context(progress_bar("evaluating", evaluation.left))
 
         def finished(outcome: Outcome) -> None:
@@ -228,33 +215,32 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan, settings: RL
 
         return finished
 
-    entries = _entries(args, plan.suite, settings)
+    entries = _entries(args, plan)
     store = args.store or str(plan.out / STORE)
     async with open_store(store, create=True) as storage, _backend(args, entries) as backend:
         with ExitStack() as shown:
             await evaluate(
                 plan,
                 entries,
-                settings=settings,
                 storage=storage,
                 backend=backend,
                 grade=not args.no_grade,
                 retry_failed=args.retry_failed,
-                processes=process_count(plan.workers) if args.processes is None else args.processes,
+                processes=process_count(plan.settings.max_workers) if args.processes is None else args.processes,
                 started=started,
             )
 
 
-def _check_parts(args: argparse.Namespace, evaluation: Evaluation, settings: RLSettings) -> None:
+def _check_parts(plan: EvaluationPlan) -> None:
     """Raise for what all episodes would fail of: the model server, the environment."""
     from openhands_rl_plugin.config.build import check_environment_server
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
     from openhands_rl_plugin.models.engines.server_models import check_model_server
 
-    model = evaluation.plan.model
-    check_model_server(model.base_url, model.name, os.environ.get(model.api_key_env))
-    if evaluation.plan.suite.name == ENVIRONMENT:
-        check_environment_server(settings)
+    serving = plan.settings.serving
+    check_model_server(serving.base_url, plan.model, serving.api_key())
+    if plan.suite.name == ENVIRONMENT:
+        check_environment_server(plan.settings)
 
 
 @asynccontextmanager
@@ -267,38 +253,32 @@ async def _backend(args: argparse.Namespace, entries: Sequence[EvalTask]) -> Asy
         yield backend
 
 
-def _describe(plan: EvaluationPlan, settings: RLSettings, recorded: JsonObject, args: argparse.Namespace) -> list[str]:
+def _describe(plan: EvaluationPlan, args: argparse.Namespace) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
-    from openhands_rl_plugin.evals.runs.run_files import check_same_settings, finished_instances
+    from openhands_rl_plugin.evals.runs.run_files import check_same_settings, finished_instances, metadata_of
+    from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 
-    suite = plan.suite
-    known = None if suite.on_hub and args.dataset_file is None else _entries(args, suite, settings)
-    agent = f"{plan.agent} with {recorded['strategy']}" if "strategy" in recorded else plan.agent
+    suite, settings, limits = plan.suite, plan.settings, plan.limits()
+    known = None if suite.on_hub and args.dataset_file is None else _entries(args, plan)
+    strategy = f" with {settings.rollout_strategy}" if plan.agent == RL_AGENT else ""
     count = (
         f"{len(known)} instances" if known is not None else f"instances of {suite.dataset} ({suite.split}), on the hub"
     )
-    adapts = f" on {plan.base_model}" if plan.base_model else ""
+    adapts = f" on {settings.serving.model}" if plan.served else ""
+    prompt = "as the server takes" if limits.max_prompt_length is None else f"{limits.max_prompt_length:,}"
     lines = [
-        f"{suite.name}: {count}, {plan.runs} runs, {plan.workers} at a time",
-        f"  agent: {agent}, at most {plan.max_iterations} iterations and {plan.timeout:g} s",
-        f"  model: {plan.model.name}{adapts} at {plan.model.base_url}",
-        f"  in tokens: {_lengths(plan)}",
+        f"{suite.name}: {count}, {plan.runs} runs, {settings.max_workers} at a time",
+        f"  agent: {plan.agent}{strategy}, at most {settings.max_turns} iterations and {plan.timeout:g} s",
+        f"  model: {plan.model}{adapts} at {settings.serving.base_url}",
+        f"  in tokens: prompt {prompt}, answer {limits.max_response_length:,}, observation {limits.max_obs_length:,}",
         *([] if suite.software else [f"  resolved by {plan.success}"]),
     ]
     for run in plan.each_run():
-        check_same_settings(plan, run, recorded)
-        directory = plan.run_directory(run)
-        done = len(finished_instances(directory))
-        temperature = recorded.get("temperature", run.temperature)
-        sampled = "the model's" if temperature is None else str(temperature).removesuffix(".0")
-        lines.append(f"  run {run.index}: temperature {sampled}, {done} done, {directory}")
+        check_same_settings(plan, run)
+        details, done = metadata_of(plan, run, 0.0)["details"], len(finished_instances(plan.run_directory(run)))
+        sampled = details["temperature"] if isinstance(details, dict) else ""
+        lines.append(f"  run {run.index}: temperature {sampled:g}, {done} done, {plan.run_directory(run)}")
     return lines
-
-
-def _lengths(plan: EvaluationPlan) -> str:
-    limits = plan.limits()
-    prompt = "as the server takes" if limits.max_prompt_length is None else f"{limits.max_prompt_length:,}"
-    return f"prompt {prompt}, answer {limits.max_response_length:,}, observation {limits.max_obs_length:,}"
 
 
 def _read(args: argparse.Namespace) -> int:

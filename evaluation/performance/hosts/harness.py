@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.evaluate import evaluate, planned_settings, process_count
+from openhands_rl_plugin.evals.runs.evaluate import evaluate, process_count
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
-from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, bounded
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, InstanceBackend, PatchVerdict, VerdictKind
@@ -110,13 +110,12 @@ def _entries(instances: Sequence[Instance]) -> list[EvalTask]:
 async def _evaluated(
     url: str, folder: Path, entries: Sequence[EvalTask], backend: InstanceBackend, workers: int, grade: bool
 ) -> Measurement:
-    model = EvaluatedModel(name="instant", base_url=url)
+    serving = ServingSettings(model="instant", base_url=url)
     plan = EvaluationPlan(
         suite=SUITE,
         agent="CodeActAgent",
-        model=model,
+        settings=bounded(RLSettings(serving=serving, max_workers=workers), SUITE),
         out=folder,
-        workers=workers,
         graders=workers,
     )
     ends: list[float] = []
@@ -132,7 +131,6 @@ async def _evaluated(
         await evaluate(
             plan,
             entries,
-            settings=planned_settings(plan, RLSettings()),
             storage=storage,
             backend=backend,
             grade=grade,

@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.evals.runs.evaluate import options_of
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, served_model
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.runner import EvalRunner
 from openhands_rl_plugin.evals.runs.suites import TESTS
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
@@ -278,9 +278,10 @@ def _evaluation_plan(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
     return EvaluationPlan(
         suite=job.tasks.suite,
         agent=RL_AGENT,
-        model=served_model(settings, native_tool_calling=job.native_tool_calling),
+        settings=settings,
+        native_tool_calling=job.native_tool_calling,
+        token_ids=True,
         out=job.directory / EVALUATION,
-        workers=settings.max_workers,
         graders=job.graders,
         test_timeout=job.test_timeout,
         command_timeout=job.command_timeout,

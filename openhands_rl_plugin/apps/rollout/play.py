@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind,
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan, served_model, stated_bounds
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, bounded
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     ENVIRONMENT,
@@ -89,7 +89,7 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
             opened.push_async_callback(backend.close)
             await backend.check()
         plan = _plan(found, settings, options, folder)
-        runner = await opened.enter_async_context(open_eval_runner(plan, settings, storage, backend, folder))
+        runner = await opened.enter_async_context(open_eval_runner(plan, storage, backend, folder))
         ended = await runner.run(_request(found, settings, options, plan), found.entry)
     trajectory = ended.trajectory
     outcome = trajectory.failure or _unusable(trajectory, options.timeout) or await judge(reward, trajectory)
@@ -127,23 +127,18 @@ def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward
 
 def _plan(found: FoundTask, settings: RLSettings, options: PlayOptions, folder: Path) -> EvaluationPlan:
     """The plan of ``openhands-rl evaluate`` for this one episode; ``folder`` is gone afterwards."""
-    bounds = stated_bounds(settings, found.suite)
-    answer = bounds.pop("max_response_length", None)
-    model = served_model(settings, native_tool_calling=options.native_tool_calling, token_ids=options.token_ids)
-    if answer is None:
-        model = model.model_copy(update={"max_output_tokens": EvaluatedModel.model_fields["max_output_tokens"].default})
-    own = {
-        "suite": found.suite,
-        "agent": RL_AGENT,
-        "model": model,
-        "out": folder,
-        "workers": 1,
-        "timeout": options.timeout,
-        "test_timeout": options.test_timeout,
-        "command_timeout": options.command_timeout,
-        "success": success_rule(found.entry.task.environment, settings.reward),
-    }
-    return EvaluationPlan.model_validate({**bounds, **own})
+    return EvaluationPlan(
+        suite=found.suite,
+        agent=RL_AGENT,
+        settings=bounded(settings, found.suite).model_copy(update={"max_workers": 1}),
+        native_tool_calling=options.native_tool_calling,
+        token_ids=options.token_ids,
+        out=folder,
+        timeout=options.timeout,
+        test_timeout=options.test_timeout,
+        command_timeout=options.command_timeout,
+        success=success_rule(found.entry.task.environment, settings.reward),
+    )
 
 
 def _request(found: FoundTask, settings: RLSettings, options: PlayOptions, plan: EvaluationPlan) -> EpisodeRequest:

@@ -10,8 +10,6 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from openhands_rl_plugin.config.build import make_strategy
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import remove_tree
@@ -22,7 +20,6 @@ from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.runs.run_files import (
     RunFiles,
     check_same_settings,
-    completion_files,
     metadata_of,
     outcome_of_row,
     output_row,
@@ -54,28 +51,21 @@ class Work(NamedTuple):
 class Evaluation:
     """The runs of a plan over ``eval_tasks``; finished attempts are skipped. One process at a time; close it.
 
-    ``recorded``: what ``recorded_settings`` gives. ``retry_failed`` repeats attempts that ended with an infrastructure
-    failure. Raises ``ConfigError``, also for runs that were made with other settings.
+    ``retry_failed`` repeats attempts that ended with an infrastructure failure. Raises ``ConfigError``, also for runs
+    that were made with other settings.
     """
 
-    def __init__(
-        self,
-        plan: EvaluationPlan,
-        eval_tasks: Sequence[EvalTask],
-        *,
-        recorded: JsonObject | None = None,
-        retry_failed: bool = False,
-    ) -> None:
+    def __init__(self, plan: EvaluationPlan, eval_tasks: Sequence[EvalTask], *, retry_failed: bool = False) -> None:
         self.plan = plan
         self.eval_tasks = tuple(eval_tasks)
         self.work: tuple[Work, ...] = ()
         for run in plan.each_run():
-            check_same_settings(plan, run, recorded or {})
+            check_same_settings(plan, run)
         for run in plan.each_run():
             files = RunFiles(plan.run_directory(run))
             if retry_failed:
                 files.forget(lambda row: outcome_of_row(row).kind is VerdictKind.INFRASTRUCTURE)
-            metadata = metadata_of(plan, run, time.time(), recorded or {})
+            metadata = metadata_of(plan, run, time.time())
             left = tuple(eval_task for eval_task in eval_tasks if eval_task.task.id not in files.done)
             self.work += (Work(run, files, metadata, left),)
         remove_tree(self.scratch)
@@ -100,10 +90,9 @@ class Evaluation:
 
         async def attempt(work: Work, eval_task: EvalTask) -> None:
             graded = await self._attempt(runner, work.run, eval_task)
-            outcome = outcome_of(graded, work.run.index, self.plan.model)
+            outcome = outcome_of(graded, work.run.index)
             if self.plan.completions:
-                calls = completion_files(graded.trajectory)
-                await asyncio.to_thread(work.files.write_completions, eval_task.task.id, calls)
+                await asyncio.to_thread(work.files.write_completions, graded.trajectory)
             row = await asyncio.to_thread(output_row, graded, eval_task, outcome, work.metadata)
             await asyncio.to_thread(work.files.append, row)
             if on_outcome is not None:
@@ -119,7 +108,7 @@ class Evaluation:
             raise errors.exceptions[0] from errors
         for work in self.work:
             write_run_report(
-                work.files.directory, self.plan.model.name, [eval_task.task.id for eval_task in self.eval_tasks]
+                work.files.directory, self.plan.model, [eval_task.task.id for eval_task in self.eval_tasks]
             )
 
     def close(self) -> None:
@@ -152,14 +141,12 @@ STORE = "trajectories"
 """The default folder of the store, below that of the evaluation."""
 
 _MOST_PROCESSES = 8
-_ISOLATION = "bubblewrap"
 
 
 async def evaluate(
     plan: EvaluationPlan,
     eval_tasks: Sequence[EvalTask],
     *,
-    settings: RLSettings,
     storage: TrajectoryStorage,
     backend: InstanceBackend | None = None,
     grade: bool = True,
@@ -177,11 +164,10 @@ async def evaluate(
         raise ConfigError(f"{plan.suite.name} needs a back end for its instances")
     if backend is not None:
         await backend.check()
-    recorded = recorded_settings(plan, settings)
-    evaluation = Evaluation(plan, eval_tasks, recorded=recorded, retry_failed=retry_failed)
+    evaluation = Evaluation(plan, eval_tasks, retry_failed=retry_failed)
     try:
         listener = started(evaluation) if started else None
-        opening = open_eval_runner(plan, settings, storage, backend, evaluation.scratch, processes, grade=grade)
+        opening = open_eval_runner(plan, storage, backend, evaluation.scratch, processes, grade=grade)
         async with opening as runner:
             await evaluation.run(runner, listener)
     finally:
@@ -191,7 +177,6 @@ async def evaluate(
 @asynccontextmanager
 async def open_eval_runner(
     plan: EvaluationPlan,
-    settings: RLSettings,
     storage: TrajectoryStorage,
     backend: InstanceBackend | None,
     scratch: Path,
@@ -200,7 +185,7 @@ async def open_eval_runner(
     grade: bool = True,
 ) -> AsyncIterator[EvalRunner]:
     """The runner of a plan, with its own shop where that is the suite. ``scratch`` holds checkouts in use."""
-    options = options_of(plan, processes)
+    options, settings = options_of(plan, processes), plan.settings
     with ExitStack() as opened:
         if (own := own_suite(plan.suite.name)) is not None:
             settings = opened.enter_context(own.serving(settings))
@@ -224,61 +209,15 @@ def options_of(plan: EvaluationPlan, processes: int) -> HostOptions:
         raise ConfigError(f"{plan.suite.name} is an environment, which only {RL_AGENT} supports, not {plan.agent}")
     return HostOptions(
         environment_mode=not software,
-        sessions=-(-plan.workers // max(1, processes)),
+        sessions=-(-plan.settings.max_workers // max(1, processes)),
         command_timeout=plan.command_timeout,
-        native_tool_calling=plan.model.native_tool_calling,
+        native_tool_calling=plan.native_tool_calling,
         agent=plan.agent,
-        token_ids=plan.agent == RL_AGENT if plan.model.token_ids is None else plan.model.token_ids,
+        token_ids=plan.agent == RL_AGENT if plan.token_ids is None else plan.token_ids,
         stuck_detection=software,
-        llm_retries=plan.model.num_retries,
+        llm_retries=plan.llm_retries,
         replies=REPLIES if software else (),
     )
-
-
-def planned_settings(plan: EvaluationPlan, settings: RLSettings) -> RLSettings:
-    """The settings with the plan's model, strategy and limits. Raises ``ConfigError``."""
-    serving = ServingSettings(
-        base_url=plan.model.base_url,
-        model=plan.base_model or plan.model.name,
-        api_key_env=plan.model.api_key_env,
-        request_timeout=plan.model.timeout,
-    )
-    strategy = plan.strategy or settings.rollout_strategy
-    options = {**(settings.strategy if strategy == settings.rollout_strategy else {}), **plan.strategy_options}
-    temperature = 0.0 if plan.model.temperature is None else plan.model.temperature
-    chosen = settings.model_copy(
-        update={
-            "host": plan.host or settings.host,
-            "serving": serving,
-            "workspace": settings.workspace.model_copy(update={"isolation": _ISOLATION}),
-            "rollout_strategy": strategy,
-            "strategy": options,
-            "max_workers": plan.workers,
-            "max_turns": plan.max_iterations,
-            "max_response_length": plan.model.max_output_tokens,
-            **({"max_prompt_length": plan.max_prompt_length} if plan.max_prompt_length else {}),
-            **({"max_obs_length": plan.max_obs_length} if plan.max_obs_length else {}),
-            "sampling": settings.sampling.model_copy(update={"temperature": temperature, "seed": plan.seed}),
-        }
-    )
-    if plan.agent == RL_AGENT:
-        make_strategy(chosen)  # an invalid one is refused before the first episode
-    return chosen
-
-
-def recorded_settings(plan: EvaluationPlan, settings: RLSettings) -> JsonObject:
-    """What decides results beside the plan: the agent's strategy, with a search's own temperature, and what commands of
-    a suite may reach.
-    """
-    found: JsonObject = {}
-    if plan.agent == RL_AGENT:
-        found = {"strategy": settings.rollout_strategy, "strategy_options": settings.strategy}
-        own: object = getattr(getattr(make_strategy(settings), "options", None), "temperature", None)
-        found |= {"temperature": own} if isinstance(own, float) else {}
-    if plan.suite.software:
-        access = settings.workspace.model_dump(mode="json", include={"prompt", "network", "visible", "writable"})
-        found["workspace"] = {"isolation": _ISOLATION, **access}
-    return found
 
 
 def process_count(workers: int) -> int:

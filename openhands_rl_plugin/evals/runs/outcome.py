@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Score, StopReason, Task, Trajectory
-from openhands_rl_plugin.evals.runs.plan import EvaluatedModel
 from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
 from openhands_rl_plugin.evals.swe.types import UNKNOWN, Flag, Instance, PatchVerdict, VerdictKind
 
@@ -40,7 +43,7 @@ class EvalTask(NamedTuple):
 
 
 class Outcome(Frozen):
-    """One attempt. ``cost`` is in the currency of the model's prices, ``None`` without prices; times in seconds.
+    """One attempt. ``cost`` is in US dollars, ``None`` where the model has no known price; times in seconds.
 
     ``answers`` counts completions, ``malformed`` those that could not be parsed, ``turns`` those that were executed.
     ``valid``: whether the reward is a whole return; that of an episode whose last action has no observation is not.
@@ -78,7 +81,7 @@ class Outcome(Frozen):
         return None if self.kind in UNKNOWN else self.kind is VerdictKind.RESOLVED
 
 
-def outcome_of(graded: GradedEpisode, run: int, model: EvaluatedModel) -> Outcome:
+def outcome_of(graded: GradedEpisode, run: int) -> Outcome:
     """The outcome of a graded attempt."""
     trajectory, verdict = graded.trajectory, graded.verdict
     usage, times = trajectory.usage, trajectory.times
@@ -102,11 +105,29 @@ def outcome_of(graded: GradedEpisode, run: int, model: EvaluatedModel) -> Outcom
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
-        cost=model.cost(usage.prompt_tokens, usage.completion_tokens),
+        cost=cost_of(trajectory.policy.served_name, usage.prompt_tokens, usage.completion_tokens),
         seconds=max(0.0, times.finished - times.started),
         grading_seconds=verdict.seconds if verdict else 0.0,
         trajectory_id=trajectory.id,
     )
+
+
+@cache
+def _prices() -> dict[str, dict[str, float]]:
+    """The price list that comes with LiteLLM; empty without it."""
+    found = find_spec("litellm")
+    if found is None or found.origin is None:
+        return {}
+    file = Path(found.origin).with_name("model_prices_and_context_window_backup.json")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def cost_of(model: str, prompt_tokens: int, completion_tokens: int) -> float | None:
+    """US dollars, by LiteLLM's price list; ``None`` for a model that is not in it."""
+    price = _prices().get(model, {})
+    if "input_cost_per_token" not in price:
+        return None
+    return prompt_tokens * price["input_cost_per_token"] + completion_tokens * price.get("output_cost_per_token", 0)
 
 
 def is_stuck(error: JsonValue) -> bool:

@@ -18,6 +18,7 @@ from typing import IO
 
 from pydantic import Field, JsonValue, ValidationError
 
+from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.files import PRIVATE, is_contained, write_file
 from openhands_rl_plugin.core.machine import machine
@@ -29,6 +30,7 @@ from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outc
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.swe.logs import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
+from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.trajectories.exchange import events
 
 OUTPUT = "output.jsonl"
@@ -77,19 +79,14 @@ class RunFiles:
                 raise StorageError(f"{self.directory / OUTPUT}: cannot be written: {error.strerror}") from error
             self.done.add(identity)
 
-    def write_completions(self, instance_id: str, files: Iterator[tuple[str, JsonObject]]) -> None:
-        """Replace the instance's folder of ``llm_completions``."""
-        folder = self.directory / COMPLETIONS / instance_id
-        if not is_contained(instance_id):
-            raise StorageError(f"{self.directory}: the id {instance_id!r:.100} cannot name a folder")
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True, mode=0o700)
-            for name, content in files:
-                with _private(folder / name) as file:
-                    file.write(json.dumps(content).encode())
-        except OSError as error:
-            raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
+    def write_completions(self, trajectory: Trajectory) -> None:
+        """Replace the instance's folder of ``llm_completions``: one ``<model>-<number>.json`` for every model call."""
+        folder = self.directory / COMPLETIONS / trajectory.task.id
+        if not is_contained(trajectory.task.id):
+            raise StorageError(f"{self.directory}: the id {trajectory.task.id!r:.100} cannot name a folder")
+        shutil.rmtree(folder, ignore_errors=True)
+        for name, content in events.completion_files(trajectory):
+            write_file(folder / name, json.dumps(redact_json(content)), PRIVATE, parents=True)
 
     def forget(self, unwanted: Callable[[JsonObject], bool]) -> int:
         """Remove lines of ``output.jsonl``, so that their instances run again. Returns their number."""
@@ -320,36 +317,52 @@ def _newest(scores: Iterable[Score], version: str) -> float | None:
     return own[-1] if own else None
 
 
-def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float, more: JsonObject) -> JsonObject:
-    """``metadata.json``, with OpenHands' keys; other settings are in ``details``, among them ``more``."""
-    own: JsonObject = {
+def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float) -> JsonObject:
+    """``metadata.json``, with OpenHands' keys; other settings are in ``details``."""
+    settings, own = plan.settings, plan.agent == RL_AGENT
+    search: object = getattr(getattr(make_strategy(settings), "options", None), "temperature", None) if own else None
+    access = settings.workspace.model_dump(
+        mode="json", include={"isolation", "prompt", "network", "visible", "writable"}
+    )
+    details: JsonObject = {
         "suite": plan.suite.name,
-        "host": plan.host,
+        "host": settings.host,
         "run": run.index,
-        "temperature": run.temperature,
-        "seed": plan.seed,
-        "strategy": plan.strategy or None,
-        "strategy_options": plan.strategy_options,
+        "temperature": search if isinstance(search, float) else run.temperature,
+        "seed": settings.sampling.seed,
+        "strategy": settings.rollout_strategy if own else None,
+        "strategy_options": settings.strategy if own else {},
         "timeout": plan.timeout,
         "test_timeout": plan.test_timeout,
-        "workers": plan.workers,
+        "workers": settings.max_workers,
         "machine": machine(),
         "command": plan.command,
         "limits": plan.limits().model_dump(exclude={"timeout"}),
         "success": str(plan.success),
         "environment": plan.environment,
-        "workspace": None,
-        **more,
+        "workspace": access if plan.suite.software else None,
+    }
+    llm: JsonObject = {
+        "model": f"openai/{plan.model}",
+        "base_url": settings.serving.base_url,
+        "api_key": "******" if settings.serving.api_key_env else None,
+        "temperature": run.temperature,
+        "top_p": settings.sampling.top_p,
+        "max_output_tokens": settings.max_response_length,
+        "timeout": settings.serving.request_timeout,
+        "num_retries": plan.llm_retries,
+        "native_tool_calling": plan.native_tool_calling,
+        "token_ids": plan.token_ids,
     }
     return events.v0_metadata(
         agent_class=plan.agent,
-        llm_config=plan.model.as_llm_config(),
-        max_iterations=plan.max_iterations,
+        llm_config=llm,
+        max_iterations=settings.max_turns,
         eval_output_dir=str(plan.run_directory(run)),
         started=started,
         dataset=plan.suite.dataset,
         data_split=plan.suite.split,
-        details=redact_json(own),
+        details=redact_json(details),
     )
 
 
@@ -368,11 +381,6 @@ def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, met
     row |= {"instance_id": task.id, "instruction": task.instruction, "instance": eval_task.row}
     error = failure.message if failure is not None else evidence.get(LAST_ERROR)
     return redact_json({**row, "error": error} if isinstance(error, str) else row)
-
-
-def completion_files(trajectory: Trajectory) -> Iterator[tuple[str, JsonObject]]:
-    """The files of ``llm_completions/<instance>``: one ``<model>-<number>.json`` for every model call."""
-    return ((name, redact_json(row)) for name, row in events.completion_files(trajectory))
 
 
 def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -> None:
@@ -398,25 +406,26 @@ def _verdict(outcome: Outcome) -> PatchVerdict:
     return PatchVerdict(instance_id=outcome.instance_id, kind=kind, reason=outcome.reason, flags=flags)
 
 
-_MODEL = ("model", "top_p", "max_output_tokens", "max_message_chars", "native_tool_calling")
+_MODEL = ("model", "top_p", "max_output_tokens", "native_tool_calling")
 _DETAILS = (
     *("host", "temperature", "seed", "timeout", "test_timeout"),
     *("strategy", "strategy_options", "limits", "success", "environment", "workspace"),
 )
-_LONGEST = 60
 
 
-def check_same_settings(plan: EvaluationPlan, run: RunSpec, more: JsonObject) -> None:
+def check_same_settings(plan: EvaluationPlan, run: RunSpec) -> None:
     """Raise ``ConfigError`` when the run's folder holds results of other settings.
 
     Settings that its metadata lacks are not compared.
     """
     directory = plan.run_directory(run)
-    held, now = _deciding(read_metadata(directory / METADATA)), _deciding(metadata_of(plan, run, 0.0, more))
-    other = [line for name, was in held.items() if was is not None for line in _differences(name, was, now.get(name))]
+    was, now = _deciding(read_metadata(directory / METADATA)), _deciding(metadata_of(plan, run, 0.0))
+    held, wanted = dict(_flat(was)), dict(_flat({name: now.get(name) for name in was}))
+    other = [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]
     if other:
+        shown = (f"{name}: {json.dumps(held.get(name)):.60}, now {json.dumps(wanted.get(name)):.60}" for name in other)
         raise ConfigError(
-            f"{directory} holds a run with other settings ({'; '.join(other)}): give the same ones to resume it, or "
+            f"{directory} holds a run with other settings ({'; '.join(shown)}): give the same ones to resume it, or "
             "choose another --note or another --out"
         )
 
@@ -425,16 +434,12 @@ def _deciding(metadata: JsonObject) -> JsonObject:
     """The recorded settings that affect results and are not in the folder's name."""
     noted = redact_json(metadata)
     parts = ((_MODEL, json_object(noted.get("llm_config"))), (_DETAILS, json_object(noted.get("details"))))
-    return {name: part[name] for names, part in parts for name in names if name in part}
+    return {name: part[name] for names, part in parts for name in names if part.get(name) is not None}
 
 
-def _differences(name: str, was: JsonValue, now: JsonValue) -> Iterator[str]:
-    if isinstance(was, dict) and isinstance(now, dict):
-        for key in dict.fromkeys((*was, *now)):
-            yield from _differences(f"{name}.{key}", was.get(key), now.get(key))
-    elif was != now:
-        yield f"{name}: {_shown(was)}, now {_shown(now)}"
-
-
-def _shown(value: JsonValue) -> str:
-    return f"{json.dumps(value):.{_LONGEST}}"
+def _flat(value: JsonValue, name: str = "") -> Iterator[tuple[str, JsonValue]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(each, f"{name}.{key}" if name else key)
+    elif value is not None:
+        yield name, value

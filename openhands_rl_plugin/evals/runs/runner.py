@@ -15,7 +15,8 @@ from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RewardSettings
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
 from openhands_rl_plugin.core.files import remove_tree
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.judgements import SuccessRule
+from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -42,13 +43,22 @@ _CHECKOUT = "instance.checkout"
 _AS_RETURNED = "return-1"
 
 
+def judging_reward(reward: RewardSettings, success: SuccessRule, *, software: bool) -> Reward:
+    """The reward that says whether a task is resolved: its tests, the return against a bound, or the return alone."""
+    if software:
+        return make_reward(reward.overridden(TESTS))
+    if success.at is None:
+        return registry.build("rewards", "return")
+    return registry.build("rewards", "success", {"threshold": success.at})
+
+
 class EvalRunner:
     """Rolls out episodes with ``host``, which stores them, then grades and scores them.
 
     ``backend`` gives the checkouts of instances and, with ``grade``, tests their patches; ``reward`` scores the
     verdicts. An episode of an environment resolves its task by the plan's ``success``.
 
-    The plan's ``workers`` bound checkouts and episodes and its ``graders`` gradings, so that patches are tested while
+    ``max_workers`` bound checkouts and episodes, and the plan's ``graders`` gradings, so that patches are tested while
     other episodes wait for the model. ``scratch`` holds the checkouts in use.
     """
 
@@ -71,14 +81,8 @@ class EvalRunner:
         self._scratch = scratch
         self._backend = backend
         self._grade = grade
-        least = plan.success.at
-        if backend is not None:
-            self._reward = make_reward((reward or RewardSettings()).overridden(TESTS))
-        elif least is None:
-            self._reward = registry.build("rewards", "return")
-        else:
-            self._reward = registry.build("rewards", "success", {"threshold": least})
-        self._rolling_out = asyncio.Semaphore(plan.workers)
+        self._reward = judging_reward(reward or RewardSettings(), plan.success, software=backend is not None)
+        self._rolling_out = asyncio.Semaphore(plan.settings.max_workers)
         self._grading = asyncio.Semaphore(plan.graders)
 
     async def run(self, request: EpisodeRequest, eval_task: EvalTask) -> GradedEpisode:
@@ -148,8 +152,8 @@ class EvalRunner:
             place = await self._place(instance, root)
             if isinstance(place, TaskWorkspace):
                 return await self._host.run(request, place)
-            model = self._plan.base_model or self._plan.model.name
-            trajectory = failed_episode(request, place, strategy=self._strategy, base_model=model, started=started)
+            base = self._plan.settings.serving.model
+            trajectory = failed_episode(request, place, strategy=self._strategy, base_model=base, started=started)
             await self._storage.add(trajectory)
             return trajectory
         finally:

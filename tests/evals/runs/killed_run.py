@@ -12,6 +12,7 @@ from pathlib import Path
 
 from git_backend import FIX, GitBackend, git, make_instances
 
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -24,7 +25,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.evals.runs.evaluate import Evaluation
-from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.runner import EvalRunner
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.rollout.session import SessionRunner
@@ -107,14 +108,13 @@ async def main(folder: Path, count: int) -> None:
         )
         for number in range(count)
     ]
-    model = EvaluatedModel(name="scripted", base_url="http://127.0.0.1:1/v1")
+    serving = ServingSettings(model="scripted", base_url="http://127.0.0.1:1/v1")
     plan = EvaluationPlan(
         suite=SUITE,
         agent="RLAgent",
-        model=model,
+        settings=RLSettings(serving=serving, max_workers=4),
         out=folder / "out",
         runs=2,
-        workers=4,
         graders=2,
     )
     async with FileTrajectoryStorage(folder / "store") as storage:

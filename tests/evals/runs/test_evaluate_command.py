@@ -14,7 +14,7 @@ from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.config.host import agent_named, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.runs.plan import KEY_VARIABLE, Selection, evaluated_model
+from openhands_rl_plugin.evals.runs.plan import KEY_VARIABLE, Selection, llm_section
 from openhands_rl_plugin.evals.swe.dataset import row_of
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,6 @@ model = "openai/org/qwen"
 base_url = "http://127.0.0.1:1/v1"
 api_key = "sk-planted-0123456789abcdef"
 temperature = 0.25
-input_cost_per_token = 0.5
 [rl]
 rollout_strategy = "BestOfN"
 """
@@ -143,20 +142,16 @@ def test_wrong_options_are_clear_lines(
 
 
 def test_the_model_of_a_section(config: Path):
-    model = evaluated_model({"top_p": 0.5}, config, "eval")
-    assert (model.name, model.num_retries, model.temperature, model.top_p) == ("org/qwen", 7, 0.25, 0.5)
-    assert model.api_key_env == KEY_VARIABLE and "sk-planted" not in model.model_dump_json()
-    assert model.as_llm_config()["api_key"] == "******" and model.cost(4, 9) == 2.0
-    assert evaluated_model({"model": "m", "base_url": "http://x/v1"}).cost(1, 1) is None
-    with pytest.raises(ConfigError, match="--base-url"):
-        evaluated_model({"model": "anthropic/claude"})
+    llm = llm_section({"top_p": 0.5}, config, "eval")
+    assert (llm.model, llm.num_retries, llm.temperature, llm.top_p) == ("org/qwen", 7, 0.25, 0.5)
+    assert llm.api_key_env == KEY_VARIABLE and "sk-planted" not in llm.model_dump_json()
+    with pytest.raises(ConfigError, match=r"\[llm.\] top_p: "):
+        llm_section({"model": "m", "top_p": 7})
 
 
-def test_selection_keeps_the_order_unless_it_is_shuffled():
+def test_selection_keeps_the_order():
     ids = [f"t{number}" for number in range(6)]
     assert Selection(exclude=("t[0-3]",)).of(ids, str) == ("t4", "t5")
-    shuffled = Selection(shuffle=1, limit=3).of(ids, str)
-    assert shuffled == Selection(shuffle=1, limit=3).of(ids, str) and len(set(shuffled)) == 3
     assert Selection(include=("t5", "t0")).of(ids, str) == ("t0", "t5")
 
 

@@ -10,10 +10,10 @@ from needs import needs_bubblewrap
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.apps.loop.run import GradedRunner
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.runs.evaluate import options_of, planned_settings
-from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
+from openhands_rl_plugin.evals.runs.evaluate import options_of
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.runner import EvalRunner
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.hosts.pool import open_runner
@@ -35,10 +35,10 @@ async def test_an_episode_ends_with_its_verdict(tmp_path: Path):
     ]
     reward, backend = build("rewards", "tests"), GitBackend(tmp_path / "grade")
     with instant_model() as url:
-        model = EvaluatedModel(name="org/instant", base_url=url, num_retries=1)
-        given = {"agent": "RLAgent", "workers": 2, "graders": 2, "max_iterations": 6, "timeout": 60.0}
-        plan = EvaluationPlan.model_validate({"suite": SUITE, "model": model, "out": tmp_path, **given})
-        settings, options = planned_settings(plan, RLSettings()), options_of(plan, 0)
+        serving = ServingSettings(model="org/instant", base_url=url)
+        settings = RLSettings(serving=serving, max_workers=2, max_turns=6)
+        plan = EvaluationPlan(suite=SUITE, agent="RLAgent", settings=settings, out=tmp_path, graders=2, timeout=60.0)
+        options = options_of(plan, 0)
         rollout = RolloutPlan(
             run_id="loop/iteration-000",
             tasks=tuple(entry.task.model_copy(update={"limits": plan.limits()}) for entry in entries),

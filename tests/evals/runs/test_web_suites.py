@@ -10,14 +10,14 @@ import pytest
 from openenv_wire import Socket, openenv_server
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.webshop.suite import WEBSHOP
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.runs.evaluate import evaluate, planned_settings
+from openhands_rl_plugin.evals.runs.evaluate import evaluate
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
-from openhands_rl_plugin.evals.runs.plan import EvaluatedModel, EvaluationPlan
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import environment_tasks, find_suite
 from openhands_rl_plugin.evals.swe.types import VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -42,14 +42,16 @@ async def outcomes_of(
     store: Path | None = None,
     **more: Any,
 ) -> list[Outcome]:
-    evaluated = EvaluatedModel(name=name, base_url=model, num_retries=1)
-    given = {"suite": SUITE, "model": evaluated, "out": out}
-    bounds = {"agent": "RLAgent", "workers": 2, "max_iterations": 12, "timeout": 60.0, "retries": 0}
-    plan = EvaluationPlan.model_validate({**given, **bounds, **more})
+    plan_fields = {each: more.pop(each) for each in [*more] if each in EvaluationPlan.model_fields}
+    serving = ServingSettings(model=name, base_url=model)
+    own = {"serving": serving, "max_workers": 2, "max_turns": 12, "max_prompt_length": 8000, **more}
+    settings = load_settings(config).model_copy(update=own)
+    plan = EvaluationPlan(
+        suite=SUITE, agent="RLAgent", settings=settings, out=out, timeout=60.0, retries=0, llm_retries=1, **plan_fields
+    )
     outcomes: list[Outcome] = []
     async with FileTrajectoryStorage(store or plan.out / "trajectories") as storage:
-        settings = planned_settings(plan, load_settings(config))
-        await evaluate(plan, entries, settings=settings, storage=storage, started=lambda _: outcomes.append)
+        await evaluate(plan, entries, storage=storage, started=lambda _: outcomes.append)
     return sorted(outcomes, key=lambda each: each.instance_id)
 
 
@@ -83,7 +85,7 @@ async def test_episodes_of_a_served_adapter_are_those_of_its_base_model(model: s
     async with openenv_server(tell_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
         entries = environment_tasks(SUITE, "openenv/grid_world", 1)
-        adapted = {"name": "policy-v000007", "base_model": "org/base", "max_iterations": 2}
+        adapted = {"name": "org/base", "served": "policy-v000007", "max_turns": 2}
         (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out", **adapted)
     assert outcome.turns == 2
     async with FileTrajectoryStorage(tmp_path / "out" / "trajectories") as storage:
@@ -99,11 +101,10 @@ async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_
         entries = environment_tasks(SUITE, "openenv/grid_world", 1)
         (first,) = await outcomes_of(config, model, entries, tmp_path / "first", store=tmp_path / "store")
         assert await outcomes_of(config, model, entries, tmp_path / "again", store=tmp_path / "store") == [first]
+        search = {"store": tmp_path / "store", "rollout_strategy": "BestOfN"}
         with pytest.raises(ConfigError, match=r"with StandardReAct, not BestOfN: .*--note"):
-            await outcomes_of(config, model, entries, tmp_path / "other", store=tmp_path / "store", strategy="BestOfN")
-        (noted,) = await outcomes_of(
-            config, model, entries, tmp_path / "other", store=tmp_path / "store", strategy="BestOfN", note="best"
-        )
+            await outcomes_of(config, model, entries, tmp_path / "other", **search)
+        (noted,) = await outcomes_of(config, model, entries, tmp_path / "other", **search, note="best")
     assert noted.turns == first.turns
 
 
@@ -124,7 +125,7 @@ async def test_a_server_that_dies_is_infrastructure_and_no_zero(model: str, tmp_
 def test_rows_that_are_none_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="--tasks N, or its rows with --dataset-file"):
         environment_tasks(SUITE, "openenv/x", None)
-    for content, words in [('{"a": 1}\n[1]', "rows.jsonl:2: must be a JSON object"), ("{", "jsonl:1: not valid JSON")]:
+    for content, words in [('{"a": 1}\n[1]', "rows.jsonl:2: must be a JSON object"), ("{", "jsonl:1: cannot be read")]:
         (tmp_path / "rows.jsonl").write_text(content)
         with pytest.raises(ConfigError, match=words):
             environment_tasks(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")
