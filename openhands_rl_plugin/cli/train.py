@@ -451,7 +451,8 @@ class VerifierTraining(TrainingRun):
 
         samples = [example.sample() for example in dataset.training]
         used = f"training: {_counts(dataset.training)}"
-        self._print_plan("a verifier", used, dataset.left_out.causes(), len(samples), samples)
+        left_out = [f"{count} {why}" for why, count in dataset.left_out.items()]
+        self._print_plan("a verifier", used, left_out, len(samples), samples)
         print_note(f"held out: {_counts(dataset.held_out)}")
         again = {example.label.task for example in dataset.training if task_digest(example.label.task) in self._seen}
         if self._parent is not None and again:

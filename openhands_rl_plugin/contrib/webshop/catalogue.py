@@ -10,33 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Literal
-
-
-@dataclass(frozen=True, slots=True)
-class ProductType:
-    """One kind of product. `prices` are the lowest and highest whole-dollar price."""
-
-    name: str
-    department: str
-    attributes: tuple[str, ...]
-    options: tuple[tuple[str, tuple[str, ...]], ...]
-    prices: tuple[int, int]
-
+from typing import Any, Literal
 
 _KNOWN = json.loads(files(__package__).joinpath("products.json").read_text(encoding="utf-8"))
 BRANDS: tuple[str, ...] = tuple(_KNOWN["brands"])
 """Common short words: a brand tells two listings apart at the cost of one token."""
-PRODUCT_TYPES: tuple[ProductType, ...] = tuple(
-    ProductType(
-        name=each["name"],
-        department=each["department"],
-        attributes=tuple(each["attributes"]),
-        options=tuple((name, tuple(values)) for name, values in each["options"].items()),
-        prices=tuple(each["prices"]),
-    )
-    for each in _KNOWN["types"]
-)
 
 _ASIN_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _ASIN_LETTERS = 4
@@ -95,7 +73,7 @@ def generate_catalogue(num_products: int, seed: int) -> tuple[Product, ...]:
         raise ValueError(f"num_products must be between 1 and {MAX_PRODUCTS}, not {num_products}")
     rng = random.Random(f"webshop catalogue {seed} {num_products}")
     asins = map(_asin, rng.sample(range(len(_ASIN_ALPHABET) ** _ASIN_LETTERS), num_products))
-    kinds = [PRODUCT_TYPES[index % len(PRODUCT_TYPES)] for index in range(num_products)]
+    kinds = [_KNOWN["types"][index % len(_KNOWN["types"])] for index in range(num_products)]
     rng.shuffle(kinds)
     return tuple(_product(rng, asin, kind) for asin, kind in zip(asins, kinds, strict=True))
 
@@ -108,22 +86,22 @@ def _asin(number: int) -> str:
     return "B0" + "".join(letters)
 
 
-def _product(rng: random.Random, asin: str, kind: ProductType) -> Product:
+def _product(rng: random.Random, asin: str, kind: dict[str, Any]) -> Product:
     hidden = 1 if rng.random() < _HIDDEN_ATTRIBUTE_SHARE else 0
-    attributes = tuple(rng.sample(kind.attributes, _TITLE_ATTRIBUTES + hidden))
+    attributes = tuple(rng.sample(kind["attributes"], _TITLE_ATTRIBUTES + hidden))
     shown = attributes[:_TITLE_ATTRIBUTES]
     return Product(
         asin=asin,
-        title=" ".join((rng.choice(BRANDS), *shown, kind.name)),
-        query=kind.name,
-        category=(kind.department, kind.name.title()),
+        title=" ".join((rng.choice(BRANDS), *shown, kind["name"])),
+        query=kind["name"],
+        category=(kind["department"], kind["name"].title()),
         attributes=attributes,
-        options=tuple(_option_group(rng, name, values) for name, values in kind.options),
-        price=rng.randint(*kind.prices),
+        options=tuple(_option_group(rng, name, values) for name, values in kind["options"].items()),
+        price=rng.randint(*kind["prices"]),
     )
 
 
-def _option_group(rng: random.Random, name: str, values: tuple[str, ...]) -> OptionGroup:
+def _option_group(rng: random.Random, name: str, values: list[str]) -> OptionGroup:
     """The type's values, sometimes without one of them, so that a listing may lack the wanted value."""
     sold_out = set(rng.sample(values, 1 if rng.random() < _SOLD_OUT_SHARE else 0))
     return OptionGroup(name=name, values=tuple(value for value in values if value not in sold_out))

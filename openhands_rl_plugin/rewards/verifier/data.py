@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, bounda
 from openhands_rl_plugin.core.judgements import labels_of, resolved
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind, Frozen, Sample, Score, Trajectory
+from openhands_rl_plugin.core.types import FailureKind, Sample, Score, Trajectory
 from openhands_rl_plugin.rewards.verifier.card import task_digest
 from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score
@@ -53,46 +53,21 @@ class VerifierExample:
         )
 
 
-class LeftOut(Frozen):
-    """Counts of the episodes that are excluded, by reason.
-
-    ``of_held_out_splits``: of an evaluation split (``HELD_OUT_SPLITS``) that is not in the filter, because policies
-    that use the verifier are evaluated on it; ``balance``: failures above the wanted ratio.
-    """
-
-    of_held_out_splits: int = 0
-    failed: int = 0
-    unlabelled: int = 0
-    balance: int = 0
-
-    def causes(self) -> list[str]:
-        """For each reason how many, why, and what to do about it."""
-        return [f"{count} {_CAUSES[name]}" for name, count in self if count]
-
-
-_CAUSES = {
-    "of_held_out_splits": "held out (of evaluation splits: name one with --split)",
-    "failed": "failed (an error of the run, which says nothing about the policy)",
-    "unlabelled": "without a label (grade them, or name a reward whose scores are labels with --label; "
-    "the studio makes labels for verifier.label=human)",
-    "balance": "more failures than [rl.verifier] negatives wants for each success",
-}
+OF_HELD_OUT_SPLITS = "held out (of evaluation splits: name one with --split)"
+"""Policies that use the verifier are evaluated on them."""
+FAILED = "failed (an error of the run, which says nothing about the policy)"
+UNLABELLED = "without a label (grade them, or name a reward whose scores are labels with --label)"
+BALANCE = "more failures than --negatives wants for each success"
 
 
 @dataclass(frozen=True)
 class VerifierDataset:
-    """Training and held-out examples; no task has episodes in both."""
+    """Training and held-out examples; no task has episodes in both. ``left_out``: how many episodes are not used, by
+    why."""
 
     training: tuple[VerifierExample, ...]
     held_out: tuple[VerifierExample, ...]
-    left_out: LeftOut
-
-
-class Split(NamedTuple):
-    """No task has episodes in both."""
-
-    training: tuple[Labelled, ...]
-    held_out: tuple[Labelled, ...]
+    left_out: Counter[str]
 
 
 def task_of(trajectory: Trajectory) -> str:
@@ -118,16 +93,16 @@ async def verifier_dataset(
     too few.
     """
     labelled: list[Labelled] = []
-    failed = unlabelled = measuring = 0
+    left_out: Counter[str] = Counter()
     async for trajectory, scores in storage.find(where):
         if where.only_measures(trajectory.task.split):
-            measuring += 1
+            left_out[OF_HELD_OUT_SPLITS] += 1
             continue
         said = await labels_of(storage, [trajectory.id]) if isinstance(reward, JudgesLabels) else ()
         success = await label_of(trajectory, scores, settings, reward, said)
-        failed += trajectory.failure is not None
-        unlabelled += trajectory.failure is None and success is None
-        if success is not None:
+        if success is None:
+            left_out[UNLABELLED if trajectory.failure is None else FAILED] += 1
+        else:
             labelled.append(Labelled(trajectory.id, task_of(trajectory), success))
     training, held_out = split_by_task(labelled, settings, seed, taught)
     kept = balanced(training, settings, seed)
@@ -141,9 +116,7 @@ async def verifier_dataset(
     return VerifierDataset(
         training=tuple(examples[one.trajectory_id] for one in kept if one.trajectory_id in examples),
         held_out=tuple(examples[one.trajectory_id] for one in held_out if one.trajectory_id in examples),
-        left_out=LeftOut(
-            of_held_out_splits=measuring, failed=failed, unlabelled=unlabelled, balance=len(training) - len(kept)
-        ),
+        left_out=left_out + Counter({BALANCE: len(training) - len(kept)}),
     )
 
 
@@ -177,8 +150,8 @@ async def label_of(
 
 def split_by_task(
     examples: Sequence[Labelled], settings: VerifierSettings, seed: int, taught: frozenset[str] = frozenset()
-) -> Split:
-    """Hold out about ``settings.held_out`` of the tasks with all their episodes.
+) -> tuple[tuple[Labelled, ...], tuple[Labelled, ...]]:
+    """The examples to train on, and those to hold out: of about ``settings.held_out`` of the tasks all episodes.
 
     ``taught``: digests of the tasks that the parent verifier was trained on, with whatever seed or store; none of them
     is held out, and the share is taken from the others. The side of any other task depends on its name and the seed
@@ -200,10 +173,8 @@ def split_by_task(
     drawn = sum(places[task] < settings.held_out for task in unseen)
     share = round(settings.held_out * len(places)) if len(unseen) < len(places) else 0
     held = set(unseen[: min(max(drawn, share, 1), len(places) - 1)])
-    return Split(
-        training=tuple(example for example in examples if example.task not in held),
-        held_out=tuple(example for example in examples if example.task in held),
-    )
+    training = tuple(example for example in examples if example.task not in held)
+    return training, tuple(example for example in examples if example.task in held)
 
 
 def balanced(examples: Sequence[Labelled], settings: VerifierSettings, seed: int) -> tuple[Labelled, ...]:

@@ -13,13 +13,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import cached_property, lru_cache
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import Field
 
-from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
     GraderError,
@@ -184,8 +182,6 @@ AT_ONCE = 16
 """Concurrent requests: enough for the server to batch them and to use its prefix cache."""
 
 _TOP = 20  # the largest number of logprobs that vLLM returns by default (max_logprobs)
-_RETRIES = 4
-_BACKOFF = Backoff(first=0.375, longest=3.0)
 
 
 class ServedVerifier:
@@ -219,17 +215,12 @@ class ServedVerifier:
             return [*first, *await asyncio.gather(*map(one, prompts[1:]))]
 
     async def _verdict(self, http: ModelServer, prompt: tuple[int, ...]) -> VerifierOutput:
-        for attempt in count(1):
-            try:
-                yes, no = await self._logprobs(http, prompt)
-                return VerifierOutput(margin=yes - no, mass=min(1.0, math.exp(yes) + math.exp(no)))
-            except PublishError as error:
-                if not isinstance(error.__cause__, ServerError):
-                    raise ModelError(str(error)) from error
-                if attempt > _RETRIES:
-                    raise InfrastructureError(f"{error} (after {attempt} attempts)") from error
-            await _BACKOFF.wait(attempt)
-        raise AssertionError
+        try:
+            yes, no = await self._logprobs(http, prompt)
+        except PublishError as error:
+            kind = InfrastructureError if isinstance(error.__cause__, ServerError) else ModelError
+            raise kind(str(error)) from error
+        return VerifierOutput(margin=yes - no, mass=min(1.0, math.exp(yes) + math.exp(no)))
 
     async def _logprobs(self, http: ModelServer, prompt: tuple[int, ...]) -> tuple[float, float]:
         """Those of YES and NO."""
