@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -37,11 +37,10 @@ class NoServerError(Exception):
 class MongoServer:
     """A server on a free port of the loopback interface that keeps its data in ``folder`` when it is started again."""
 
-    def __init__(self, folder: Path, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self._folder = folder
-        self._environ = {**os.environ, **(environ or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     def fail_once(self, command: str, **how: object) -> None:
@@ -68,7 +67,6 @@ class MongoServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=self._environ,
             )
         self._wait()
 

@@ -5,8 +5,7 @@
 """A server of MongoDB's wire protocol that keeps its data in an SQLite file: ``mongoeco_server.py FILE PORT``.
 
 With ``--python`` it prints the interpreter that runs it and ends. It says "ready" when it listens, and ends when its
-standard input does, so that it does not outlive a test session that was killed. ``USER`` and ``PASSWORD`` in
-``MONGOECO_USER`` and ``MONGOECO_PASSWORD`` make it ask for them.
+standard input does, so that it does not outlive a test session that was killed.
 """
 
 import asyncio
@@ -15,15 +14,11 @@ import sys
 import threading
 
 from mongoeco.engines.sqlite import SQLiteEngine
-from mongoeco.wire.auth import WireAuthUser
 from mongoeco.wire.proxy import AsyncMongoEcoProxyServer
 
 
 async def serve(file: str, port: int) -> None:
-    users = ()
-    if user := os.environ.get("MONGOECO_USER"):
-        users = (WireAuthUser(username=user, password=os.environ["MONGOECO_PASSWORD"]),)
-    async with AsyncMongoEcoProxyServer(engine=SQLiteEngine(file), port=port, auth_users=users):
+    async with AsyncMongoEcoProxyServer(engine=SQLiteEngine(file), port=port):
         print("ready", flush=True)
         await asyncio.Event().wait()
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 import sqlite3
 import stat
 import subprocess
@@ -17,12 +15,10 @@ from stored_samples import play, trajectory
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, NodeMark, TrajectoryFilter
-from openhands_rl_plugin.core.types import Message, Node, Score, StopReason, Trajectory
+from openhands_rl_plugin.core.types import Message, Node
 from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite import storage as file_module
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
-
-GOLDEN = Path(__file__).with_name("golden")
 
 
 @pytest.fixture
@@ -168,17 +164,3 @@ async def test_two_that_make_a_store_at_once_make_it_once(tmp_path: Path) -> Non
     await asyncio.gather(first.add(trajectory("a")), second.add(trajectory("b")), first.count(), second.count())
     assert sorted(await ids(first)) == ["a", "b"]
     assert {path.name for path in tmp_path.iterdir()} == {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
-
-
-async def test_the_second_schema_version_can_be_read(tmp_path: Path) -> None:
-    shutil.copytree(GOLDEN / "version-2", tmp_path / "store")
-    storage = FileTrajectoryStorage(tmp_path / "store")
-    expected = []
-    for line in (GOLDEN / "version-2" / "expected.jsonl").read_text(encoding="utf-8").splitlines():
-        found, scores = json.loads(line)
-        expected.append((Trajectory.model_validate(found), tuple(map(Score.model_validate, scores))))
-    assert [one.stop for one, _ in expected].count(StopReason.UNFINISHED) == 1
-    assert [pair async for pair in storage.find(TrajectoryFilter(finished=None))] == expected
-    # It can be written, too: the unfinished episode goes on.
-    await play(storage, steps_of(sample_episode("unfinished"))[2:])
-    assert await storage.get("unfinished") == (sample_episode("unfinished"), ())
