@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,8 @@ from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.servers import named_key
+
+_BOUNDS = ("max_turns", "max_prompt_length", "max_response_length", "max_obs_length")
 
 
 class PlaySettings(Settings):
@@ -62,27 +64,18 @@ class PlayOptions(PlaySettings):
 
     def settings(self) -> RLSettings:
         """``[rl]`` with these options over it; ``[rl.serving]`` names the endpoint. Raises ``ConfigError``."""
-        settings = load_settings(self.config) if self.config is not None else RLSettings()
-        own = {"base_url": self.base_url, "model": self.model, "api_key_env": self.api_key_env}
-        serving = settings.serving.model_copy(update={name: value for name, value in own.items() if value})
-        if not (serving.base_url and serving.model):
+        given = {
+            **{f"serving.{name}": getattr(self, name) for name in ("base_url", "model", "api_key_env")},
+            **{f"sampling.{name}": getattr(self, name) for name in ("temperature", "seed")},
+            **{name: getattr(self, name) for name in _BOUNDS},
+            "rollout_strategy": self.strategy,
+            "host": "" if self.host == "auto" else self.host,
+        }
+        changes = [f"{key}={json.dumps(value)}" for key, value in given.items() if value not in ("", None)]
+        settings = load_settings(self.config, changes=changes)
+        if not (settings.serving.base_url and settings.serving.model):
             raise ConfigError("which endpoint? give --base-url URL and --model NAME, or [rl.serving] of a --config")
-        named_key(serving.api_key_env, "--api-key-env")
-        sampled = {"temperature": self.temperature, "seed": self.seed}
-        bounds = ("max_turns", "max_prompt_length", "max_response_length", "max_obs_length")
-        given: dict[str, object] = {name: value for name in bounds if (value := getattr(self, name)) is not None}
-        if self.host != "auto":
-            given["host"] = self.host
-        if self.strategy:
-            given["rollout_strategy"] = self.strategy
-            given["strategy"] = settings.strategy if self.strategy == settings.rollout_strategy else {}
-        given["serving"] = serving
-        given["sampling"] = settings.sampling.model_copy(
-            update={name: value for name, value in sampled.items() if value is not None}
-        )
-        # Validated anew: the names of strategies are.
-        kept = {name: getattr(settings, name) for name in settings.model_fields_set if name not in given}
-        return RLSettings.model_validate({**kept, **given})
+        return settings
 
 
 def with_absolute_paths[S: PlaySettings](options: S) -> S:

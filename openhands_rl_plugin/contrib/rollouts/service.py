@@ -7,7 +7,6 @@ import itertools
 import json
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from openhands_rl_plugin.config.host import host_of
@@ -31,7 +30,6 @@ from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.pool import cluster_machines, join_cluster
 
 _STATES = ("REGISTERED", "RUNNING", "COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
-_KEPT_EVENTS, _EVENT_PAUSE = 20_000, 0.25
 _REFUSED_SECONDS = 300.0
 """How long a task that was deleted before it came is refused."""
 
@@ -78,14 +76,12 @@ class RolloutTask:
 
 
 class Rollouts:
-    """The tasks of the service and its routes, for one event loop. ``stopped`` ends the streams of events."""
+    """The tasks of the service and its routes, for one event loop."""
 
     def __init__(self, service: ServiceOptions) -> None:
         self._service = service
-        self.stopped = False
         self._tasks: dict[str, RolloutTask] = {}
         self._refused: dict[str, float] = {}
-        self._events: deque[tuple[int, str, str]] = deque(maxlen=_KEPT_EVENTS)
         self._numbers = itertools.count(1)
         self._waiting: asyncio.PriorityQueue[tuple[int, int, Session]] = asyncio.PriorityQueue()
 
@@ -105,7 +101,6 @@ class Rollouts:
         oldest = now - 3600 * self._service.keep_hours
         self._tasks = {k: v for k, v in self._tasks.items() if v.status == "running" or v.updated > oldest}
         task = self._tasks[task_id] = RolloutTask(request)
-        self._note("task.created", task_id=task_id, status=task.status, num_samples=request.num_samples)
         for sample in range(request.num_samples):
             session = Session(task, sample)
             task.sessions.append(session)
@@ -121,7 +116,7 @@ class Rollouts:
             if session.ended:
                 continue
             task = session.task
-            self._enter(session, "RUNNING")
+            session.state = "RUNNING"
             session.call = player.play.remote(task.request, session.session_id, task.run_id, session.sample)
             try:
                 result: Result = await session.call
@@ -143,9 +138,7 @@ class Rollouts:
             for each in [each for each in task.sessions if not each.ended]:
                 found = session_result(task.request, each.session_id, ("cancelled", why), timing={}, more=more)
                 self._end(each, "ERROR", found)
-        done, total, task_id = sum(each.ended for each in task.sessions), len(task.sessions), task.request.task_id
-        self._note("task.updated", task_id=task_id, completed_sessions=done, total_sessions=total)
-        if done == total:
+        if all(each.ended for each in task.sessions):
             self._finish(task, "completed")
 
     def _end(self, session: Session, state: str, result: Result | None) -> None:
@@ -155,19 +148,10 @@ class Rollouts:
 
             ray.cancel(session.call)  # of no effect on what has ended
         session.call = None
-        self._enter(session, state)
-
-    def _enter(self, session: Session, state: str) -> None:
         session.state = state
-        task_id = session.task.request.task_id
-        self._note("session.state_changed", task_id=task_id, session_id=session.session_id, status=state)
 
     def _finish(self, task: RolloutTask, status: str) -> None:
         task.status, task.updated = status, time.time()
-        self._note("task.completed", task_id=task.request.task_id, status=status)
-
-    def _note(self, kind: str, **body: object) -> None:
-        self._events.append((next(self._numbers), kind, json.dumps(body)))
 
     async def health(self, _: Request) -> Response:
         """``GET /health``."""
@@ -208,22 +192,6 @@ class Rollouts:
         pending = {"pending_sessions": counts["REGISTERED"] + counts["RUNNING"], "states": counts}
         return JSONResponse({"tasks": {name: task.status for name, task in self._tasks.items()}, "pipeline": pending})
 
-    async def events(self, request: Request) -> Response:
-        """``GET /events``: server-sent events; with ``Last-Event-ID`` those after it that are still known."""
-        last = request.headers.get("last-event-id", "")
-        number = int(last) if last.isascii() and last.isdigit() else next(self._numbers)
-
-        async def stream() -> AsyncIterator[str]:
-            nonlocal number
-            yield ": open\n\n"
-            while not self.stopped:
-                for at, kind, body in [each for each in self._events if each[0] > number]:
-                    number = at
-                    yield f"id: {at}\nevent: {kind}\ndata: {body}\n\n"
-                await asyncio.sleep(_EVENT_PAUSE)
-
-        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
     def _known(self, request: Request) -> RolloutTask:
         if (task := self._tasks.get(request.path_params["task_id"])) is None:
             raise HTTPException(404, "Task not found")
@@ -238,7 +206,6 @@ class Rollouts:
                 Route("/rollout/task/{task_id}", self.get),
                 Route("/rollout/task/{task_id}", self.delete, methods=["DELETE"]),
                 Route("/rollout/status", self.status),
-                Route("/events", self.events),
             ],
             exception_handlers={ValidationError: _refuse, HTTPException: _refuse, ConfigError: _refuse},
             lifespan=lifespan,
@@ -294,7 +261,4 @@ def running_service(service: ServiceOptions, store: str) -> Iterator[str]:
         listening(service.listen, service.port) as listener,
         serving(rollouts.app(lifespan), listener, access=AccessRules(key), log_level="critical", lifespan="on") as url,
     ):
-        try:
-            yield url
-        finally:
-            rollouts.stopped = True
+        yield url

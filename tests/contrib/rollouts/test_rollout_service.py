@@ -166,15 +166,8 @@ class TestCluster:
 
     def test_a_group(self, url: str):
         """A result as Polar's bridges read it, with what can be trained on, and one that has no task."""
-        with httpx.stream("GET", f"{url}/events", timeout=600) as events:
-            task = submission(num_samples=2)
-            assert httpx.post(f"{url}/rollout/task/submit", json=task).status_code == 200
-            told = []
-            for line in events.iter_lines():
-                told.append(line)
-                if line == "event: task.completed":
-                    break
-        assert told.count("event: session.state_changed") == 4
+        task = submission(num_samples=2)
+        assert httpx.post(f"{url}/rollout/task/submit", json=task).status_code == 200
         results = ended(url, "a")
         for result in results:
             assert (result["status"], result["error"]) == (result["trajectory"]["status"], None) == ("COMPLETED", None)
