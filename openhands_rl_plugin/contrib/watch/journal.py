@@ -21,7 +21,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 JOURNAL = "journal.jsonl"
-CANARY, HELD_OUT, SAFETY = "canary", "held-out", "safety"
+CANARY, HELD_OUT = "canary", "held-out"
 """The gates."""
 _LAST = 8
 
@@ -81,21 +81,18 @@ class Round(Frozen):
         """What is done now."""
         if not self.candidate:
             return "training"
-        gates = (CANARY, HELD_OUT, SAFETY)
-        return next((f"{gate} gate" for gate in gates if gate not in self.passed), "coming into use")
+        return next((f"{gate} gate" for gate in (CANARY, HELD_OUT) if gate not in self.passed), "coming into use")
 
 
 class Measurement(Frozen, extra="ignore"):
     """A version on the held-out suite, whose name is empty for the base model.
 
-    ``success``: task -> share of its attempts that succeeded; ``mean``: over the tasks. ``trouble``: kind of trouble ->
-    task -> mean over its attempts. Older journals have counts, too.
+    ``success``: task -> share of its attempts that succeeded; ``mean``: over the tasks. Older journals have more.
     """
 
     version: str
     success: dict[str, float]
     mean: float
-    trouble: dict[str, dict[str, float]] = Field(default_factory=dict)
 
 
 @dataclass
@@ -105,8 +102,7 @@ class State:
     ``suite``: digest of the frozen suite, empty before. ``seen``: episodes judged when a round began, which are not
     new; ``learnt``: those that a candidate was trained on that came into use, rolled back since or not.
     ``admitted``: the versions in the order in which they came into use; ``dropped``: those that were held back or
-    rolled back. ``tries``: how often the present step could not be done; ``failures``: of its training; ``restarts``:
-    evaluations that were begun anew, ever. ``judged``: figures of the last look.
+    rolled back. ``tries``: how often the present step could not be done. ``judged``: figures of the last look.
     """
 
     round: Round | None = None
@@ -118,8 +114,6 @@ class State:
     dropped: set[str] = field(default_factory=set[str])
     measured: dict[str, Measurement] = field(default_factory=dict[str, Measurement])
     tries: int = 0
-    failures: int = 0
-    restarts: int = 0
     judged: JsonObject = field(default_factory=dict[str, JsonValue])
 
 
@@ -206,8 +200,6 @@ def _advance(state: State, entry: Entry) -> None:
     match entry.step:
         case WatchStep.COULD_NOT:
             state.tries += 1
-            state.failures += figures.get("failed") is True
-            state.restarts += figures.get("unmeasured") is True
             return
         case WatchStep.JUDGED:
             state.judged = figures
@@ -239,7 +231,7 @@ def _advance(state: State, entry: Entry) -> None:
             state.round = None
         case _:
             pass
-    state.tries = state.failures = 0
+    state.tries = 0
 
 
 def status_of(journal: Journal, adapters: AdapterStore, name: str) -> tuple[JsonObject, list[str]]:

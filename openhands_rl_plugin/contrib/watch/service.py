@@ -13,7 +13,7 @@ from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.contrib.watch import gates, gathering
 from openhands_rl_plugin.contrib.watch.gates import Verdict
-from openhands_rl_plugin.contrib.watch.journal import CANARY, HELD_OUT, SAFETY, Entry, Journal, Round, State, WatchStep
+from openhands_rl_plugin.contrib.watch.journal import CANARY, HELD_OUT, Entry, Journal, Round, State, WatchStep
 from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
@@ -117,10 +117,6 @@ class Watch:
             await self._measure(state, current, unmeasured[0])
         elif HELD_OUT not in current.passed:
             await self._decide(current, candidate, self._held_out(state, candidate))
-        elif SAFETY not in current.passed:
-            before, after = state.measured[used].trouble, state.measured[candidate.name].trouble
-            verdict = gates.safety_gate(candidate.name, after, before, self._watch.margin)
-            await self._decide(current, candidate, verdict)
         else:
             await self._admit(current, candidate)
         return True
@@ -189,7 +185,7 @@ class Watch:
         try:
             adapter = await asyncio.to_thread(self._candidate, settings, dataset, current)
         except (TrainingError, CaughtFailure) as error:
-            if state.failures + 1 < _MOST_TRIES:
+            if state.tries + 1 < _MOST_TRIES:
                 raise
             sentence = f"round {current.number} ends: its training failed {_MOST_TRIES} times: {error}"
             self._note(WatchStep.HELD, sentence, round=current.number, figures={"gate": TRAINING})
@@ -249,7 +245,7 @@ class Watch:
             adapter = self.adapters.get(version)
             await self.publisher.stage(adapter)  # a server may have been started anew since
             served = await self.publisher.served_model(adapter)
-        run_id = f"{self.job.run_id}/heldout/{version or 'base'}/{state.restarts}"
+        run_id = f"{self.job.run_id}/heldout/{version or 'base'}/{state.tries}"
         found = await gates.measure(self.job, self.storage, version=version, run_id=run_id, served_model=served)
         sentence = f"{version or 'the base model'} succeeds in {found.mean:.3f} of {len(found.success)} tasks"
         figures = found.model_dump(mode="json", exclude={"version"})
@@ -282,11 +278,9 @@ class Watch:
             self._note(WatchStep.ADMITTED, sentence, round=current.number, adapter=candidate.name)
 
     def _could_not(self, state: State, error: RLError) -> None:
-        failed = isinstance(error, TrainingError | CaughtFailure)
-        figures: JsonObject = {"unmeasured": isinstance(error, gates.Unmeasured), "failed": failed}
         number = state.round.number if state.round is not None else 0
         sentence = (str(error) or type(error).__name__).splitlines()[0]
-        self._note(WatchStep.COULD_NOT, sentence, round=number, figures=figures)
+        self._note(WatchStep.COULD_NOT, sentence, round=number)
 
     def _note(
         self, step: WatchStep, sentence: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None

@@ -39,7 +39,7 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
     deaths = asyncio.run(killed_all_the_time(config, shopper))
 
     entries = journal_of(config)
-    assert [entry.step for entry in entries] == ALL and [entry.number for entry in entries] == [*range(1, 12)]
+    assert [entry.step for entry in entries] == ALL and [entry.number for entry in entries] == [*range(1, 11)]
     assert deaths == 2 * len(entries), "before and after every line"
     adapters = AdapterStore(settings.serving.adapters_directory)
     (version,) = adapters.versions(settings.serving.adapter)
@@ -126,7 +126,7 @@ def test_trouble_is_one_line_and_the_next_look_goes_on(
         ('[rl.serving]\nbase_url = ""', "[rl.serving] base_url: no model server is named"),
         ("[rl.watch]\ntasks = 3", "[rl.watch] suite: its tasks are others than those"),
         ('[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
-        ("[rl.watch]\nmargin = 2.0", "[extended.rl.watch] margin"),
+        ("[rl.watch]\nmargin = 2.0", "[rl.watch] margin"),
     ):
         other = tmp_path / "other.toml"
         other.write_text(f"{config.read_text()}\n{more.replace('[rl', '[extended.rl')}\n")

@@ -31,7 +31,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 MODEL = "shopper"
 ALL = [
     *(WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.GATHERED, WatchStep.TRAINED, WatchStep.PASSED),
-    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.PASSED, WatchStep.PASSED, WatchStep.ADMITTED, WatchStep.JUDGED),
+    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.PASSED, WatchStep.ADMITTED, WatchStep.JUDGED),
 ]
 LIMITS = Limits(max_turns=4, max_response_length=24)
 SUITE = LoopTasks(
