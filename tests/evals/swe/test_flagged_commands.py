@@ -18,12 +18,9 @@ pytestmark = pytest.mark.contract
     ("command", "rule"),
     [
         ("git log --oneline --all | head", "history"),
-        ("cd /workspace && git reflog", "history"),
         ("cat .git/packed-refs", "history"),
-        ("pip download Calc==2.0", "package"),
         ("python -m pip install --upgrade 'calc>=2'", "package"),
         ("cat /usr/lib/python3.12/site-packages/calc/__init__.py", "package"),
-        ("curl -sL https://raw.githubusercontent.com/someone/calc/main/calc.py", "network"),
         ("python -c \"import requests; requests.get('https://pypi.org/pypi/calc')\"", "network"),
         ("python -c \"from datasets import load_dataset; load_dataset('x')\"", "solution"),
     ],

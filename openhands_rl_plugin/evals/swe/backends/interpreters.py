@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.sandbox import installed_parts, is_system
@@ -17,16 +16,10 @@ from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceM
 from openhands_rl_plugin.evals.swe.types import Checkout
 
 
-class Interpreter(NamedTuple):
-    """A Python and the folder that holds all of it; neither is a virtual environment."""
-
-    program: Path
-    prefix: Path
-
-
 @functools.cache
-def find_python(version: str) -> Interpreter:
-    """A Python ``version`` ("3.9"). Raises ``ConfigError`` that says how to get one."""
+def find_python(version: str) -> Path:
+    """The program of a Python ``version`` ("3.9"), below ``bin`` of the folder that holds all of it; no virtual
+    environment. Raises ``ConfigError`` that says how to get one."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:\.\d+)?", version)
     short = match[1] if match else "?"
     pyenv = Path("~/.pyenv/versions").expanduser().glob(f"{short}.*/bin")
@@ -35,8 +28,7 @@ def find_python(version: str) -> Interpreter:
     found = subprocess.run(find, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
     if found.returncode:
         raise ConfigError(f"Python {version:.20} is not installed; get it with: uv python install {short}")
-    program = Path(found.stdout.strip()).resolve()
-    return Interpreter(program, program.parents[1])
+    return Path(found.stdout.strip()).resolve()
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap, installed_parts
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, default_cache, made, remove
-from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_python, find_uv
+from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
 from openhands_rl_plugin.evals.swe.backends.repositories import (
     BRANCH,
     ORIGIN_INSIDE,
@@ -107,7 +107,7 @@ class LocalBackend(BoxBackend):
 
     async def prepare(self, instance: Instance) -> Path:
         """The layer of the instance, made if missing. Raises ``InfrastructureError`` and ``ConfigError``."""
-        layer, _, _ = await self._layer(instance, await self.recipe(instance))
+        layer, _ = await self._layer(instance, await self.recipe(instance))
         return layer
 
     async def checkout(self, instance: Instance, directory: Path) -> Checkout:
@@ -116,13 +116,13 @@ class LocalBackend(BoxBackend):
 
         Raises ``InfrastructureError``; ``ConfigError`` for a row without a known recipe.
         """
-        layer, interpreter, _ = await self._layer(instance, await self.recipe(instance))
+        layer, sandbox = await self._layer(instance, await self.recipe(instance))
         await copy_tree(layer / "testbed", directory)
         await _commit_changes(directory)
         environment = "/conda/envs/testbed"
         # At the last of the mounts the environment looks for the installed project.
         shown = {"/conda/envs": layer / "conda" / "envs", PARTS["testbed"]: directory}
-        shown |= {str(part): part for part in installed_parts(interpreter.prefix)}
+        shown |= {str(part): part for part in installed_parts(sandbox.interpreter.parents[1])}
         return Checkout(
             directory=directory,
             mounts=tuple(WorkspaceMount(host=host, inside=inside) for inside, host in shown.items()),
@@ -136,19 +136,19 @@ class LocalBackend(BoxBackend):
     @asynccontextmanager
     async def box(self, instance: Instance, recipe: Recipe) -> AsyncIterator[SandboxBox]:
         """A layer above the installed repository."""
-        layer, _, sandbox = await self._layer(instance, recipe)
+        layer, sandbox = await self._layer(instance, recipe)
         async with fresh_room(self._runs(), layer) as room:
             yield SandboxBox(sandbox, room, network=self._network)
 
-    async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Interpreter, InstanceSandbox]:
+    async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, InstanceSandbox]:
         if not recipe.environment_script:
             raise ConfigError(
                 f"{instance.instance_id}: its row names an image, but not how to install {instance.repo}; "
                 "use --backend docker"
             )
-        interpreter = await asyncio.to_thread(find_python, recipe.python)
-        sandbox = InstanceSandbox(interpreter, recipe.exclude_newer)
-        parts = (_LAYOUT, recipe.environment_script, str(interpreter.program), recipe.exclude_newer, shim_digest())
+        python = await asyncio.to_thread(find_python, recipe.python)
+        sandbox = InstanceSandbox(python, recipe.exclude_newer)
+        parts = (_LAYOUT, recipe.environment_script, str(python), recipe.exclude_newer, shim_digest())
         environment = self._cache / "environments" / _digest(*parts)
         key = _digest(environment.name, recipe.install_script, instance.base_commit)
         layer = self._cache / "instances" / f"{instance.instance_id}.{key}"
@@ -175,7 +175,7 @@ class LocalBackend(BoxBackend):
         if not layer.exists():
             await made(environment, make_environment)
             await made(layer, make_layer)
-        return layer, interpreter, sandbox
+        return layer, sandbox
 
     def _runs(self) -> Path:
         (self._cache / "runs").mkdir(parents=True, exist_ok=True, mode=0o700)

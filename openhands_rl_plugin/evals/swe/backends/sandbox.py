@@ -32,7 +32,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.evals.swe.backends import shim
 from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, remove
-from openhands_rl_plugin.evals.swe.backends.interpreters import Interpreter, find_uv
+from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
 
 CONDA = "/opt/miniconda3"
 PARTS = {"conda": "/conda", "root": "/root", "testbed": "/testbed"}
@@ -78,13 +78,12 @@ class Room(NamedTuple):
     overlay: Overlay | None = None
 
 
-class InstanceSandbox:
-    """Command lines that run a program in a room, for one interpreter, as root in a container would."""
+class InstanceSandbox(NamedTuple):
+    """Command lines that run a program in a room as root in a container would. ``interpreter``: the program."""
 
-    def __init__(self, interpreter: Interpreter, exclude_newer: str, limits: SandboxLimits | None = None) -> None:
-        self._interpreter = interpreter
-        self._exclude_newer = exclude_newer
-        self._limits = limits or LIMITS
+    interpreter: Path
+    exclude_newer: str
+    limits: SandboxLimits = LIMITS
 
     def wrap(
         self,
@@ -104,7 +103,7 @@ class InstanceSandbox:
         parts = {inside: room.layer / name for name, inside in PARTS.items()}
         parts = {inside: host for inside, host in parts.items() if room.overlay or host.exists()}
         folders = [inside for inside in parts if inside == "/testbed"]
-        prefixes = {os.path.realpath(prefix): OF_A_PREFIX for prefix in (self._interpreter.prefix, sys.base_prefix)}
+        prefixes = {os.path.realpath(prefix): OF_A_PREFIX for prefix in (self.interpreter.parents[1], sys.base_prefix)}
         host = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
         targets = {f"{CONDA}/shims/{name}": "../shim/programs.sh" for name in PROGRAMS}
         targets |= {f"{CONDA}/host-python": host, f"{CONDA}/envs": "/conda/envs"}
@@ -125,7 +124,7 @@ class InstanceSandbox:
         return [
             *(room.overlay.mounting() if room.overlay else ()),
             *sandboxed(
-                bounded(self._limits.counted(*folders), f"{CONDA}/host-python", program),
+                bounded(self.limits.counted(*folders), f"{CONDA}/host-python", program),
                 mounts,
                 root=[*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()],
                 network=network,
@@ -146,13 +145,13 @@ class InstanceSandbox:
             "TZ": "Etc/UTC",
             "DEBIAN_FRONTEND": "noninteractive",
             "SHIM_UV": f"{CONDA}/bin/uv",
-            "SHIM_PYTHON": str(self._interpreter.program),
+            "SHIM_PYTHON": str(self.interpreter),
             "UV_LINK_MODE": "hardlink" if network else "copy",
             "UV_INDEX_STRATEGY": "unsafe-best-match",
             "UV_NO_PROGRESS": "1",
             "UV_PYTHON_DOWNLOADS": "never",
             "UV_CACHE_DIR": "/conda/uv",
-            **({"UV_EXCLUDE_NEWER": self._exclude_newer} if self._exclude_newer else {}),
+            **({"UV_EXCLUDE_NEWER": self.exclude_newer} if self.exclude_newer else {}),
             **({} if network else {"UV_OFFLINE": "1", "PIP_NO_INDEX": "1"}),
             **git_settings({"safe.directory": "*", "protocol.file.allow": "always", "gc.auto": "0"}),
         }
@@ -190,15 +189,16 @@ async def fresh_room(runs: Path, layer: Path) -> AsyncIterator[Room]:
         await remove(scratch)
 
 
-class SandboxBox:
+class SandboxBox(NamedTuple):
     """A room's sandboxes as a ``Box``. ``network``: for the tests."""
 
-    def __init__(self, sandbox: InstanceSandbox, room: Room, *, network: bool) -> None:
-        self._sandbox, self._room, self._network = sandbox, room, network
+    sandbox: InstanceSandbox
+    room: Room
+    network: bool
 
     async def run(
         self, command: Sequence[str], *, timeout: float, given: bytes | None = None, tests: bool = False
     ) -> Ended:
         """Run in a sandbox that ends with the command and kills all of its processes."""
-        wrapped = self._sandbox.wrap(self._room, command, network=tests and self._network)
+        wrapped = self.sandbox.wrap(self.room, command, network=tests and self.network)
         return await run(wrapped, timeout=timeout, given=given)
