@@ -20,16 +20,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options import STORE_HELP, add_filters, filter_of, open_store, positive
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.trajectories.exchange.formats import Format, exportable, table
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.training.data.demonstrations import TemplateCheck
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", required=True, metavar="FORMAT", help="one of the formats below")
     kinds = ".jsonl, .json (one array), either with .gz, or .parquet"
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=kinds)
-    model = "the model that will be trained: rows are checked with its chat template"
+    model = "the model that will be trained: its chat template has to print tools, calls and results"
     parser.add_argument("--model", type=Path, metavar="DIR", help=model)
     parser.add_argument("--limit", type=positive, metavar="EPISODES", help="at most so many trajectories")
     add_filters(parser)
@@ -56,7 +52,7 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     chosen = exportable(args.format)
-    check = _template_check(args, chosen)
+    _check_template(args, chosen)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         where = _within(chosen.scope, filter_of(args)).model_copy(update={"limit": args.limit})
         total = await storage.count(where)
@@ -66,33 +62,26 @@ async def run(args: argparse.Namespace) -> int:
                 where,
                 chosen,
                 sink,
-                watch=check.look_at if check is not None else lambda row: None,
                 wanted=args.resolved,
                 advanced=bar.update,
             )
     print(f"{args.out}: {report.rows} rows of {report.trajectories} trajectories")
     for reason, times in report.left_out.most_common(10):
         print(f"  {times} left out: {sayable(reason)}")
-    if check is not None:
-        print(f"  {check.rendered} rows rendered by the chat template of {args.model}")
-        for reason, times in check.refused.most_common(10):
-            print(f"  {times} rows refused: {sayable(reason)}")
     return 0
 
 
-def _template_check(args: argparse.Namespace, chosen: Format) -> TemplateCheck | None:
-    """Raises ``ConfigError`` where the model's template would not print calls as they are written."""
+def _check_template(args: argparse.Namespace, chosen: Format) -> None:
+    """Raise ``ConfigError`` where the model's template would not print calls as they are written."""
     if args.model is None or not chosen.conversations:
-        return None
-    from openhands_rl_plugin.training.data.demonstrations import TemplateCheck, load_tokenizer
+        return
+    from openhands_rl_plugin.training.data.demonstrations import TokenMaker, load_tokenizer
 
-    check = TemplateCheck(load_tokenizer(str(args.model)), chosen.conversations)
-    if not check.prints_calls:
+    if not TokenMaker(load_tokenizer(str(args.model))).traits.native:
         raise ConfigError(
             f"the chat template of {args.model} prints no tools, no results or no calls with objects as arguments: "
             "export --format sft-text, or train with a template that does"
         )
-    return check
 
 
 def _within(scope: TrajectoryFilter, chosen: TrajectoryFilter) -> TrajectoryFilter:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary, describe
+from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.judgements import resolved, score_of
 from openhands_rl_plugin.core.messages import SpokenMessage
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
@@ -20,7 +20,6 @@ from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.templates.text_form import single_call_turns, text_messages
 from openhands_rl_plugin.core.types import (
     ACTED,
-    FailureKind,
     JsonObject,
     Message,
     Node,
@@ -348,44 +347,3 @@ class TokenMaker:
     def ids(self, text: str) -> tuple[int, ...]:
         """The token ids of a text."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-class TemplateCheck:
-    """Renders the columns ``conversations`` of rows on their way. ``refused``: reason -> how many rows.
-
-    ``prints_calls``: whether the template prints the calls as rows have them.
-    """
-
-    def __init__(self, tokenizer: ChatTokenizer, conversations: Sequence[str]) -> None:
-        self.rendered = 0
-        self.refused: Counter[str] = Counter()
-        self._tokenizer = tokenizer
-        self._conversations = conversations
-        self.prints_calls = prints_calls(self._render)
-
-    def _render(self, messages: WireMessages, tools: Sequence[JsonObject], cue: bool) -> str:
-        """As other programs render: in the form in which the messages come."""
-        try:
-            with boundary(FailureKind.MODEL, "chat template"):
-                return self._tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=cue
-                )
-        except CaughtFailure as caught:
-            raise TrainingError(f"the chat template refuses the conversation: {caught.failure.message}") from caught
-
-    def look_at(self, row: JsonObject) -> None:
-        """Render a row."""
-        tools: Any = row.get("tools") or []
-        try:
-            # A preference is a conversation with two ends; the columns are in that order.
-            first, *ends = (row[name] for name in self._conversations)
-            for end in ends or [[]]:
-                messages: Any = [*_listed(first), *_listed(end)]
-                self._render(messages, tools, False)
-            self.rendered += 1
-        except TrainingError as error:
-            self.refused[str(error)] += 1
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -2,9 +2,9 @@
 
 Rollouts run all the time, each on the newest weights at its start. An iteration takes finished groups, trains on them
 and publishes new weights, on which later episodes start. An episode that would be staler than ``max_staleness`` when it
-is trained on is not started yet: 0, as in a synchronous loop, lets rollouts and training take turns. One that became
-so because others finished first is dropped and counted. Every token keeps the logprob of the version that sampled it,
-so that ``[rl.training] correction`` gives it the right importance weight.
+is trained on is not started yet: 0, as in a synchronous loop, lets rollouts and training take turns. Where one became
+so because others finished first, its group is dropped and counted. Every token keeps the logprob of the version that
+sampled it, so that ``[rl.training] correction`` gives it the right importance weight.
 
 Every stage ends with one atomic write of the run's state, and every stage can be repeated. The state records the
 consumed groups, and the batch of an iteration before training on it. So a killed run loses nothing and trains on
@@ -147,8 +147,6 @@ class TrainingLoop:
         self._runner = OutageTolerantRunner(parts.runner, self._server, logprobs=logprobs)
         self._evaluator = OutageTolerantRunner(parts.evaluator or parts.runner, self._server, logprobs=logprobs)
         self._stage_name = ""
-        self._awaited: str | None = None
-        self._ahead = 0  # episodes that ended, and are in no batch yet
 
     async def run(self) -> LoopState:
         """Run all stages. Raises ``StorageError``, ``TrainingError`` or ``PublishError`` with the state intact.
@@ -232,9 +230,7 @@ class TrainingLoop:
     async def _reinforce(self) -> None:
         plan, bounds = self._plan, (self._loop.min_success, self._loop.max_success)
         pool = DifficultyPool(plan.training, bounds, newest=self._loop.samples_per_task, enough=plan.batch_size)
-        groups = GroupRunner(
-            plan, self._runner, self._parts.storage, self._server, self._newest, pool, self._count_episode
-        )
+        groups = GroupRunner(plan, self._runner, self._parts.storage, self._server, self._newest, pool)
         await groups.look(self._parts.reward.version)
         held, batch = 0, self._state.batch
         used = {number for record in self._state.records for number in record.groups}
@@ -287,64 +283,42 @@ class TrainingLoop:
         batch = self._state.batch
         if batch is not None and batch.stage == stage:
             return batch, await self._stored(batch)
-        groups, dropped, stale = await self._fresh_groups(stage, buffer)
+        groups, dropped = await self._fresh_groups(stage, buffer)
         episodes = [trajectory for group in groups for trajectory in group.trajectories]
         _require_some(episodes)
         batch = ChosenBatch(
             stage=stage,
             groups=tuple(group.number for group in groups),
             trajectories=tuple(trajectory.id for trajectory in episodes),
-            dropped=tuple(dropped),
-            stale=stale,
+            dropped=tuple(group.number for group in dropped),
+            stale=sum(len(group.trajectories) for group in dropped),
         )
         self._save(self._state.with_batch(batch))
         return batch, episodes
 
-    async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[int], int]:
-        """Enough groups without their stale episodes, the numbers of wholly stale groups, and the stale episodes."""
+    async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[Group]]:
+        """Enough groups, by number, and those that were dropped for an episode that is too stale."""
         lineage = PolicyLineage.of_run(self._settings.serving.model, self._state)
         # By turns nothing is sampled ahead, so that nothing can be stale.
-        most = self._loop.max_staleness if self._loop.kind == "async" else None
-        groups: list[Group] = []
-        dropped: list[int] = []
-        stale = 0
-        self._awaited = stage
-        self._show_awaited()
-        while len(groups) < self._plan.batch_size:
+        most, each = (self._loop.max_staleness if self._loop.kind == "async" else None), self._loop.samples_per_task
+        groups, dropped = list[Group](), list[Group]()
+        while True:
+            self._listener.advanced(stage, "episodes", len(groups) * each, self._plan.batch_size * each)
+            if len(groups) == self._plan.batch_size:
+                return sorted(groups, key=lambda group: group.number), dropped
             group = await buffer.take()
-            fresh = tuple(
-                each
-                for each in group.trajectories
-                if each.failure or most is None or not lineage.is_too_stale(each, most)
-            )
-            stale += len(group.trajectories) - len(fresh)
-            if len(fresh) < len(group.trajectories) and all(each.failure for each in fresh):
-                dropped.append(group.number)
+            valid = [trajectory for trajectory in group.trajectories if trajectory.failure is None]
+            if most is not None and any(lineage.is_too_stale(trajectory, most) for trajectory in valid):
+                dropped.append(group)
                 buffer.close(1)
-                self._ahead -= self._loop.samples_per_task
             else:
-                groups.append(Group(group.number, fresh))
-        self._awaited = None
-        self._ahead -= self._loop.samples_per_task * len(groups)
-        return sorted(groups, key=lambda group: group.number), dropped, stale
-
-    def _count_episode(self) -> None:
-        self._ahead += 1
-        self._show_awaited()
-
-    def _show_awaited(self) -> None:
-        if self._awaited is not None:
-            total = self._plan.batch_size * self._loop.samples_per_task
-            self._listener.advanced(self._awaited, "episodes", min(self._ahead, total), total)
+                groups.append(group)
 
     async def _stored(self, batch: ChosenBatch) -> list[Trajectory]:
         where = TrajectoryFilter(ids=batch.trajectories)
         found = {trajectory.id: trajectory async for trajectory, _ in self._parts.storage.find(where)}
         if missing := len(batch.trajectories) - len(found):
-            raise StorageError(
-                f"{missing} episodes of {batch.stage} are no longer in the storage; restore them, or remove "
-                f'"batch" from {self._parts.state_file} to choose others'
-            )
+            raise StorageError(f"{missing} episodes of {batch.stage} are no longer in the storage; restore them")
         return [found[identity] for identity in batch.trajectories]
 
     def _staleness(self, batch: ChosenBatch, episodes: Sequence[Trajectory]) -> dict[str, float]:

@@ -235,7 +235,7 @@ class GroupRunner:
     """Rolls out groups by number, under the name of the iteration that they are begun for.
 
     ``newest`` returns the weights that an episode starts on. All groups together run ``[rl] max_workers`` episodes at a
-    time; ``on_episode`` is called at the end of each.
+    time.
     """
 
     def __init__(
@@ -246,7 +246,6 @@ class GroupRunner:
         server: OutageTolerantServer,
         newest: Callable[[], str],
         pool: DifficultyPool,
-        on_episode: Callable[[], None],
     ) -> None:
         self._plan, self._loop = plan, plan.settings.loop
         self._runner = runner
@@ -254,7 +253,6 @@ class GroupRunner:
         self._server = server
         self._newest = newest
         self._pool = pool
-        self._on_episode = on_episode
         self._gate = asyncio.Semaphore(plan.settings.max_workers)
         self._begun: dict[int, Task] = {}
         self._lost: set[str] = set()  # episodes that failed because the server or their version went away
@@ -314,11 +312,9 @@ class GroupRunner:
         return tuple(request.model_copy(update={"run_id": run_id}) for request in plan.requests())
 
     async def _play(self, request: EpisodeRequest, stored: Mapping[str, Trajectory]) -> Trajectory:
-        trajectory = await play_until_valid(
+        return await play_until_valid(
             request, self, self._storage, stored, is_excused=lambda each: each.id in self._lost
         )
-        self._on_episode()
-        return trajectory
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """One try at an episode, on the newest weights at its start."""

@@ -615,11 +615,10 @@ async def export_store(
     form: Format,
     sink: Sink,
     *,
-    watch: Callable[[JsonObject], None] = lambda row: None,
     wanted: bool | None = None,
     advanced: Advanced = lambda done: None,
 ) -> ExportReport:
-    """Write the matches, without secrets, as ``form.rows`` makes them; ``watch`` sees each row. ``wanted`` keeps the
+    """Write the matches, without secrets, as ``form.rows`` makes them; ``wanted`` keeps the
     resolved (or unresolved) ones only. A form that ``compares`` is given the other matches that people found worse;
     ``exact`` rows get a column with the episode's labels.
 
@@ -652,7 +651,6 @@ async def export_store(
                     row = row if form.exact else redact_json(row)
                     if beside:
                         row["labels"] = beside
-                    watch(row)
                     sink(row)
                 report.rows += len(made)
                 report.trajectories += 1

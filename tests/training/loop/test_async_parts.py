@@ -101,7 +101,7 @@ async def test_tasks_that_earlier_attempts_all_solved_or_failed_are_passed_over(
                 await storage.add_scores([score])
         pool = DifficultyPool(plan.training, (0.1, 0.9), newest=4, enough=2)
         nobody: Any = None
-        await GroupRunner(plan, nobody, storage, nobody, nobody, pool, nobody).look("r")
+        await GroupRunner(plan, nobody, storage, nobody, nobody, pool).look("r")
     names = [task.id for task in TASKS[:4]]
     assert [pool.draw().id for _ in range(4)] == [names[1], names[3]] * 2
     for at in range(4):
