@@ -75,9 +75,9 @@ def _check_template(args: argparse.Namespace, chosen: Format) -> None:
     """Raise ``ConfigError`` where the model's template would not print calls as they are written."""
     if args.model is None or not chosen.conversations:
         return
-    from openhands_rl_plugin.training.data.demonstrations import TokenMaker, load_tokenizer
+    from openhands_rl_plugin.training.data.demonstrations import load_tokenizer, takes_objects
 
-    if not TokenMaker(load_tokenizer(str(args.model))).traits.native:
+    if not takes_objects(load_tokenizer(str(args.model))):
         raise ConfigError(
             f"the chat template of {args.model} prints no tools, no results or no calls with objects as arguments: "
             "export --format sft-text, or train with a template that does"

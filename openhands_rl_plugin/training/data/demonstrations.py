@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary, describe
 from openhands_rl_plugin.core.judgements import resolved, score_of
 from openhands_rl_plugin.core.messages import SpokenMessage
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
@@ -20,6 +20,7 @@ from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.templates.text_form import single_call_turns, text_messages
 from openhands_rl_plugin.core.types import (
     ACTED,
+    FailureKind,
     JsonObject,
     Message,
     Node,
@@ -347,3 +348,17 @@ class TokenMaker:
     def ids(self, text: str) -> tuple[int, ...]:
         """The token ids of a text."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def takes_objects(tokenizer: ChatTokenizer) -> bool:
+    """Whether the template prints calls whose arguments are objects, as other programs render them."""
+
+    def render(messages: WireMessages, tools: Sequence[JsonObject], cue: bool) -> str:
+        options = {"tokenize": False, "add_generation_prompt": cue}
+        try:
+            with boundary(FailureKind.MODEL, "chat template"):
+                return tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **options)
+        except CaughtFailure as caught:
+            raise TrainingError(caught.failure.message) from caught
+
+    return prints_calls(render)
