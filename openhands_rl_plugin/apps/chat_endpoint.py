@@ -6,9 +6,9 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Self, cast
+from typing import Annotated, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import HttpUrl, VariableName
-from openhands_rl_plugin.core.errors import ModelError, StorageError
+from openhands_rl_plugin.core.errors import ModelError, RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine, StreamingEngine, TrajectoryStorage
 from openhands_rl_plugin.core.servers import error_body, listening, read_body, serving
@@ -44,7 +44,6 @@ from openhands_rl_plugin.models.generator.config import (
     NotFound,
     Overloaded,
     ServerConfig,
-    ServingError,
     UpstreamFailure,
 )
 from openhands_rl_plugin.models.server.wire import (
@@ -52,6 +51,7 @@ from openhands_rl_plugin.models.server.wire import (
     SSE_DONE,
     Body,
     ChatCompletionRequest,
+    Tool,
     assistant_body,
     chat_body,
     chunk_body,
@@ -165,16 +165,8 @@ class AgentCompletionRequest(ChatCompletionRequest):
 
     seed: int | None = Field(None, ge=0, lt=2**63)
 
-    @model_validator(mode="after")
-    def _reject_unsupported(self) -> Self:
-        if self.tools:
-            raise ValueError("tools are the agent's own; remove `tools` from the request")
-        if self.n not in (None, 1):
-            raise ValueError("n must be 1; send one request per answer")
-        unknown = {message.role for message in self.messages} - {"system", "developer", "user", "assistant", "tool"}
-        if unknown:
-            raise ValueError(f"unknown role {sorted(unknown)[0]!r:.100}; use system, user, assistant or tool")
-        return self
+    n: int | None = Field(None, ge=1, le=1)
+    tools: Annotated[tuple[Tool, ...], Field(max_length=0, description="The tools are the agent's own.")] | None = None
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of the request."""
@@ -340,95 +332,78 @@ def open_runtime(config: PolicyConfig) -> AgentRuntime:
 
 
 def build_app(model: str, runtime: AgentRuntime) -> Starlette:
-    """The ASGI application, which serves the agent as ``model``; the end of its lifespan closes the runtime."""
-    endpoints = AgentEndpoints(model, runtime)
+    """The ASGI application, which serves the agent as ``model``; the end of its lifespan closes the runtime.
+
+    A stream also contains the text before each tool call, as separate paragraphs.
+    """
+
+    async def chat(request: Request) -> Response:
+        body = await read_body(await request.body(), AgentCompletionRequest.model_validate_json)
+        if body.model and body.model != model:
+            raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{model}'.", param="model")
+        name = uuid.uuid4().hex  # the task id of the recorded episode
+        conversation = tuple(to_message(message.wire) for message in body.messages)
+        events = runtime.stream(conversation, sampling=body.sampling(), name=name)
+        if body.stream:
+            head = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": now(), "model": model}
+            return StreamingResponse(_sse(events, head, body.with_usage), media_type="text/event-stream")
+        result = await unless_disconnected(request, _last(events))
+        choice = {"index": 0, "message": assistant_body(result.answer, ()), "logprobs": None, **result.end}
+        return json_response(chat_body(f"chatcmpl-{name}", model, [choice], _usage(result)))
+
+    async def models(_: Request) -> Response:
+        return json_response(models_body([{"id": model, "root": model}]))
+
+    async def health(_: Request) -> Response:
+        return Response()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await runtime.aclose()
 
-    return Starlette(
-        routes=[
-            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-            Route("/v1/models", endpoints.models),
-            Route("/health", endpoints.health),
-        ],
-        exception_handlers=ERROR_HANDLERS,
-        lifespan=lifespan,
-    )
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", health),
+    ]
+    return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS, lifespan=lifespan)
 
 
-class AgentEndpoints:
-    """One method per path."""
+async def _last(events: AsyncGenerator[AgentEvent]) -> AgentResult:
+    async with aclosing(events):
+        return _checked([event async for event in events][-1])
 
-    def __init__(self, model: str, runtime: AgentRuntime) -> None:
-        self._model = model
-        self._runtime = runtime
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions.
+async def _sse(events: AsyncGenerator[AgentEvent], head: Body, with_usage: bool) -> AsyncIterator[str]:
+    """All events up to and including ``[DONE]``. The episode is cancelled when the client disconnects."""
+    turn = 0
 
-        A stream also contains the text before each tool call, as separate paragraphs.
-        """
-        body = await read_body(await request.body(), AgentCompletionRequest.model_validate_json)
-        if body.model and body.model != self._model:
-            raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{self._model}'.", param="model")
-        name = uuid.uuid4().hex  # the task id of the recorded episode
-        conversation = tuple(to_message(message.wire) for message in body.messages)
-        events = self._runtime.stream(conversation, sampling=body.sampling(), name=name)
-        if body.stream:
-            return StreamingResponse(self._sse(events, body, f"chatcmpl-{name}"), media_type="text/event-stream")
-        result = await unless_disconnected(request, self._result(events))
-        message = assistant_body(result.answer, ())
-        choice = {"index": 0, "message": message, "logprobs": None, **result.end}
-        return json_response(chat_body(f"chatcmpl-{name}", self._model, [choice], _usage(result)))
+    def chunk(*, end: Body | None = None, **delta: object) -> str:
+        return sse_event(chunk_body(head, [chunk_choice(0, delta=delta, **(end or {}))]))
 
-    async def models(self, _: Request) -> Response:
-        """GET /v1/models: the agent as the only model."""
-        return json_response(models_body([{"id": self._model, "root": self._model}]))
-
-    async def health(self, _: Request) -> Response:
-        """GET /health."""
-        return Response()
-
-    async def _result(self, events: AsyncGenerator[AgentEvent]) -> AgentResult:
+    try:
         async with aclosing(events):
-            return _checked([event async for event in events][-1])
-
-    async def _sse(
-        self, events: AsyncGenerator[AgentEvent], body: AgentCompletionRequest, identifier: str
-    ) -> AsyncIterator[str]:
-        """All events up to and including ``[DONE]``. The episode is cancelled when the client disconnects."""
-        head = {"id": identifier, "object": "chat.completion.chunk", "created": now(), "model": self._model}
-        turn = 0
-
-        def chunk(*, end: Body | None = None, **delta: object) -> str:
-            return sse_event(chunk_body(head, [chunk_choice(0, delta=delta, **(end or {}))]))
-
-        try:
-            async with aclosing(events):
-                yield chunk(role="assistant", content="")
-                async for event in events:
-                    gap = "\n\n" if turn else ""
-                    match event:
-                        case TextDelta():
-                            yield chunk(content=(gap if event.turn != turn else "") + event.text)
-                            turn = event.turn
-                        case ToolCallStarted() | ToolResult():
-                            fields = event.model_dump(exclude={"call_id"})
-                            kind = "started" if isinstance(event, ToolCallStarted) else "result"
-                            yield chunk(tool_event={"event": kind, "id": event.call_id, **fields})
-                        case AgentResult():
-                            answer = _checked(event).answer if not event.streamed else None
-                            yield chunk(end=event.end, **({"content": gap + answer} if answer else {}))
-                            if body.with_usage:
-                                yield sse_event(chunk_body(head, [], usage=_usage(event)))
-        except ServingError as error:
-            yield sse_event(error_body(error.status, error.message, error.kind))
-        except StorageError as error:
-            yield sse_event(error_body(500, str(error), "InternalServerError"))
-        yield SSE_DONE
+            yield chunk(role="assistant", content="")
+            async for event in events:
+                gap = "\n\n" if turn else ""
+                match event:
+                    case TextDelta():
+                        yield chunk(content=(gap if event.turn != turn else "") + event.text)
+                        turn = event.turn
+                    case ToolCallStarted() | ToolResult():
+                        fields = event.model_dump(exclude={"call_id"})
+                        kind = "started" if isinstance(event, ToolCallStarted) else "result"
+                        yield chunk(tool_event={"event": kind, "id": event.call_id, **fields})
+                    case AgentResult():
+                        answer = _checked(event).answer if not event.streamed else None
+                        yield chunk(end=event.end, **({"content": gap + answer} if answer else {}))
+                        if with_usage:
+                            yield sse_event(chunk_body(head, [], usage=_usage(event)))
+    except RLError as error:
+        status, kind = getattr(error, "status", 500), getattr(error, "kind", "InternalServerError")
+        yield sse_event(error_body(status, str(error), kind))
+    yield SSE_DONE
 
 
 def _usage(result: AgentResult) -> Body:

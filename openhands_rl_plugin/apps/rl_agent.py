@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Literal, Protocol, Self, TypedDict, runtime_checkable
+from typing import Literal, Self, TypedDict
 
 from pydantic import JsonValue, ValidationError
 
@@ -27,12 +26,10 @@ from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
     ConfigError,
-    StorageError,
     boundary,
     describe,
     from_extra,
 )
-from openhands_rl_plugin.core.files import draft_folder
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -62,54 +59,6 @@ from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainRep
 from openhands_rl_plugin.training.learn import learn, report_notes
 from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view import progress_bar
-
-_PREFIX = "base-"
-_DIGEST_LENGTH = 16
-
-
-@runtime_checkable
-class Savable(Protocol):
-    """What Hugging Face models and tokenizers have in common."""
-
-    def save_pretrained(self, save_directory: str, /) -> object:
-        """Write into a directory in Hugging Face's form (models: ``config.json`` and safetensors)."""
-        ...
-
-
-def snapshot(model: Savable, tokenizer: Savable, folder: Path) -> Path:
-    """Write model and tokenizer to ``folder/base-<digest of the files>`` and return that directory.
-
-    Equal weights give the same directory, which is written once. Raises ``ConfigError`` for an object that is not a
-    whole model, ``StorageError`` when there is no room.
-    """
-    try:
-        with draft_folder(folder, f".{_PREFIX}") as partial:
-            model.save_pretrained(str(partial))
-            if not (partial / "config.json").is_file() or not any(partial.glob("*.safetensors")):
-                raise ConfigError(
-                    f"{type(model).__name__} does not save itself as a whole model (config.json and *.safetensors): "
-                    "pass a transformers model; merge the adapter of a PEFT model first: model.merge_and_unload()"
-                )
-            tokenizer.save_pretrained(str(partial))
-            target = folder / f"{_PREFIX}{_digest(partial)[:_DIGEST_LENGTH]}"
-            if not target.exists():
-                partial.rename(target)
-    except OSError as error:
-        raise StorageError(
-            f"the model cannot be written to {folder}: {describe(error)}; free some space or set [rl.serving] "
-            "adapters_path"
-        ) from error
-    return target.resolve()
-
-
-def _digest(directory: Path) -> str:
-    """sha256 over the names and contents of the files."""
-    digest = hashlib.sha256()
-    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
-        digest.update(f"{file.relative_to(directory).as_posix()}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
 
 
 class Policy:
@@ -207,37 +156,13 @@ class Policy:
         await asyncio.to_thread(self._server.close)
 
 
-def open_policy(model: object, tokenizer: object, settings: RLSettings) -> Policy:
-    """The policy for ``model``: an endpoint's URL, a directory or hub name, or a model object.
-
-    Raises ``ConfigError`` when model and tokenizer do not go together.
-    """
-    if isinstance(model, str) and model.startswith(("http://", "https://")):
-        if settings.engine == IN_PROCESS:
-            raise ConfigError("[rl] engine: 'transformers' runs a model's directory; for a server's URL use 'openai'")
-        weights = None  # a tokenizer object is of no use here and does no harm: the server has its own
-        if isinstance(tokenizer, str | Path) and (weights := local_weights(tokenizer)) is None:
-            raise ConfigError(f"tokenizer: {str(tokenizer)!r:.200} is not a model's directory (it has no config.json)")
-        return Policy(settings, url=model, weights=weights)
-    if settings.engine == "openai":
-        raise ConfigError("[rl] engine: 'openai' asks a server: pass its URL as the model, or leave the line out")
-    if settings.engine not in (AUTO, IN_PROCESS) and isinstance(model, str | Path):
+def open_policy(model: str | Path, weights: str | Path | None, settings: RLSettings) -> Policy:
+    """The policy for ``model``: a URL, whose base model's ``weights`` may be named, or a directory or name."""
+    if str(model).startswith(("http://", "https://")):
+        return Policy(settings, url=str(model), weights=local_weights(weights) if weights else None)
+    if settings.engine not in (AUTO, IN_PROCESS):
         return Policy(settings, model=str(model))
-    if isinstance(model, str | Path):
-        name = str(local_weights(model) or model)
-        own = tokenizer if isinstance(tokenizer, str | Path) else getattr(tokenizer, "name_or_path", "")
-        if tokenizer is not None and str(local_weights(own) or own) != name:
-            raise ConfigError("the tokenizer belongs to another model: leave it out, or pass a model object too")
-        return Policy.served_here(name, settings)
-    if not isinstance(model, Savable):
-        raise ConfigError(
-            f"model must be a transformers model, a directory or name, or an endpoint's URL, not {type(model).__name__}"
-        )
-    if tokenizer is None or not isinstance(tokenizer, Savable):
-        raise ConfigError("a model object needs its tokenizer object: RLAgent(model, tokenizer, config)")
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(f"a fast tokenizer is needed (AutoTokenizer.from_pretrained), not {type(tokenizer).__name__}")
-    return Policy.served_here(str(snapshot(model, tokenizer, settings.serving.adapters_directory)), settings)
+    return Policy.served_here(str(local_weights(model) or model), settings)
 
 
 # The range of an episode's seed: far larger than the number of completions of a call, whose seeds are consecutive.
@@ -295,12 +220,10 @@ class RLAgent:
     The agent of the same name that OpenHands loads (``agent = "RLAgent"``) is the one of ``hosts/v0/agent.py``.
 
     Args:
-        model: a transformers model object; a model's directory (or cached hub name); the URL of an OpenAI-compatible
-            endpoint (``"http://127.0.0.1:8100/v1"``); or any name that the engine of ``[rl] engine`` knows. An object
-            is written once below ``[rl.serving] adapters_path``, and served and trained from there: an adapter is
-            bound to exact weights, and an object may change.
-        tokenizer: needed with a model object. With an endpoint: the directory of the model's weights, to train where
-            the server does not report one.
+        model: a model's directory (or cached hub name); the URL of an OpenAI-compatible endpoint
+            (``"http://127.0.0.1:8100/v1"``); or any name that the engine of ``[rl] engine`` knows.
+        tokenizer: with an endpoint, the directory of the model's weights, to train where the server does not report
+            one.
         config: the ``[rl]`` section of ``config.toml``; default: all defaults.
         progress: show bars of episodes and of optimiser steps on stderr, if that is a terminal.
 
@@ -312,7 +235,12 @@ class RLAgent:
     """
 
     def __init__(
-        self, model: object, tokenizer: object = None, config: RLSettings | None = None, *, progress: bool = True
+        self,
+        model: str | Path,
+        tokenizer: str | Path | None = None,
+        config: RLSettings | None = None,
+        *,
+        progress: bool = True,
     ) -> None:
         self.config = config or RLSettings()
         make_environment(self.config)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, write_shopper
 from small_shop import GOALS, ShopSession, running_shop
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.apps.rl_agent import EpisodeResult, ExcludedEpisodes
@@ -269,25 +268,6 @@ def test_the_prompt_is_what_the_model_will_see(model: Path, config: RLAgentConfi
     assert prompt.endswith(f"user: {ShopSession(GOALS[0]).observation}")
 
 
-def test_a_model_object_is_left_as_it_is(model: Path, config: RLAgentConfig) -> None:
-    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    with RLAgent(model=whole, tokenizer=tokenizer, config=config) as agent:
-        agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=8)
-        report = agent.train(num_epochs=1)
-        base = Path(agent.policy.base_model)
-    assert base.parent == config.serving.adapters_directory.resolve() and base.name.startswith("base-")
-    assert report.adapter.base_model == str(base)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.state_dict().items())
-    with RLAgent(whole, tokenizer, config) as again:
-        assert again.policy == PolicyRef(base_model=str(base), adapter="policy", version=1)
-        with torch.no_grad():
-            next(whole.parameters()).add_(0.1)
-    with RLAgent(whole, tokenizer, config) as moved_on:
-        assert moved_on.policy.base_model != str(base) and moved_on.adapter is None
-    assert len(list(config.serving.adapters_directory.glob("*base-*"))) == 2
-
-
 def test_an_endpoint_gets_the_new_adapter(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
     serving = ServerConfig(model=str(model), served_model_name="shopper", port=0, dtype="float32", adapters="/")
     with running_server(serving) as url:
@@ -315,18 +295,6 @@ def test_an_endpoint_gets_the_new_adapter(model: Path, config: RLAgentConfig, tm
 
 
 def test_wrong_arguments_are_refused_with_the_remedy(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
-    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    for arguments, remedy in (
-        ({"model": whole}, "needs its tokenizer"),
-        ({"model": whole, "tokenizer": str(model)}, "needs its tokenizer"),
-        ({"model": tokenizer, "tokenizer": tokenizer}, "merge"),
-        ({"model": 7}, "not int"),
-        ({"model": model, "tokenizer": str(tmp_path)}, "belongs to another model"),
-        ({"model": model, "tokenizer": object()}, "belongs to another model"),
-        ({"model": "http://127.0.0.1:9", "tokenizer": str(tmp_path)}, "no config.json"),
-    ):
-        with pytest.raises(ConfigError, match=remedy):
-            RLAgent(**arguments, config=config)
     with pytest.raises(RLError, match="cannot load the model"):
         RLAgent(tmp_path / "nothing", config=config)
     with pytest.raises(InfrastructureError, match="no model server answers"):

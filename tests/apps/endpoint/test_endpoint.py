@@ -211,9 +211,9 @@ async def test_failures_are_errors_and_no_answers(url: str, question: str, statu
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "unknown role"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools are the agent's own"),
-        ({"n": 2}, 400, "n must be 1"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "role"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ({"n": 2}, 400, "n: "),
         ({"model": "other"}, 404, "this is 'caller'"),
         ({"temperature": -1}, 400, "temperature"),
     ],
