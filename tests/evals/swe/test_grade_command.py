@@ -133,8 +133,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(place: Place, tmp_path: Pat
     [
         (["--run-id", "../x"], "--run-id '../x'"),
         (["--ids", "someone__calc-99"], "unknown instance 'someone__calc-99'"),
-        (["--mirror", "/no/such/folder"], "no such folder"),
-        (["--instances", "/no/such/file.jsonl"], "there is no such file"),
     ],
 )
 def test_wrong_options_are_one_line(place: Place, tmp_path: Path, capsys, more: list[str], said: str) -> None:

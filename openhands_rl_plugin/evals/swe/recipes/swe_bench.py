@@ -14,7 +14,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, from_extra
 from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.recipes.scripts import ReadFile, Recipe
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -22,22 +22,14 @@ from openhands_rl_plugin.evals.swe.types import Instance
 EXCLUDE_NEWER = "2024-08-01"
 """When the official images were made. Old repositories break with packages of later dates."""
 
-EXTRA = "swe"
-
 _RAW = "https://raw.githubusercontent.com/"
 _LOCK = threading.Lock()
 
 
 def swebench(module: str) -> Any:
-    """A module of the package. Raises ``MissingExtraError``; ``ConfigError`` for a version without the tables."""
-    try:
+    """A module of the package. Raises ``MissingExtraError``."""
+    with from_extra("swe", "swebench==4.1.0"):
         return import_module(f"swebench.harness.{module}")
-    except ModuleNotFoundError as error:
-        if error.name in ("swebench", "swebench.harness"):
-            raise MissingExtraError("swebench", EXTRA) from error
-        if not (error.name or "").startswith("swebench"):
-            raise MissingExtraError(error.name or "swebench", EXTRA) from error
-        raise ConfigError(f"this swebench has no {module}; install swebench==4.1.0") from error
 
 
 def recipe(instance: Instance, read_file: ReadFile) -> Recipe:
