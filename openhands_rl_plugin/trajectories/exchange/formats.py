@@ -174,26 +174,6 @@ def preference_rows(
     yield from pairs
 
 
-def value_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[JsonObject]:
-    """One row for each valued action: the conversation up to it, and the mean return that search saw from there on.
-
-    Raises ``LeftOutError`` for an episode without values.
-    """
-    executed = set(trajectory.acted())
-    valued = [at for siblings in _valued(trajectory).values() for at in siblings]
-    if not valued:
-        raise LeftOutError("no action of it was valued by a search")
-    for at in valued:
-        yield {
-            "messages": conversation_of(trajectory, trajectory.path(at)),
-            "tools": [*trajectory.tools],
-            "value": trajectory.nodes[at].value,
-            "visits": trajectory.nodes[at].visits,
-            "on_path": at in executed,
-            **identity_columns(trajectory, scores),
-        }
-
-
 def _shared_beginning(one: Trajectory, other: Trajectory) -> int:
     """How many messages both begin with, before the first answer that either of them gave."""
     pairs = zip(one.path(), other.path(), strict=False)
@@ -473,13 +453,6 @@ FORMATS: Mapping[str, Format] = {
             columns=(*PREFERENCE, *IDENTITY),
             conversations=("prompt", "chosen", "rejected"),
             compares=True,
-        ),
-        Format(
-            "values",
-            "states with the mean return that search saw from there on",
-            rows=value_rows,
-            columns=("messages", "tools", "value", "visits", "on_path", *IDENTITY),
-            conversations=("messages",),
         ),
         Format(
             "predictions",

@@ -78,7 +78,7 @@ def model_with(family: str, folder: Path) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("name", "columns"),
-    [("preferences", ("prompt", "chosen")), ("values", ("messages",)), ("sft-native", ("messages",))],
+    [("preferences", ("prompt", "chosen")), ("sft-native", ("messages",))],
 )
 def test_trl_trains_on_what_was_said(
     store: Path, tmp_path: Path, family: str, name: str, columns: tuple[str, ...]
