@@ -24,7 +24,7 @@ from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter, TrajectorySummary
+from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
 from openhands_rl_plugin.core.types import Adapter, JsonObject, StopReason
@@ -400,11 +400,10 @@ _Seen = dict[str, int]
 
 
 class _Stored(NamedTuple):
-    """What one look at a store saw: its revision, its newest episodes by their ids, and the labels of these."""
+    """What one look at a store saw: its revision, and of its newest episodes whether each is open, and what it has."""
 
     revision: str
-    episodes: Mapping[str, TrajectorySummary]
-    labels: Mapping[str, str]
+    episodes: Mapping[str, tuple[bool, tuple[object, ...]]]
 
 
 class EventResource:
@@ -419,7 +418,7 @@ class EventResource:
         self._stopped.set()
 
     async def stream(self, request: Request) -> Response:
-        """``began, grew, ended, gone, scored, label, stage, metric, reset``."""
+        """``changed, grew, stage, metric, reset``."""
         again = "last-event-id" in request.headers
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(again), media_type="text/event-stream", headers=headers)
@@ -463,28 +462,23 @@ async def _stored(storage: TrajectoryStorage) -> _Stored:
     # What is written after the revision is seen by the next look, too.
     revision = await storage.revision()
     newest = TrajectoryFilter(finished=None, descending=True, limit=_NEWEST)
-    episodes = {each.id: each async for each in storage.summaries(newest)}
-    labels = {label.id: label.trajectory_id for label in await labels_of(storage, list(episodes))}
-    return _Stored(revision, episodes, labels)
+    found = [each async for each in storage.summaries(newest)]
+    labels = Counter(label.trajectory_id for label in await labels_of(storage, [each.id for each in found]))
+    has = {each.id: (each.nodes, each.times, each.reward, labels[each.id]) for each in found}
+    return _Stored(revision, {each.id: (each.stop is StopReason.UNFINISHED, has[each.id]) for each in found})
 
 
 def _changes_between(store: str, before: _Stored, now: _Stored) -> Iterator[tuple[str, JsonObject]]:
-    changes: dict[str, list[JsonValue]] = {kind: [] for kind in ("began", "grew", "ended", "scored", "label")}
-    for identity, each in now.episodes.items():
-        known, is_open = before.episodes.get(identity), each.stop is StopReason.UNFINISHED
-        if known is None or (known.stop is StopReason.UNFINISHED and not is_open):
-            changes["began" if is_open else "ended"].append(identity)
-        elif (known.nodes, known.times) != (each.nodes, each.times):
-            changes["grew"].append(identity)
-        if each.reward != (known and known.reward):
-            changes["scored"].append(identity)
-    changes["label"] += {now.labels[each] for each in now.labels.keys() - before.labels.keys()}
-    events: list[tuple[str, JsonObject]] = [
-        (kind, {"store": store, "ids": [*ids]}) for kind, ids in changes.items() if ids
-    ]
-    if len(now.episodes) < _NEWEST and (gone := before.episodes.keys() - now.episodes.keys()):
-        events.append(("gone", {"store": store, "count": len(gone)}))
-    yield from events or [("reset", {"store": store, "why": "an older episode, or an opinion, has changed"})]
+    """``grew``: open ones that have more; ``changed``: others that are new, have ended, or were judged."""
+    changes: dict[str, list[JsonValue]] = {"grew": [], "changed": []}
+    for identity, seen in now.episodes.items():
+        if seen != (known := before.episodes.get(identity)):
+            changes["grew" if known and known[0] and seen[0] else "changed"].append(identity)
+    for kind, ids in changes.items():
+        if ids:
+            yield kind, {"store": store, "ids": ids}
+    if not any(changes.values()):
+        yield "reset", {"store": store, "why": "an older episode, or an opinion, has changed"}
 
 
 def _look(runs: Mapping[str, Path]) -> dict[str, _Seen]:

@@ -362,7 +362,7 @@ export function query(params) {
 export const row = (table, at) => new Proxy(table, {get: (columns, name) => columns[name]?.[at] ?? null});
 export const cell = (table, name, at) => table[name]?.[at] ?? null;
 export const rowsOf = (table) => Math.max(0, ...Object.values(table).map((column) => column.length));
-const KINDS = ['began', 'grew', 'ended', 'gone', 'scored', 'label', 'stage', 'metric', 'reset'];
+const KINDS = ['changed', 'grew', 'stage', 'metric', 'reset'];
 const GATHERED = 60;
 const listeners = new Set();
 let waiting = [];

@@ -35,7 +35,7 @@ export function Episodes() {
   // Rows do not move below somebody who has chosen one: the news wait until they are asked for.
   useLive((events) => {
     const ids = new Set(events.flatMap(({kind, ids: named}) => (kind === 'grew' ? [] : named ?? [])));
-    if (!ids.size && !events.some(({kind}) => ['reset', 'gone', 'open'].includes(kind))) return;
+    if (!ids.size && !events.some(({kind}) => ['reset', 'open'].includes(kind))) return;
     if (at === null) refresh();
     else if (!ids.size && events.every(({kind}) => kind === 'open')) return;
     else {

@@ -4,7 +4,7 @@ import {Shown, ask, count, exported, fixed, html, link, param, percent, plural, 
 import {About, Answer, Curve, Empty, Facts, LeftOut, Outcome, Overview, Patch, Problem, Rows, Sample, Success, Text, earned} from 'studio/parts';
 export function Adapters() {
   const answer = useAnswer('adapters');
-  useLive((events) => events.some(({kind}) => ['stage', 'scored', 'reset'].includes(kind)) && answer.again());
+  useLive((events) => events.some(({kind}) => ['stage', 'changed', 'reset'].includes(kind)) && answer.again());
   return html`<div class="page scrolls" tabindex="0"><header class="heading"><h1>Adapters</h1></header><${Answer} answer=${answer}>${({folders}) => (folders.some((each) => each.adapters.length)
     ? folders.map((each) => html`<${Folder} key=${each.name} folder=${each} />`)
     : html`<${Empty} title="No adapters are open">Start the studio with a folder of adapters, or with a run: <code>openhands-rl studio ./my-run</code></${Empty}>`)}</${Answer}></div>`;
