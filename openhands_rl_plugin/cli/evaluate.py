@@ -311,11 +311,10 @@ def _read(args: argparse.Namespace) -> int:
 
 def _print_tables(groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
     """Print a table with a column for each group of runs, and the comparison."""
-    from openhands_rl_plugin.evals.report.figures import HEADINGS, comparison_rows, figure_row, kind_counts
+    from openhands_rl_plugin.evals.report.figures import comparison_rows, rows_of
     from openhands_rl_plugin.trajectories.view import console, table
 
-    rows = [(*figure_row(group), kind_counts(group), group.in_force or "not recorded") for group in groups]
-    lines = list(zip((*HEADINGS, "outcomes", "in force"), *rows, strict=True))
+    lines = [(rows[0][0], *(value for _, value in rows)) for rows in zip(*map(rows_of, groups), strict=True)]
     console().print(table(("", *(f"({at})" for at in range(1, len(groups) + 1))), lines))
     if comparison is not None:
         console().print(table(("comparison", ""), comparison_rows(comparison)))

@@ -29,15 +29,13 @@ from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
 from openhands_rl_plugin.core.types import Adapter, JsonObject, StopReason
 from openhands_rl_plugin.evals.report.figures import (
-    HEADINGS,
     Comparison,
     EvaluationFigures,
-    about_row,
     compare,
     comparison_rows,
-    figure_row,
     figures_of,
     grouped,
+    rows_of,
 )
 from openhands_rl_plugin.evals.runs.outcome import Outcome
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, RunRecord, read_rows, read_runs
@@ -328,9 +326,8 @@ def overview(records: Sequence[RunRecord], comparison: Comparison | None = None)
 
 
 def _group(group: EvaluationFigures) -> JsonValue:
-    figures = zip(HEADINGS, figure_row(group), strict=True)
     kept = group.model_dump(mode="json", include={"label", "attempts", "kinds", "runs", "pass_at_k", "best_at_k"})
-    return plain({**kept, "rows": [list(row) for row in (*figures, *about_row(group))]})
+    return plain({**kept, "rows": [list(row) for row in rows_of(group) if row[1]]})
 
 
 def run_figures(record: RunRecord) -> JsonValue:

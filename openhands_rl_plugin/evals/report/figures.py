@@ -28,24 +28,20 @@ from openhands_rl_plugin.evals.runs.run_files import RunRecord, json_object
 
 
 def labels_of(runs: Sequence[RunRecord]) -> list[str]:
-    """A label for one run of each group, all different: ``RLAgent, BestOfN {"n": 4}``, ``CodeActAgent``.
-
-    A single group has its name. Two of the same agent and strategy have their names, or else their folders.
-    """
-    if len(runs) < 2:
-        return [run.name for run in runs]
-    labels = [""] * len(runs)
-    for aspect in zip(*map(_aspects, runs), strict=True):
-        if len(set(aspect)) > 1 and (not any(labels) or len(set(labels)) < len(runs)):
-            labels = [", ".join(filter(None, pair)) for pair in zip(labels, aspect, strict=True)]
-    return labels
+    """A label for one run of each group, all different: agent and strategy, else its name, else its folder."""
+    ways = [[_agent(run) for run in runs], [run.name for run in runs]]
+    return next(
+        (labels for labels in ways if len({*labels}) == len(runs) > 1),
+        ways[1] if len(runs) == 1 else [str(run.directory) for run in runs],
+    )
 
 
-def _aspects(run: RunRecord) -> tuple[str, ...]:
+def _agent(run: RunRecord) -> str:
+    """``RLAgent, BestOfN {"n": 4}``."""
     details = json_object(run.metadata.get("details"))
-    strategy, options = details.get("strategy") or "", details.get("strategy_options")
-    agent = str(run.metadata.get("agent_class") or run.directory.parent.name)
-    return agent, f"{strategy} {json.dumps(options)}" if options else str(strategy), run.name, str(run.directory)
+    options = details.get("strategy_options")
+    strategy = " ".join(filter(None, (str(details.get("strategy") or ""), json.dumps(options) if options else "")))
+    return ", ".join(filter(None, (str(run.metadata.get("agent_class") or run.directory.parent.name), strategy)))
 
 
 _MOST_K = 64
@@ -331,86 +327,64 @@ def _sum(differences: Sequence[float], signs: Sequence[int]) -> float:
     return abs(math.fsum(each * sign for each, sign in zip(differences, signs, strict=True)))
 
 
-HEADINGS = (
-    *("runs", "tasks", "attempts", "pass@1", "95% interval", "pass@k", "best@k", "reward", "stuck", "empty patch"),
-    *("timed out", "malformed", "flagged", "commands flagged", "turns", "prompt tokens", "sampled tokens", "cost"),
-    "seconds",
-)
+def rows_of(group: EvaluationFigures) -> tuple[tuple[str, str], ...]:
+    """The table of a group: what is measured, and how it was made."""
 
+    def last(found: tuple[AtK, ...], least: int) -> str:
+        return f"{number(found[-1].estimate.mean)} (k={found[-1].k})" if len(found) >= least else "-"
 
-def figure_row(group: EvaluationFigures) -> tuple[str, ...]:
-    """A group in a row under ``HEADINGS``."""
-    last_pass, last_best = group.pass_at_k[-1:], group.best_at_k[-1:]
     return (
-        group.label,
-        str(group.tasks),
-        str(group.attempts),
-        number(group.pass_at_1.mean),
-        interval(group.pass_at_1),
-        f"{number(last_pass[0].estimate.mean)} (k={last_pass[0].k})" if len(group.pass_at_k) > 1 else "-",
-        f"{number(last_best[0].estimate.mean)} (k={last_best[0].k})" if last_best else "-",
-        "-" if group.reward is None else number(group.reward),
-        *(rate(each) for each in (group.stuck, group.empty_patch, group.timed_out, group.malformed)),
-        *(rate(each) for each in (group.flagged, group.commands_flagged)),
-        "-" if group.turns is None else f"{group.turns:.1f}",
-        f"{group.prompt_tokens:,}",
-        f"{group.completion_tokens:,}",
-        "-" if group.cost is None else f"{group.cost:,.2f}",
-        f"{group.seconds:.1f}",
-    )
-
-
-def about_row(group: EvaluationFigures) -> tuple[tuple[str, str], ...]:
-    """What a group is, beside its figures; the parts that are known."""
-    rows = (
+        ("runs", group.label),
+        ("tasks", str(group.tasks)),
+        ("attempts", str(group.attempts)),
+        ("pass@1", number(group.pass_at_1.mean)),
+        ("95% interval", interval(group.pass_at_1)),
+        ("pass@k", last(group.pass_at_k, 2)),
+        ("best@k", last(group.best_at_k, 1)),
+        ("reward", number(group.reward)),
+        ("stuck", rate(group.stuck)),
+        ("empty patch", rate(group.empty_patch)),
+        ("timed out", rate(group.timed_out)),
+        ("malformed", rate(group.malformed)),
+        ("flagged", rate(group.flagged)),
+        ("commands flagged", rate(group.commands_flagged)),
+        ("turns", "-" if group.turns is None else f"{group.turns:.1f}"),
+        ("prompt tokens", f"{group.prompt_tokens:,}"),
+        ("sampled tokens", f"{group.completion_tokens:,}"),
+        ("cost", "-" if group.cost is None else f"{group.cost:,.2f}"),
+        ("seconds", f"{group.seconds:.1f}"),
+        ("outcomes", ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in group.kinds.items() if count)),
         ("agent", group.agent),
         ("model", group.model),
         ("data", "-".join(filter(None, (group.dataset, group.split)))),
         ("began", group.started),
         ("seed", "" if group.seed is None else str(group.seed)),
-        ("in force", group.in_force),
+        ("in force", group.in_force or "not recorded"),
         ("machine", group.machine),
         ("command", group.command),
     )
-    return tuple(row for row in rows if row[1])
 
 
 def comparison_rows(comparison: Comparison) -> tuple[tuple[str, str], ...]:
     """The comparison, a line each."""
-    change = comparison.difference
+    change, alone = comparison.difference, f"{comparison.only_first} and {comparison.only_second} of one alone left out"
+    gained, lost = comparison.gained, comparison.lost
     return (
         ("first", comparison.first),
         ("second", comparison.second),
-        (
-            "tasks of both",
-            f"{comparison.tasks} ({comparison.only_first} of the first alone, {comparison.only_second} "
-            "of the second alone are left out)",
-        ),
+        ("tasks of both", f"{comparison.tasks} ({alone})"),
         ("pass@1 of the first", number(comparison.rate_first)),
         ("pass@1 of the second", number(comparison.rate_second)),
-        (
-            "difference",
-            f"{change.mean:+.3f}, 95% interval {change.low:+.3f} to {change.high:+.3f} (bootstrap over tasks)",
-        ),
+        ("difference", f"{change.mean:+.3f}, 95% interval {change.low:+.3f} to {change.high:+.3f}"),
         ("p-value", f"{comparison.p_value:.4g} ({comparison.test}, two-sided)"),
-        ("solved more often", f"{len(comparison.gained)}: {_some(comparison.gained)}"),
-        ("solved less often", f"{len(comparison.lost)}: {_some(comparison.lost)}"),
+        ("solved more often", f"{len(gained)}: {', '.join(gained[:10])}{', ...' if len(gained) > 10 else ''}"),
+        ("solved less often", f"{len(lost)}: {', '.join(lost[:10])}{', ...' if len(lost) > 10 else ''}"),
     )
 
 
-def kind_counts(group: EvaluationFigures) -> str:
-    """How many attempts there are of every kind that occurred."""
-    return ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in group.kinds.items() if count) or "nothing"
-
-
 def rate(found: Share) -> str:
-    """A share in per cent."""
-    return share(found.count, found.of)
-
-
-def share(count: int, of: int) -> str:
     """A share in per cent; ``-`` of nothing."""
-    return f"{100 * count / of:.1f} %" if of else "-"
+    return f"{100 * found.count / found.of:.1f} %" if found.of else "-"
 
 
 def interval(estimate: Estimate) -> str:
@@ -421,11 +395,6 @@ def interval(estimate: Estimate) -> str:
 def number(value: float | None) -> str:
     """Three decimals; ``-`` for nothing."""
     return "-" if value is None else f"{value:.3f}"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:10])
-    return f"{shown}, ..." if len(names) > 10 else shown
 
 
 JSON = "report.json"

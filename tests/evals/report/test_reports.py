@@ -63,20 +63,10 @@ def test_best_at_k_follows_the_verifier():
 
 
 def test_rates_and_sums():
-    odd = {
-        "stuck": True,
-        "answers": 4,
-        "malformed": 1,
-        "turns": 3,
-        "cost": 0.5,
-        "prompt_tokens": 10,
-        "flags": ("exit",),
-        "commands_flagged": 2,
-    }
+    odd = {"stuck": True, "answers": 4, "malformed": 1, "turns": 3, "cost": 0.5, "flags": ("exit",)}
     (group,) = figures_of([run(0, [UNRESOLVED] * 3, **odd), run(1, [RESOLVED], turns=5, answers=4)])
     assert (group.stuck.count, group.stuck.of, group.flagged.value) == (3, 4, 0.75)
-    assert (group.commands_flagged.count, group.commands_flagged.of) == (3, 4)
-    assert group.malformed.value == 3 / 16 and group.cost == 1.5 and group.prompt_tokens == 30 and group.turns == 3.5
+    assert group.malformed.value == 3 / 16 and group.cost == 1.5 and group.turns == 3.5
 
 
 @pytest.mark.parametrize(
@@ -124,7 +114,7 @@ def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureF
         assert main(["evaluate", "--compare", str(one), str(other), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         named = (found["comparison"]["first"], found["comparison"]["second"])
-        assert all(name.startswith(start) for name, start in zip(named, said, strict=True)), named
+        assert all(part in name for name, part in zip(named, said, strict=True)), named
         assert [group["label"] for group in found["groups"]] == list(named)
 
 
@@ -184,20 +174,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert page[f"evaluations/{names[0]}"]["instances"]["kind"] == ["unresolved", "unresolved", "resolved"]
     assert page[f"evaluations/{names[0]}?<t0>"]["patch"] == "x" and page["export"]["left_out"] == []
     assert json.loads((tmp_path / "out" / "report.json").read_text())["groups"][0]["pass_at_1"]["n"] == 3
-    assert (
-        main(
-            [
-                "evaluate",
-                "--compare",
-                str(tmp_path / "a"),
-                str(tmp_path / "b"),
-                "--json",
-                "--out",
-                str(tmp_path / "both"),
-            ]
-        )
-        == 0
-    )
+    sides = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(["evaluate", "--compare", *sides, "--json", "--out", str(tmp_path / "both")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"]["gained"] == ["<t0>", "<t1>"] and found["comparison"]["test"] == "paired permutation"
     said = dict(data_of(tmp_path / "both" / "report.html")["evaluations"]["comparison"])
