@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import fcntl
 import functools
 import hashlib
@@ -141,17 +140,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def read_left(folder: Path, name: str, most: int) -> bytes:
-    """A regular file of at most ``most`` bytes that a sandbox, which has ended, left below ``folder``.
-
-    Raises ``OSError``, also for one to which a link leads out of the folder.
-    """
-    path = (folder / name).resolve(strict=True)
-    if not path.is_relative_to(folder.resolve()) or not path.is_file() or path.stat().st_size > most:
-        raise OSError(errno.EINVAL, f"no regular file of at most {most} bytes in its folder", name)
-    return path.read_bytes()
 
 
 def file_sha256(path: Path) -> str:

@@ -9,8 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -105,15 +104,3 @@ def forget_unused() -> None:
     """Free objects that only refer to each other, as the layers of a model do, and return their memory."""
     gc.collect()
     return_freed_memory()
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Around imports of large libraries: what they make stays, and looking for garbage is a fifth of their time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -33,8 +33,6 @@ _SHAPES = re.compile(
       | [rs]k_(?:live|test)_[A-Za-z0-9]{10,} | whsec_[A-Za-z0-9]{14,} | SG\.[\w-]{16,}\.[\w-]{16,}
       | eyJ[\w-]{6,}\.eyJ[\w-]{6,}(?:\.[\w-]*)?
       | (?:dapi|(?<!-)key-|SK|shp(?:at|ca|pa|ss)_)[0-9a-f]{32}(?![A-Za-z0-9])
-      | AGE-SECRET-KEY-1[0-9A-Z]{40,} | (?<=[0-9]{8}:)AA[\w-]{32,33}(?![\w-])
-      | (?:[MNO][DTjz][AEIMQUYcgk][w-z0-5]){5,6}[\w-]{0,4}\.[\w-]{6}\.[\w-]{27,}  # digits in base64: a bot of Discord
     )""",
     re.VERBOSE | re.ASCII,
 )
@@ -55,17 +53,6 @@ _SIGNED_URL = re.compile(r"(?:[?&;]|u0026)(?:sig|X-(?:Amz|Goog)-Signature)=([A-Z
 _BEARER = re.compile(r"earer ([A-Za-z0-9._~+/-]{16,}=*)")
 _COOKIES = re.compile(r"""(?i)cookie\\*["']?[ \t]{0,3}[:,][ \t]{0,3}b?(?:\\*["'])?([^\r\n"'\\]{1,4096})""")
 _COOKIE = re.compile(r"(?<![^\s;:\"'])(?!(?i:path|domain|expires|max-age|samesite)=)[^\s=;,]{1,128}=([^\s=;,]{8,}+=*)")
-# Options of single letters mean this to a few programs only, which stand before them on the same line.
-_COMMANDS = (
-    (
-        "curl",
-        re.compile(r"""(?<=\s)(?:-u|--user|--proxy-user)[ =]?\\*["']?([^\s:"'$<>{}\\]+):([^\s"'$<>{}\\]{4,512})"""),
-    ),
-    ("mysql", re.compile(r"""(?<=\s)-p()\\*["']?([^\s"'$<>{}\\=-][^\s"'$<>{}\\]{3,512})""")),
-    ("sshpass", re.compile(r"""(?<=\s)-p()\s?\\*["']?([^\s"'$<>{}\\=-][^\s"'$<>{}\\]{3,512})""")),
-)
-_COMMAND_ENDS = re.compile(r"(?<!\\)\n|[;|]")
-
 _NAME_WORDS = (b"key", b"token", b"secret", b"pass", b"credential", b"auth", b"pwd", b"_pat")
 _FOLLOWS = frozenset({*(bytes([byte]) for byte in b" \t\r\n\"'\\=:,_>]s0123456789wpo")})
 """What may stand behind a word of a name; nearly all of a program's text is left at once."""
@@ -229,13 +216,6 @@ def _marked(text: str) -> Iterator[Span]:
         for match in _BEARER.finditer(text):
             if _is_generated(match[1], 16) and not _is_dummy(match[1]):
                 yield match.span(1)
-    for command, pattern in _COMMANDS:
-        for match in pattern.finditer(text) if command in text else ():
-            start = text.rfind(command, max(0, match.start() - 600), match.start())
-            password = match[2]
-            known = password == match[1] or _PLACEHOLDER.match(password) or password.isdigit() or _PATH.match(password)
-            if start >= 0 and not known and not _COMMAND_ENDS.search(text, start, match.start()):
-                yield match.span(2)
 
 
 def _own(text: str, own: Sequence[str]) -> Iterator[Span]:

@@ -45,7 +45,6 @@ from openhands_rl_plugin.core.errors import (
     describe,
     from_extra,
 )
-from openhands_rl_plugin.core.machine import without_collection
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
@@ -87,11 +86,10 @@ def local_runner(
     if options.environment_mode:
         return EnvironmentSessions(settings, options, storage=storage)
     os.environ.update({**_QUIET, **os.environ})
-    with without_collection():
-        if host_of(settings) == "v0":
-            from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner as Runner
-        else:
-            from openhands_rl_plugin.hosts.v1.runs import ConversationRunner as Runner
+    if host_of(settings) == "v0":
+        from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner as Runner
+    else:
+        from openhands_rl_plugin.hosts.v1.runs import ConversationRunner as Runner
     return Runner(settings, options, storage=storage)
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.files import PRIVATE, file_sha256, replacing, write_file
+from openhands_rl_plugin.core.files import PRIVATE, replacing, write_file
 
 
 def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
@@ -28,14 +26,6 @@ def test_what_fails_half_way_changes_nothing(tmp_path: Path) -> None:
         assert file.read_text() == "old"
         raise ZeroDivisionError
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("state.json", "old")]
-
-
-def test_a_missing_folder_is_made_only_when_asked_for(tmp_path: Path) -> None:
-    file = tmp_path / "runs" / "1" / "state.json"
-    with pytest.raises(StorageError, match="cannot be written: FileNotFoundError"):
-        write_file(file, b"x")
-    write_file(file, b"x", parents=True)
-    assert file_sha256(file) == "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
 
 
 MAKES = """
@@ -60,10 +50,3 @@ def test_what_killed_processes_left_is_removed_at_the_next_start(tmp_path: Path)
     for process, _ in running:
         process.communicate("\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_pauses_double_up_to_the_longest_and_vary_by_a_quarter() -> None:
-    backoff = Backoff(first=0.5, longest=10.0)
-    for failures, plain in ((1, 0.5), (2, 1.0), (5, 8.0), (6, 10.0), (10_000, 10.0)):
-        pauses = [backoff.pause(failures) for _ in range(200)]
-        assert 0.75 * plain <= min(pauses) < plain < max(pauses) <= 1.25 * plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from itertools import combinations
 
@@ -55,19 +54,6 @@ def test_a_perfect_verifier_reaches_pass_at_k_and_a_blind_one_the_mean(
     assert best_at_k([0.5] * n, outcomes, k) == pytest.approx(sum(outcomes) / n)
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(3, 1, 0), (3, 1, 4), (3, 4, 1), (3, -1, 1), (0, 0, 1)])
-def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
-    with pytest.raises(ValueError, match=r"attempts"):
-        pass_at_k(n, c, k)
-
-
-def test_scores_that_name_no_best_attempt_are_refused() -> None:
-    with pytest.raises(ValueError, match="not a number"):
-        best_at_k([0.1, math.nan], [1, 0], 1)
-    with pytest.raises(ValueError, match="2 scores for 1 outcomes"):
-        best_at_k([0.1, 0.2], [1], 1)
-
-
 def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
     generator = random.Random(7)
     covered = 0
@@ -80,13 +66,6 @@ def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
 def test_wilson_has_the_textbook_values() -> None:
     estimate = wilson(15, 50)
     assert (estimate.low, estimate.high) == pytest.approx((0.1910, 0.4375), abs=1e-4)
-
-
-@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_contains_the_mean_and_stays_in_the_unit_interval(case: tuple[int, int]) -> None:
-    estimate = wilson(*case)
-    assert 0.0 <= estimate.low <= estimate.mean + 1e-12
-    assert estimate.mean <= estimate.high + 1e-12 <= 1.0 + 2e-12
 
 
 def test_a_clear_improvement_excludes_zero_and_noise_does_not() -> None:

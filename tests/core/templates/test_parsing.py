@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -35,55 +34,6 @@ def test_calls_and_problems_are_found(form: str) -> None:
 
 
 TOOLS = json.loads((CORPUS / "tools.json").read_text(encoding="utf-8"))
-SEEDS = [
-    json.loads(line)["text"] for file in sorted(CORPUS.glob("*.jsonl")) for line in file.read_text("utf-8").splitlines()
-]
-PIECES = [
-    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<function=execute_bash>", "</function>", "</fun"),
-    *("<parameter=command>", "</parameter>", "<json>", "</json>", "<|python_tag|>", "<function=", "```json"),
-    *("{", "}", "[", "]", "'", "\\"),
-    *('{"name":"', '"arguments":{', '"parameters":', '"'),
-    *[",", ":", "<", ">", "=", "/", "1e999", "NaN", "None", "\\u", "☃", "-", "null", "İ"],
-    *("\n", " ", "\x00", "\ud800", "9" * 5000, "{" * 80, "[" * 2000),
-]
-
-
-def mutated(source: random.Random) -> str:
-    text = source.choice(SEEDS)
-    for _ in range(source.randint(1, 6)):
-        at, to = sorted(source.randint(0, len(text)) for _ in range(2))
-        match source.randint(0, 4):
-            case 0:
-                text = text[:at] + text[to:]
-            case 1:
-                text = text[:at] + source.choice(PIECES) + text[at:]
-            case 2:
-                text = text[:at] + source.choice(SEEDS) + text[to:]
-            case 3:
-                text = text[:to]
-            case _:
-                text = "".join(source.choices(PIECES, k=source.randint(1, 20))) + text[at:]
-    return text[:20_000]
-
-
-def check(text: str) -> None:
-    for form in (TAGGED, BARE):
-        for tools in ((), TOOLS):
-            answer = parse_calls(text, tools, form)
-            for call in answer.calls:
-                assert call.name and isinstance(json.loads(call.arguments), dict)
-            assert text.startswith(answer.before)
-
-
-def test_mutated_answers() -> None:
-    source = random.Random(1)
-    for _ in range(1500):
-        text = mutated(source)
-        started = time.perf_counter()
-        check(text)
-        assert time.perf_counter() - started < 5, text
-
-
 HOSTILE = [
     '<tool_call>{"a',
     '<tool_call>{"name": "f", "arguments": {}}',

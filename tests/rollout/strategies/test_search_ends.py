@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from search_worlds import opened
 
-from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EnvInfo, Strategy
 from openhands_rl_plugin.core.types import (
@@ -21,7 +20,6 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.rewards.outcome import TestsReward
 from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.value import (
@@ -171,10 +169,3 @@ async def test_values_that_add_up_rewards_are_refused_where_none_are_paid(make: 
     with pytest.raises(ConfigError, match=says) as caught:
         await make(value).decide(await opened(world), engine, world)
     assert "\n" not in str(caught.value) and not world.forks
-
-
-def test_tests_are_no_value_because_they_run_after_the_episode():
-    with pytest.raises(ConfigError, match=r"value 'reward' cannot judge by reward = 'tests'.* use another reward"):
-        RewardValue(reward=TestsReward())
-    with pytest.raises(ConfigError, match="graded only after its episode"):
-        registry.build("strategies", "MCTS", {"value": "reward", "value_options": {"reward": "tests"}})
