@@ -41,7 +41,6 @@ HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSF
 UV_CACHE_DIR PIP_CACHE_DIR SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CUDA_VISIBLE_DEVICES DOCKER_HOST NLTK_DATA
 HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy
 """
-_LEAVE_PATIENCE = 10.0
 # Failures of machines and servers behind a task, rather than of the task.
 _INFRASTRUCTURE = frozenset({"SandboxError", "InterceptionError", "ProviderError", "ToolsetError", "TunnelError"})
 
@@ -84,14 +83,9 @@ class VerifiersProcess:
         self._url, self._loading = "", threading.Lock()
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._printed}
         try:
-            self._process = subprocess.Popen([python, "-c", source], env=dict(env), start_new_session=True, **pipes)
+            self.process = subprocess.Popen([python, "-c", source], env=dict(env), start_new_session=True, **pipes)
         except OSError as error:
             raise InfrastructureError(f"{python} cannot be started: {error}") from error
-
-    @property
-    def alive(self) -> bool:
-        """Whether episodes can be started."""
-        return self._process.poll() is None
 
     async def ready(self, seconds: float) -> None:
         """Wait until tasks can be run. Raises ``BadEnvironmentError`` for a taskset that cannot be loaded."""
@@ -118,14 +112,14 @@ class VerifiersProcess:
             raise self._gone() from error
 
     def _loaded(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         with self._loading:
             if self._url:
                 return
             try:
-                self._process.stdin.write(self._setup + b"\n")
-                self._process.stdin.flush()
-                found = json.loads(self._process.stdout.readline())
+                self.process.stdin.write(self._setup + b"\n")
+                self.process.stdin.flush()
+                found = json.loads(self.process.stdout.readline())
             except (OSError, ValueError) as error:
                 self._kill()
                 raise self._gone() from error
@@ -136,15 +130,15 @@ class VerifiersProcess:
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: its tool servers are in it
-        self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)  # a session of its own: its tool servers are in it
+        self.process.wait()
 
     def _gone(self) -> InfrastructureError:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
+            self.process.wait(1.0)
         self._printed.seek(0)
         printed = " ".join(redact_text(self._printed.read().decode("utf-8", "replace")[-10_000:]).split())[-300:]
-        return InfrastructureError(f"the process of verifiers ended: {printed or self._process.poll()}")
+        return InfrastructureError(f"the process of verifiers ended: {printed or self.process.poll()}")
 
 
 _PROCESSES: dict[tuple[int, str, str], VerifiersProcess] = {}
@@ -156,7 +150,7 @@ def process_for(python: str, setup: JsonObject, env: Mapping[str, str]) -> Verif
     key = (os.getpid(), python, json.dumps([setup, dict(env)], sort_keys=True))
     with _MAKING:
         found = _PROCESSES.get(key)
-        if found is None or not found.alive:
+        if found is None or found.process.poll() is not None:
             found = _PROCESSES[key] = VerifiersProcess(python, setup, env)
         return found
 
@@ -226,8 +220,6 @@ class VerifiersEnvironment:
         if self._process is not None:
             raise RuntimeError("an environment runs one episode: make a new one")
         options, taskset = self.options, task.environment.partition("/")[2]
-        if not taskset:
-            raise BadEnvironmentError('verifiers needs the id of a taskset: env_name = "verifiers/ID"')
         self._idx, self._name = episode_index(task), task.environment
         setup: JsonObject = {
             "env": {**options.env, "taskset": {**options.taskset_options, "id": taskset}},
@@ -302,7 +294,7 @@ class VerifiersEnvironment:
             self._running = False
             with suppress(InfrastructureError):
                 left: JsonObject = {"episode": self._episode, "answer": None, "left": True}
-                await self._process.ask("answer", left, _LEAVE_PATIENCE)
+                await self._process.ask("answer", left, self.options.timeout)
 
     async def _ask(self, path: str, body: JsonObject) -> dict[str, Any]:
         assert self._process is not None

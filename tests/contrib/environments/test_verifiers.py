@@ -137,7 +137,7 @@ async def test_what_is_wrong_is_typed(python: str):
     environment = make(start_timeout=170)
     await environment.reset(task("tasksets_of_tests"))
     assert environment._process is not None
-    environment._process._process.kill()
+    environment._process.process.kill()
     with pytest.raises(InfrastructureError, match="the process of verifiers ended"):
         await environment.step(Message(role="assistant", content="2"))
     again = await played("tasksets_of_tests", "2", idx=1, start_timeout=170)
