@@ -67,9 +67,8 @@ WALK_REST, WALK_AFTER = 20.0, 2.0
 # The same where the file system lost all that the session may still add.
 WALK_REST_WHEN_FULL = 2.0
 MEBIBYTE = 1024**2
-# What file systems set aside for a file, however small (ext4's bytes-per-inode); memory of a file in memory.
-LEAST_FILE, FILE_IN_MEMORY = 16384, 1024
-IN_MEMORY = ("/tmp", "/dev/shm")
+# What file systems set aside for a file, however small (ext4's bytes-per-inode).
+LEAST_FILE = 16384
 # After a bound was crossed the next command waits for so many seconds.
 PAUSE = 2.0
 
@@ -124,45 +123,16 @@ def proportional_memory(pids: Iterable[int]) -> int:
     return total
 
 
-class Growth:
-    """How much a session has added. Once it was too much, commands may only make it less."""
+class Disk:
+    """How much was added to folders. Once it was too much, commands may only make it less.
 
-    def __init__(self, most: int) -> None:
-        self.most = self.allowed = most
-        self.over = False
-
-    def size(self) -> int:
-        raise NotImplementedError
-
-    def crossed(self) -> bool:
-        added = self.size()
-        self.over = added > self.allowed
-        if not self.over:
-            self.allowed = max(self.most, min(self.allowed, added))
-        return self.over
-
-    def settle(self) -> None:
-        """A command begins after all others were ended: what is there is allowed."""
-        if self.over:
-            self.allowed, self.over = max(self.most, self.size()), False
-
-
-class FilesInMemory(Growth):
-    """The kernel's memory for files in ``/tmp`` and ``/dev/shm``, whatever their size."""
-
-    def size(self) -> int:
-        with open("/proc/self/mounts") as mounts:
-            kinds = {fields[1]: fields[2] for fields in map(str.split, mounts)}
-        found = [os.statvfs(place) for place in IN_MEMORY if kinds.get(place) == "tmpfs"]
-        return FILE_IN_MEMORY * sum(each.f_files - each.f_ffree for each in found)
-
-
-class Disk(Growth):
-    """What was added to folders. They are walked when the file system lost as much as is left, or time passed."""
+    They are walked when the file system lost as much as is left, or time passed.
+    """
 
     def __init__(self, folders: list[str], most: int) -> None:
-        super().__init__(most)
         self.folders = folders
+        self.most = self.allowed = most
+        self.over = False
         self.free = self.free_bytes()
         self.base: int | None = None
         self.added = 0
@@ -172,11 +142,18 @@ class Disk(Growth):
         now = time.monotonic()
         if now < (self.next if self.lost() > self.allowed - self.added else self.due):
             return False
-        over = super().crossed()
+        self.over = self.size() > self.allowed
+        if not self.over:
+            self.allowed = max(self.most, min(self.allowed, self.added))
         took = time.monotonic() - now
         self.next = now + took * WALK_REST_WHEN_FULL
         self.due = now + max(WALK_AFTER, took * WALK_REST)
-        return over
+        return self.over
+
+    def settle(self) -> None:
+        """A command begins after all others were ended: what is there is allowed."""
+        if self.over:
+            self.allowed, self.over = max(self.most, self.size()), False
 
     def size(self) -> int:
         free, found = self.free_bytes(), sum(map(walk, self.folders))
@@ -221,13 +198,7 @@ class Bounds:
         self.most_processes = 0 if bounds["grouped"] else bounds["processes"]
         self.most_memory = 0 if bounds["grouped"] else bounds["memory"]
         self.isolated = bounds["isolated"]
-        self.grown: dict[str, Growth] = {}
-        if bounds["folders"]:
-            reason = "the session added more than {} MiB to its workspace"
-            self.grown[reason] = Disk(bounds["folders"], bounds["disk"])
-        if self.isolated and self.most_memory:
-            reason = "the files in /tmp and /dev/shm take more than {} MiB of memory"
-            self.grown[reason] = FilesInMemory(self.most_memory)
+        self.disk = Disk(bounds["folders"], bounds["disk"]) if bounds["folders"] else None
         self.next = self.may_start = 0.0
         for name, bound in bounds["limits"].items():
             kind = getattr(resource, name)
@@ -237,8 +208,8 @@ class Bounds:
 
     def begin(self) -> None:
         """A command begins now."""
-        for each in self.grown.values():
-            each.settle()
+        if self.disk:
+            self.disk.settle()
 
     def crossed(self) -> str:
         """What is beyond its bound, in words, or nothing."""
@@ -254,8 +225,9 @@ class Bounds:
     def beyond(self) -> str:
         if self.most_processes and (reason := self.too_many()):
             return reason
-        over = (text.format(each.most // MEBIBYTE) for text, each in self.grown.items() if each.crossed())
-        return next(over, "")
+        if self.disk and self.disk.crossed():
+            return f"the session added more than {self.disk.most // MEBIBYTE} MiB to its workspace"
+        return ""
 
     def too_many(self) -> str:
         too_many = f"the session has more than {self.most_processes} processes and threads"
