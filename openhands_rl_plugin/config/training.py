@@ -35,7 +35,7 @@ _OF_REINFORCEMENT = {
     *("clip_low", "clip_high", "kl", "kl_coefficient", "entropy_coefficient", "old_logprobs"),
     *("step_rewards", "discount", "state_weight"),
     *("teacher", "teacher_model", "opd_weight"),
-    *("correction", "correction_level", "correction_low", "correction_high"),
+    *("correction", "correction_high"),
 }
 _ONLY: dict[str, tuple[str, ...]] = {
     **{name: tuple({*get_args(AlgorithmName)} - {*_IMITATION, "dpo"}) for name in _OF_REINFORCEMENT},
@@ -113,9 +113,7 @@ class TrainingSettings(Settings):
     overlong: Literal["keep", "leave-out"] = Field(
         default="keep", description="whether to train on episodes that were cut off by a limit"
     )
-    kl: Literal["none", "k1", "k2", "k3"] = Field(
-        default="none", description="estimator of the KL divergence to the base model"
-    )
+    kl: Literal["none", "k3"] = Field(default="none", description="estimator of the KL divergence to the base model")
     kl_coefficient: float = Field(default=0.001, ge=0, description="weight of the KL divergence beside the reward")
     entropy_coefficient: float = Field(
         default=0.0, ge=0, description="weight of the entropy bonus (verl's entropy_coeff); 0: off"
@@ -139,21 +137,10 @@ class TrainingSettings(Settings):
         default="auto",
         description="denominator of the ratio: logprobs recorded when sampling, or recomputed by the trainer",
     )
-    correction: Literal["none", "truncate", "mask"] = Field(
-        default="none",
-        description="importance weights for off-policy rollouts: truncated, or masked outside of the bounds",
+    correction: Literal["none", "truncate"] = Field(
+        default="none", description="importance weights for off-policy rollouts: truncated at correction_high"
     )
-    correction_level: Literal["token", "sequence"] = Field(
-        default="token", description="importance weight per token, or their mean over the sequence"
-    )
-    correction_low: float = Field(
-        default=0.5, ge=0, le=1, description='correction "mask": tokens with a lower weight are masked'
-    )
-    correction_high: float = Field(
-        default=2.0,
-        ge=1,
-        description='largest weight ("truncate"), or the weight above which tokens are masked ("mask")',
-    )
+    correction_high: float = Field(default=2.0, ge=1, description="largest importance weight of a token")
     step_rewards: Literal["episode", "environment", "search"] = Field(
         default="episode",
         description="rewards that advantages are computed from; environment, search: per turn, from its reward-to-go",

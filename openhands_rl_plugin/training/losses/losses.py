@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from openhands_rl_plugin.training.algorithms import (
 )
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.dataset import PreferencePair
-
-Correction = Literal["none", "truncate", "mask"]
-CorrectionLevel = Literal["token", "sequence"]
 
 # A product over thousands of tokens overflows float32. exp(20) and exp(-20) are outside any sensible clip range; verl
 # uses the same bound.
@@ -93,63 +90,26 @@ def cispo(batch: TokenBatch, *, low: float | None = 0.2, high: float = 0.28) -> 
     return -weight * batch.advantages * batch.logprobs
 
 
-def kl_penalty(logprobs: Tensor, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimates of KL(policy || reference) from tokens of the policy. logprobs, reference: [K] -> [K] nats.
+def kl_loss(batch: TokenBatch, reference: Tensor) -> Tensor:
+    """The KL term of a loss, for tokens of the old policy. reference: [K] logprobs -> [K] losses, in nats.
 
-    From Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); verl and OpenRLHF use the same
-    names. k1 is unbiased and may be negative. k2, as a loss, has the gradient of the KL. k3 is unbiased and never
-    negative. For a loss see ``kl_loss``.
+    The k3 estimate of KL(policy || reference) (Schulman 2020, joschu.net/blog/kl-approx.html) is unbiased and never
+    negative, but its gradient alone is that of KL(reference || policy). Multiplied by the ratio current / old, as in
+    DeepSeek-V3.2 (arXiv 2512.02556, equation 7) and TRL's ``use_bias_correction_kl``, the mean of its gradient over
+    tokens of the old policy is exactly that of KL(policy || reference) of the next token.
     """
-    difference = logprobs - reference
-    match kind:
-        case "k1":
-            return difference
-        case "k2":
-            return 0.5 * difference**2
-        case "k3":
-            return torch.exp(-difference) - 1 + difference
-
-
-def kl_loss(batch: TokenBatch, reference: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """The KL term of a loss, for tokens of the old policy. reference: [K] logprobs -> [K] losses.
-
-    The gradient of an estimate is not an estimate of the gradient: k1's alone has the mean 0, and k3's alone is that of
-    KL(reference || policy). Multiplied by the ratio current / old, as in DeepSeek-V3.2 (arXiv 2512.02556, equation 7)
-    and TRL's ``use_bias_correction_kl``, the mean of either's gradient over tokens of the old policy is exactly that of
-    KL(policy || reference) of the next token. k2 has that gradient on tokens of the current policy already, so the
-    ratio weighs it without a gradient of its own.
-    """
-    penalty = kl_penalty(batch.logprobs, reference, kind)
+    difference = batch.logprobs - reference
     ratio = torch.exp((batch.logprobs - batch.old).clamp(-_LOG_BOUND, _LOG_BOUND))
-    return (ratio.detach() if kind == "k2" else ratio) * penalty
+    return ratio * (torch.exp(-difference) - 1 + difference)
 
 
-def correction_weights(
-    batch: TokenBatch,
-    behaviour: Tensor,
-    *,
-    mode: Correction,
-    level: CorrectionLevel = "token",
-    low: float = 0.5,
-    high: float = 2.0,
-) -> Tensor:
-    """Importance weights for tokens sampled by another policy or another engine: ``old / behaviour``.
+def correction_weights(batch: TokenBatch, behaviour: Tensor, *, high: float = 2.0) -> Tensor:
+    """Importance weights for tokens sampled by another policy or another engine: ``old / behaviour``, ``high`` at most.
 
-    behaviour: [K] logprobs at sampling. ``truncate`` caps the weight at ``high`` (truncated importance sampling, Yao et
-    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). ``mask`` sets weights outside
-    ``low .. high`` to 0 (IcePop, Ling Team 2025). The default ``high`` of 2.0 is verl's threshold, ``low`` its inverse.
-    Returns [K] weights without gradient.
-
-    At ``sequence`` level all tokens of a sequence have the geometric mean of their ratios, which does not grow with the
-    length (verl, SkyRL and OpenRLHF reject sequences by it).
+    behaviour: [K] logprobs at sampling. This is truncated importance sampling (Yao et al. 2025, "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training"); 2.0 is verl's threshold. Returns [K], without gradient.
     """
-    if mode == "none":
-        return torch.ones_like(behaviour)
-    difference = (batch.old - behaviour).detach()
-    ratio = torch.exp(difference if level == "token" else batch.mean_of_sequence(difference))
-    if mode == "truncate":
-        return ratio.clamp(max=high)
-    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+    return torch.exp((batch.old - behaviour).detach()).clamp(max=high)
 
 
 def token_mean(lengths: Tensor) -> Tensor:
@@ -464,17 +424,12 @@ class Loss:
         low, high = clip_bounds(chosen)
         old, recorded, divergence = one.tokens("old"), one.tokens("recorded"), 0.0
         tokens = TokenBatch(one.logprobs, old, one.tokens("advantages"), one.sequence, len(one.items))
-        correction = correction_weights(
-            tokens,
-            recorded,
-            mode=chosen.correction,
-            level=chosen.correction_level,
-            low=chosen.correction_low,
-            high=chosen.correction_high,
-        )
+        correction = torch.ones_like(old)
+        if chosen.correction != "none":
+            correction = correction_weights(tokens, recorded, high=chosen.correction_high)
         losses = _OBJECTIVES[objective](tokens, low=low, high=high) * correction
-        if self.needs_reference and chosen.kl != "none":
-            kl = kl_loss(tokens, one.tokens("reference"), chosen.kl)
+        if self.needs_reference:
+            kl = kl_loss(tokens, one.tokens("reference"))
             losses = losses + chosen.kl_coefficient * correction * kl
             divergence = kl.detach().sum().item()
         current = one.logprobs.detach()

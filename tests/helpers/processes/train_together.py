@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"num_epochs": 3, "checkpoint_steps": 2},
     },
     "entropy": {**{"algorithm": "grpo", "entropy_coefficient": 0.01, "batch_size": 3}, "gradient_checkpointing": True},
-    "heated": {"algorithm": "grpo", "old_logprobs": "recomputed", "kl": "k1", "batch_size": 3},
+    "heated": {"algorithm": "grpo", "old_logprobs": "recomputed", "kl": "k3", "batch_size": 3},
     "gspo": {"algorithm": "gspo", "num_epochs": 3, "checkpoint_steps": 2},
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -13,10 +12,8 @@ from torch import Tensor
 from openhands_rl_plugin.training.losses.losses import (
     TokenBatch,
     cispo,
-    correction_weights,
     fixed_length,
     gspo,
-    kl_penalty,
     ppo,
     rollout_mean,
     token_mean,
@@ -82,29 +79,6 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce():
         batch = TokenBatch(values, values.detach().clone(), advantages, torch.tensor([0, 0, 1]), 2)
         objective(batch).sum().backward()
         assert torch.allclose(values.grad, -advantages), objective.__name__
-
-
-def test_estimates_of_the_divergence_agree_where_they_should():
-    torch.manual_seed(1)
-    policy = torch.log_softmax(torch.randn(50), 0)
-    reference = torch.log_softmax(policy + 0.3 * torch.randn(50), 0)
-    exact = (policy.exp() * (policy - reference)).sum()
-    for kind in ("k1", "k3"):
-        assert (policy.exp() * kl_penalty(policy, reference, kind)).sum() == pytest.approx(exact.item(), abs=1e-5)
-    assert (kl_penalty(policy, reference, "k3") >= 0).all() and (kl_penalty(policy, reference, "k2") >= 0).all()
-
-
-def test_stale_tokens_are_weighed_capped_or_left_out():
-    ratios = torch.tensor([0.1, 1.0, 5.0, 1.5])
-    batch = TokenBatch(torch.zeros(4), ratios.log(), torch.ones(4), torch.tensor([0, 0, 1, 1]), 2)
-    behaviour = torch.zeros(4)
-    weigh = partial(correction_weights, batch, behaviour)
-    assert torch.equal(weigh(mode="none"), torch.ones(4))
-    assert torch.allclose(weigh(mode="truncate"), torch.tensor([0.1, 1.0, 2.0, 1.5]))
-    assert torch.allclose(weigh(mode="mask"), torch.tensor([0.0, 1.0, 0.0, 1.5]))
-    first, second = math.sqrt(0.1), math.sqrt(7.5)
-    assert torch.allclose(weigh(mode="truncate", level="sequence"), torch.tensor([first, first, 2.0, 2.0]))
-    assert torch.allclose(weigh(mode="mask", level="sequence", high=3.0), torch.tensor([0, 0, second, second]))
 
 
 def test_weights_of_a_batch_sum_to_one_and_do_not_depend_on_how_it_is_cut():
