@@ -82,9 +82,10 @@ def policy_endpoint(sample: Sample, tokenizer: Any, max_model_len: int) -> Itera
             text=tokenizer.decode(output.token_ids, skip_special_tokens=True),
             finish_reason="length" if len(output.token_ids) >= most else "stop",
         )
-        choice = Formatter(tokenizer).chat_choice(0, generation, logprobs=True, token_ids=True, tools=body.callable)
+        whole = body.model_copy(update={"logprobs": True, "return_token_ids": True})
+        choice = Formatter(tokenizer).chat_choice(0, generation, whole)
         more = {"prompt_logprobs": None, "prompt_token_ids": list(ids)}
-        return json_response(chat_body(new_id("chatcmpl"), MODEL, [choice], usage([generation], 1), **more))
+        return json_response(chat_body(new_id("chatcmpl"), MODEL, [choice], usage([generation]), **more))
 
     routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route("/v1/models", models)]
     app, key = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS), secrets.token_urlsafe(24)

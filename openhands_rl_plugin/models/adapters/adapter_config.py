@@ -23,6 +23,10 @@ _WITHOUT_EFFECT = frozenset(
 """Options that say nothing of what the tensors mean; which layers have some, the tensors show."""
 
 
+# vLLM computes prompt_logprobs without LoRA on these modules, so that no probe could verify them.
+_UNVERIFIABLE = frozenset({"lm_head", "embed_tokens"})
+
+
 class AdapterConfig(BaseModel):
     """The options with an effect on what is computed. All others are kept, too: a true one is refused."""
 
@@ -64,6 +68,8 @@ class AdapterConfig(BaseModel):
                 f"init_lora_weights = {self.init_lora_weights!r:.40} changed the base weights; save it with PEFT's "
                 "path_initial_model_for_weight_conversion, which makes it a plain adapter"
             )
+        if found := sorted({name.rpartition(".")[2] for name in self.layers or ()} & _UNVERIFIABLE):
+            return f"an adapter of {', '.join(found)} cannot be verified; leave it out of target_modules"
         options = {"use_dora": self.use_dora, **(self.model_extra or {})}
         found = sorted(name for name, value in options.items() if value and name not in _WITHOUT_EFFECT)
         what = f"{', '.join(found)[:200]} cannot be served; train a plain LoRA or rsLoRA adapter"

@@ -79,7 +79,24 @@ class AdapterStore:
                 write(fresh)
                 if probe is not None:
                     write_file(fresh / PROBE, probe.model_dump_json())
-                return self._commit(name, fresh, base_model, parent, step, metrics or {})
+                for file in fresh.iterdir():
+                    sync(file)
+                about = {"parent": parent, "base_model": base_model, "step": step, "metrics": metrics or {}}
+                while True:
+                    latest = self.latest(name)
+                    version = latest.version + 1 if latest is not None else 1
+                    target = self.root / versioned_name(name, version)
+                    own = {"name": target.name, "version": version, "path": str(target)}
+                    adapter = Adapter.model_validate({**own, **about, "sha256": weights_sha256(fresh)})
+                    write_file(fresh / MANIFEST, adapter.model_dump_json(indent=1))
+                    try:
+                        os.rename(fresh, target)
+                    except OSError:
+                        if not target.exists():
+                            raise
+                        continue  # another process took this version
+                    sync(self.root)
+                    return adapter
         except OSError as error:
             raise StorageError(
                 f"the adapter cannot be written below {self.root}: {describe(error)}; free some space or choose "
@@ -144,11 +161,9 @@ class AdapterStore:
     def verify(self, adapter: Adapter) -> None:
         """Raise ``PublishError`` unless the weights are those that were written."""
         path = Path(adapter.path)
-        if not weights_files(path):
-            raise PublishError(f"{adapter.name}: {path / WEIGHTS_FILE} is missing")
-        if weights_sha256(path) != adapter.sha256:
-            damaged = ", ".join(file.name for file in weights_files(path))
-            raise PublishError(f"{adapter.name}: {path / damaged} is damaged (its sha256 is not that of the manifest)")
+        if not weights_files(path) or weights_sha256(path) != adapter.sha256:
+            why = "the weights are missing or damaged (their sha256 is not that of the manifest)"
+            raise PublishError(f"{adapter.name}: {path}: {why}")
 
     def keep_probe(self, adapter: Adapter, probe: Probe) -> None:
         """Write the trainer's logprobs beside the weights. Raises ``StorageError``."""
@@ -186,35 +201,6 @@ class AdapterStore:
             return ServedBy.model_validate_json((self.root / adapter.name / PROBED).read_bytes()).differences
         except (OSError, ValidationError):
             return {}
-
-    def _commit(
-        self, name: str, fresh: Path, base_model: str, parent: str | None, step: int, metrics: dict[str, float]
-    ) -> Adapter:
-        for file in fresh.iterdir():
-            sync(file)
-        while True:
-            latest = self.latest(name)
-            version = latest.version + 1 if latest is not None else 1
-            target = self.root / versioned_name(name, version)
-            adapter = Adapter(
-                name=target.name,
-                version=version,
-                parent=parent,
-                path=str(target),
-                base_model=base_model,
-                sha256=weights_sha256(fresh),
-                step=step,
-                metrics=metrics,
-            )
-            write_file(fresh / MANIFEST, adapter.model_dump_json(indent=1))
-            try:
-                os.rename(fresh, target)
-            except OSError:
-                if not target.exists():
-                    raise
-                continue  # another process took this version
-            sync(self.root)
-            return adapter
 
     def _pointer(self, name: str) -> Path:
         return self.root / f"{check_name(name)}{_POINTER}"

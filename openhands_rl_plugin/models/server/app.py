@@ -84,10 +84,6 @@ class PromptRenderer:
 
     def chat(self, request: Conversation) -> Ids:
         """The token ids of a conversation, with the generation prompt. Raises ``ServingError``."""
-        if not (self._template or self._tokenizer.chat_template):
-            raise ServingError(
-                "This model has no chat template; start the server with --chat-template, or use /v1/completions."
-            )
         tools = [tool.model_dump() for tool in request.tools or ()]
         wires = [message.wire for message in request.messages]
         more = {**(request.chat_template_kwargs or {}), "continue_final_message": request.continue_final_message}
@@ -102,12 +98,6 @@ class PromptRenderer:
         """The token ids of a text, with or without special tokens."""
         # Unlike ``encode``, a batch leaves the interpreter to other threads while it works.
         return tuple(self._tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
-
-
-def decoding_params(request: SamplingFields, *, max_tokens: int | None, top_logprobs: int | None) -> DecodingParams:
-    """The sampling parameters of a request; ``max_tokens=None``: all that fits."""
-    given = request.model_dump(include=_SAMPLED, exclude_none=True)
-    return DecodingParams(**given, max_tokens=max_tokens, top_logprobs=top_logprobs)
 
 
 def build_app(config: ServerConfig, generator: Generator) -> Starlette:
@@ -141,37 +131,31 @@ class ModelEndpoints:
         body = await self._read(request, ChatCompletionRequest)
         events: Events | None = asyncio.Queue() if body.stream else None
         top = (body.top_logprobs or 0) if body.logprobs else None
-        model, prompts, futures = await self._submit(body, lambda: [self._prompts.chat(body)], body.limit, top, events)
+        model, prompt, futures = await self._submit(body, lambda: self._prompts.chat(body), body.limit, top, events)
         formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         if events is not None:
-            stream = _chat_events(events, body, model, prompts[0], futures, formatter)
+            stream = _chat_events(events, body, model, prompt, futures, formatter)
             return StreamingResponse(stream, media_type="text/event-stream")
         answers = await _answers(request, futures)
-        logprobs, token_ids = bool(body.logprobs), bool(body.return_token_ids)
-        choices = [
-            formatter.chat_choice(index, answer, logprobs=logprobs, token_ids=token_ids, tools=body.callable)
-            for index, answer in enumerate(answers)
-        ]
-        more = {
-            "prompt_logprobs": formatter.prompt_logprobs(answers[0]),
-            "prompt_token_ids": list(prompts[0]) if token_ids else None,
-        }
-        return json_response(chat_body(new_id("chatcmpl"), model, choices, usage(answers, len(answers)), **more))
+        choices = [formatter.chat_choice(index, answer, body) for index, answer in enumerate(answers)]
+        ids = list(prompt) if body.return_token_ids else None
+        more = {"prompt_logprobs": formatter.prompt_logprobs(answers[0]), "prompt_token_ids": ids}
+        return json_response(chat_body(new_id("chatcmpl"), model, choices, usage(answers), **more))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await self._read(request, CompletionRequest)
 
-        def prompts() -> list[Ids]:
-            special = body.add_special_tokens
-            return [self._prompts.text(p, special=special) if isinstance(p, str) else p for p in body.prompt]
+        def prompt() -> Ids:
+            given = body.prompt
+            return self._prompts.text(given, special=body.add_special_tokens) if isinstance(given, str) else given
 
-        model, _, futures = await self._submit(body, prompts, body.max_tokens or 16, body.logprobs)
+        model, _, futures = await self._submit(body, prompt, body.max_tokens or 16, body.logprobs)
         formatter = Formatter(self._generator.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         answers = await _answers(request, futures)
         choices = [formatter.text_choice(index, answer, body) for index, answer in enumerate(answers)]
         head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": model}
-        return json_response({**head, "choices": choices, "usage": usage(answers, body.n or 1)})
+        return json_response({**head, "choices": choices, "usage": usage(answers)})
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -240,12 +224,12 @@ class ModelEndpoints:
     async def _submit(
         self,
         body: SamplingFields,
-        render: Callable[[], list[Ids]],
+        render: Callable[[], Ids],
         limit: int | None,
         top: int | None,
         events: Events | None = None,
-    ) -> tuple[str, list[Ids], list[Future[Generation]]]:
-        """Submit ``n`` choices of each prompt, or none; gives the model's name, the prompts, and the choices."""
+    ) -> tuple[str, Ids, list[Future[Generation]]]:
+        """Submit ``n`` choices, or none; gives the model's name, the prompt, and the choices."""
         loop = asyncio.get_running_loop()
         adapter = self._adapter(body.model)
         futures: list[Future[Generation]] = []
@@ -255,21 +239,19 @@ class ModelEndpoints:
             if events is not None and not loop.is_closed():
                 loop.call_soon_threadsafe(events.put_nowait, (index, event, text))
 
-        prompts, params = await run_in_threadpool(render), decoding_params(body, max_tokens=limit, top_logprobs=top)
-        if not prompts:
-            raise ServingError("The prompt is empty.", param="prompt")
+        prompt = await run_in_threadpool(render)
+        given = body.model_dump(include=_SAMPLED, exclude_none=True)
+        params = DecodingParams(**given, max_tokens=limit, top_logprobs=top)
         try:
-            for ids in prompts:
-                for own in params.seeds(body.n or 1):
-                    show = partial(put, len(futures))
-                    futures.append(
-                        self._generator.submit(ids, own, adapter=adapter, on_delta=None if events is None else show)
-                    )
-                    futures[-1].add_done_callback(show)
+            for own in params.seeds(body.n or 1):
+                show = partial(put, len(futures))
+                listener = None if events is None else show
+                futures.append(self._generator.submit(prompt, own, adapter=adapter, on_delta=listener))
+                futures[-1].add_done_callback(show)
         except ServingError:
             _cancel(futures)
             raise
-        return adapter.name if adapter else self._config.base_name, prompts, futures
+        return adapter.name if adapter else self._config.base_name, prompt, futures
 
 
 async def _answers(request: Request, futures: Sequence[Future[Generation]]) -> list[Generation]:
@@ -334,7 +316,7 @@ async def _chat_events(
                 )
             yield sse_event(chunk_body(head, [choice]))
         if request.with_usage:
-            yield sse_event(chunk_body(head, [], usage=usage([each.result() for each in futures], count)))
+            yield sse_event(chunk_body(head, [], usage=usage([each.result() for each in futures])))
         yield SSE_DONE
     except ServingError as error:
         yield sse_event(error_body(error.status, error.message, error.kind))

@@ -89,16 +89,8 @@ ModelName = Annotated[str, Field(max_length=1024)]
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=-1, le=LARGEST)], ...], Field(fail_fast=True)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 _Stops = Annotated[tuple[_Stop, ...], Field(fail_fast=True), Field(max_length=16)]
-_Prompts = Annotated[tuple[str | TokenIds, ...], Field(fail_fast=True), Field(max_length=1024)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _One = Annotated[float, Field(ge=1, le=1)]
-
-
-def _listed(value: object) -> object:
-    """One text, or one list of token ids, as a list of these."""
-    if isinstance(value, list):
-        return [value] if value and isinstance(value[0], int) else value
-    return () if value is None else (value,)
 
 
 class OpenAIModel(BaseModel):
@@ -165,7 +157,7 @@ class SamplingFields(OpenAIModel):
     n: int | None = Field(None, ge=1, le=64)
     max_tokens: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[_Stops, BeforeValidator(_listed)] = ()
+    stop: Annotated[_Stops, BeforeValidator(lambda it: (it,) if isinstance(it, str) else it or ())] = ()
     stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
     ignore_eos: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -225,9 +217,9 @@ class ChatCompletionRequest(Conversation, SamplingFields):
 
 
 class CompletionRequest(SamplingFields):
-    """POST /v1/completions. ``prompt``: one text, several texts, one list of token ids or several."""
+    """POST /v1/completions. ``prompt``: a text, or a list of token ids."""
 
-    prompt: Annotated[_Prompts, BeforeValidator(_listed)]
+    prompt: str | TokenIds
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: Literal[False] | None = Field(False, description="Not supported; `prompt_logprobs` are.")
     stream: Literal[False] | None = Field(False, description="Not supported; that of a chat is.")
@@ -274,18 +266,16 @@ class Formatter:
             ]
         }
 
-    def chat_choice(
-        self, index: int, answer: Generation, *, logprobs: bool, token_ids: bool, tools: Sequence[JsonObject]
-    ) -> Body:
+    def chat_choice(self, index: int, answer: Generation, request: ChatCompletionRequest) -> Body:
         """A whole chat choice; tool calls are parsed when the request offered tools."""
-        parsed = parse_tool_calls(answer.text, tools)
+        parsed = parse_tool_calls(answer.text, request.callable)
         return {
             "index": index,
             "message": assistant_body(parsed.content, parsed.calls),
-            "logprobs": self.chat_logprobs(answer.sampled) if logprobs else None,
+            "logprobs": self.chat_logprobs(answer.sampled) if request.logprobs else None,
             "finish_reason": "tool_calls" if parsed.calls else answer.finish_reason,
             "stop_reason": answer.stop_reason,
-            "token_ids": list(answer.token_ids) if token_ids else None,
+            "token_ids": list(answer.token_ids) if request.return_token_ids else None,
         }
 
     def text_choice(self, index: int, answer: Generation, request: CompletionRequest) -> Body:
@@ -348,12 +338,13 @@ def assistant_body(content: str | None, calls: Sequence[ToolCall]) -> Body:
     return {"role": "assistant", "content": content, "refusal": None, "tool_calls": tool_call_bodies(calls) or None}
 
 
-def usage(answers: Sequence[Generation], choices_per_prompt: int) -> Body:
-    """Counts of a request's answers: each prompt once, all sampled tokens, prompt tokens from the prefix cache."""
-    firsts = answers[::choices_per_prompt]
-    cached = {"cached_tokens": sum(answer.cached_tokens for answer in firsts)}
-    prompt, sampled = sum(len(each.prompt_ids) for each in firsts), sum(len(each.sampled) for each in answers)
-    return {**usage_body(prompt, sampled), "prompt_tokens_details": cached}
+def usage(answers: Sequence[Generation]) -> Body:
+    """Counts of a request's answers: the prompt once, all sampled tokens, prompt tokens from the prefix cache."""
+    first, sampled = answers[0], sum(len(each.sampled) for each in answers)
+    return {
+        **usage_body(len(first.prompt_ids), sampled),
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+    }
 
 
 def usage_body(prompt: int, sampled: int) -> Body:

@@ -101,8 +101,8 @@ def test_text_completion(client: openai.OpenAI, generator: Generator) -> None:
     assert given["logprob"] < 0 and given["rank"] >= 1 and given["decoded_token"]
     with pytest.raises(openai.BadRequestError, match="stream"):
         client.completions.create(**options, prompt="the quick", stream=True)
-    several = client.completions.create(model="tiny", prompt=["one", "two three"], n=2, max_tokens=3)
-    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    several = client.completions.create(model="tiny", prompt="two three", n=2, max_tokens=3)
+    assert [choice.index for choice in several.choices] == [0, 1]
 
 
 def test_tokenize_agrees_with_chat(http: httpx.Client, client: openai.OpenAI) -> None:
