@@ -93,9 +93,9 @@ def steps_of(identity: str, turns: Sequence[Turn]) -> list[Step]:
 def _answer(identity: str, at: int, turn: Turn) -> Node:
     return Node(
         parent=2 * at,
-        message=Message(role="assistant", content=turn.said),
+        message=Message(role="assistant", content=turn.answer),
         sampled=True,
-        tokens=Tokens.of(turn.read_ids, turn.said_ids, turn.logprobs, extends=at > 0),
+        tokens=Tokens.of(turn.read_ids, turn.answer_ids, turn.logprobs, extends=at > 0),
         policy=_POLICY,
         sampling=SamplingParams(temperature=1.0, max_tokens=512),
         finish_reason="stop",

@@ -37,12 +37,12 @@ _SOURCES = (
 
 
 class Turn(NamedTuple):
-    """What a policy read and said: texts, and the new token ids of both."""
+    """What a policy read and answered: texts, and the new token ids of both."""
 
     read: str
-    said: str
+    answer: str
     read_ids: tuple[int, ...]
-    said_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
@@ -58,15 +58,15 @@ def prompts(turns: list[Turn]) -> Iterator[list[int]]:
     for turn in turns:
         context = [*context, *turn.read_ids]
         yield context
-        context = [*context, *turn.said_ids]
+        context = [*context, *turn.answer_ids]
 
 
 def _turn(random_: random.Random) -> Turn:
-    (read, read_ids), (said, said_ids) = (_excerpt(random_, count) for count in (READ_TOKENS, SAMPLED_TOKENS))
-    sure = (random_.random() < 0.5 for _ in said_ids)
+    (read, read_ids), (answer, answer_ids) = (_excerpt(random_, count) for count in (READ_TOKENS, SAMPLED_TOKENS))
+    sure = (random_.random() < 0.5 for _ in answer_ids)
     logprobs = [-(10 ** random_.uniform(-7, -2)) if each else -random_.expovariate(1.0) for each in sure]
     layout = f"<{len(logprobs)}f"
-    return Turn(read, said, read_ids, said_ids, struct.unpack(layout, struct.pack(layout, *logprobs)))
+    return Turn(read, answer, read_ids, answer_ids, struct.unpack(layout, struct.pack(layout, *logprobs)))
 
 
 def _excerpt(random_: random.Random, count: int) -> tuple[str, tuple[int, ...]]:

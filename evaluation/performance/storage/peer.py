@@ -26,7 +26,7 @@ def records_of(number: int, turns: list[Turn]) -> list[dict[str, Any]]:
     records, messages = [], []
     for at, (turn, prompt) in enumerate(zip(turns, prompts(turns), strict=True)):
         messages = [*messages, {"role": "user", "content": turn.read}]
-        answer = {"role": "assistant", "content": turn.said}
+        answer = {"role": "assistant", "content": turn.answer}
         record = TraceRecord(
             trace_id=f"{number}-{at}",
             session_id=str(number),
@@ -34,7 +34,7 @@ def records_of(number: int, turns: list[Turn]) -> list[dict[str, Any]]:
             messages=messages,
             prompt_token_ids=prompt,
             response_message=answer,
-            completion_token_ids=list(turn.said_ids),
+            completion_token_ids=list(turn.answer_ids),
             logprobs=list(turn.logprobs),
             finish_reason="stop",
         )
