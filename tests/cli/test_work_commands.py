@@ -212,13 +212,12 @@ def test_run_rolls_out_a_task_with_openhands_v0(tmp_path: Path) -> None:
         command = ["openhands-rl", "run", "-t", "Write hello", "--workspace", "project", "--create", *given]
         several, options = [*command, "--attempts", "2"], {"cwd": tmp_path, "env": environ, "timeout": 250}
         done = subprocess.run(several, capture_output=True, text=True, **options)
-        command[command.index("--api-key-env") : command.index("--store")] = []
-        failed = subprocess.run(command, capture_output=True, text=True, **options)
+        failed = subprocess.run(command[:-2], capture_output=True, text=True, **options)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert [(tmp_path / f"project-attempt-{at}/greeting.txt").read_text() for at in (1, 2)] == ["hello\n"] * 2
     assert len(re.findall(r"recorded in store as \w{8}: 2 completions; token ids: yes", output)) == 2, output
-    assert re.search(r"2 attempts at write-hello-\w{8}: 0 scored; openhands-rl score store --ask pairs", output), output
+    assert re.search(r"2 attempts at write-hello-\w{8}: 0 scored; openhands-rl studio store compares them", output), output
     assert failed.returncode == 1 and "0 completions; token ids: none" in failed.stdout, failed.stderr
     assert "sk-secret" not in output and server.requests["writer"]
     assert not list(tmp_path.glob("openhands-rl-*"))
