@@ -217,7 +217,7 @@ def test_run_rolls_out_a_task_with_openhands_v0(tmp_path: Path) -> None:
     assert done.returncode == 0, output
     assert [(tmp_path / f"project-attempt-{at}/greeting.txt").read_text() for at in (1, 2)] == ["hello\n"] * 2
     assert len(re.findall(r"recorded in store as \w{8}: 2 completions; token ids: yes", output)) == 2, output
-    assert re.search(r"2 attempts at write-hello-\w{8}: 0 scored; openhands-rl studio store compares them", output), output
+    assert re.search(r"2 attempts at write-hello-\w{8}: 0 scored; openhands-rl studio store", output), output
     assert failed.returncode == 1 and "0 completions; token ids: none" in failed.stdout, failed.stderr
     assert "sk-secret" not in output and server.requests["writer"]
     assert not list(tmp_path.glob("openhands-rl-*"))
