@@ -318,6 +318,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n|\A\r?\n")
 _DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
 
 _MOST_CHOICES = 1024
+_IN_PARTS = frozenset({"index", "delta", "finish_reason", LOGPROBS, _ELSEWHERE, *IDS})
 _READ = frozenset({"role", "content", "tool_calls", "function_call", _ELSEWHERE, *REASONING_NAMES})
 
 
@@ -376,42 +377,36 @@ class _ChoiceParts:
         self.ids: list[int] | None = None
         self._texts: dict[str, list[str]] = {}
         self._message: Json = {}
-        self._calls: list[_Call] = []
+        self._calls: list[Json] = []
         self._logprobs: list[Any] | None = None
 
     def add(self, choice: Json) -> None:
-        for name, value in choice.items():
-            value = finish_in(choice) if name == "finish_reason" else value
-            if name not in ("index", "delta", "logprobs", _ELSEWHERE, SAMPLED_IDS, PROMPT_IDS) and value is not None:
-                self.about[name] = value
-        if isinstance(ids := array_in(SAMPLED_IDS, choice), list):
+        self.about |= {name: value for name, value in choice.items() if name not in _IN_PARTS and value is not None}
+        if (reason := finish_in(choice)) is not None:
+            self.about["finish_reason"] = reason
+        if isinstance(ids := choice.get(SAMPLED_IDS), list):
             self.ids = self.ids or []
-            self.ids.extend(ids)
-        if isinstance(logprobs := choice.get("logprobs"), dict) and isinstance(found := logprobs.get("content"), list):
+            self.ids += ids
+        if isinstance(found := (choice.get(LOGPROBS) or {}).get("content"), list):
             self._logprobs = self._logprobs or []
-            self._logprobs.extend(found)
+            self._logprobs += found
         delta = choice.get("delta") or {}
-        if not isinstance(delta, dict):
-            raise ValueError("a delta is no object")
         calls = listed(delta)
         for call in calls:
             self._add_call(call)
-        for name, text in (("content", text_in(delta, calls)), ("reasoning_content", reasoning_in(delta))):
-            if text:
-                self._texts.setdefault(name, []).append(text)
-        for name, value in delta.items():
-            if name in _READ or not value:
-                continue
+        texts = {name: value for name, value in delta.items() if name not in _READ and value}
+        texts |= {"content": text_in(delta, calls), "reasoning_content": reasoning_in(delta)}
+        for name, value in texts.items():
             if isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
-            else:
+            elif value:
                 known = self._message.get(name)
                 self._message[name] = known + value if isinstance(known, list) and isinstance(value, list) else value
 
     def whole(self, *, with_ids: bool) -> Json:
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in sorted(self._calls, key=lambda call: call.index)
+            {"id": call["id"], "type": "function", "function": {name: call[name] for name in ("name", "arguments")}}
+            for call in sorted(self._calls, key=lambda call: call["index"])
         ]
         texts = {name: "".join(parts) for name, parts in self._texts.items()}
         content = texts.pop("content", "") or (None if calls else "")
@@ -421,48 +416,35 @@ class _ChoiceParts:
             message["tool_calls"] = calls
         choice = {"message": message, "finish_reason": None, **self.about}
         if self._logprobs is not None:
-            choice["logprobs"] = {"content": self._logprobs}
+            choice[LOGPROBS] = {"content": self._logprobs}
         return {**choice, SAMPLED_IDS: self.ids} if with_ids and self.ids is not None else choice
 
     def _add_call(self, given: Any) -> None:
         """Add a piece of a call, or a whole one: one with a name of its own and with another id, or after a whole one,
         is another call, also where its index is missing or is 0 again."""
-        function = (given.get("function") or {}) if isinstance(given, dict) else None
-        at = given.get("index") if isinstance(given, dict) else None
-        if not isinstance(function, dict) or not (at is None or (type(at) is int and 0 <= at < _MOST_CHOICES)):
-            raise ValueError("a tool call has no valid index")
-        name, arguments, identity = function.get("name") or "", function.get("arguments"), str(given.get("id") or "")
+        function, at, identity = given.get("function") or {}, given.get("index"), str(given.get("id") or "")
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-        if not isinstance(name, str) or not isinstance(arguments, str | None):
-            raise ValueError("a tool call has fields that are no text")
-        same = [call for call in self._calls if at is None or call.index == at]
+        if not isinstance(at, int | None):
+            raise ValueError("a tool call has no valid index")
+        same = [call for call in self._calls if at is None or call["index"] == at]
         if identity and at is None:
-            same = [call for call in same if call.id == identity] or ([] if name else same)
+            same = [call for call in same if call["id"] == identity] or ([] if name else same)
         call = same[-1] if same else None
-        if call is None or call.is_followed_by(name, arguments or "", identity):
-            call = _Call(len(self._calls) if at is None else at)
+        if call is None or _begins_another(call, name, arguments, identity):
+            call = {"index": len(self._calls) if at is None else at, "id": "", "name": "", "arguments": ""}
             self._calls.append(call)
-        call.id, call.name, call.arguments = (
-            call.id or identity,
-            call.name or name,
-            call.arguments + (arguments or ""),
-        )
+        call["id"], call["name"] = call["id"] or identity, call["name"] or name
+        call["arguments"] += arguments
 
 
-@dataclass(slots=True)
-class _Call:
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-    def is_followed_by(self, name: str, arguments: str, identity: str) -> bool:
-        """Whether a piece with a name is a call of its own, not the next piece of this one."""
-        if not name or not self.name:
-            return False
-        other = identity != self.id if identity and self.id else name != self.name
-        return other or (bool(arguments.strip()) and is_json_object(self.arguments))
+def _begins_another(call: Json, name: str, arguments: str, identity: str) -> bool:
+    """Whether a piece with a name is a call of its own, not the next piece of ``call``."""
+    if not name or not call["name"]:
+        return False
+    other = identity != call["id"] if identity and call["id"] else name != call["name"]
+    return other or (bool(arguments.strip()) and is_json_object(call["arguments"]))
 
 
 def array_in(name: str, *holders: Mapping[str, Any]) -> list[int] | str | None:
