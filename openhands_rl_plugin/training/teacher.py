@@ -154,11 +154,8 @@ async def with_teacher(
     if any({sample.temperature, *sample.token_temperatures} != {1.0} for sample in samples):
         raise TrainingError("a teacher scores at temperature 1: roll out at [rl.sampling] temperature = 1.0")
     prompts = hints(episodes, settings.hint) if settings.algorithm == "opsd" else None
-    of, maker, limit = (
-        {each.id: each for each in episodes.trajectories},
-        TokenMaker(tokenizer),
-        asyncio.Semaphore(_AT_ONCE),
-    )
+    of = {each.id: each for each in episodes.trajectories}
+    maker, limit = TokenMaker(tokenizer), asyncio.Semaphore(_AT_ONCE)
 
     async def scored(sample: Sample) -> Sample | None:
         ids: Sequence[int] = sample.input_ids

@@ -100,20 +100,11 @@ def claim(directory: Path, options: JsonObject) -> None:
     noted = directory / OPTIONS
     if not noted.exists():
         write_file(noted, json.dumps(options, indent=1))
-    elif different := [*_differences(noted_options(directory), options)]:
+    elif different := [*_differences(json.loads(noted.read_text()), options)]:
         raise ConfigError(
             f"{directory} holds a run with other options ({'; '.join(different[:_SHOWN])}): give the same ones to "
             "resume it, another --run-dir, or --fresh to start over"
         )
-
-
-def noted_options(directory: Path) -> JsonObject:
-    """What ``directory`` is bound to; empty where that cannot be read."""
-    try:
-        found = json.loads((directory / OPTIONS).read_text())
-    except (OSError, ValueError):
-        found = None
-    return found if isinstance(found, dict) else {}
 
 
 def run_id_of(directory: Path, kind: str = "loop") -> str:

@@ -17,7 +17,6 @@ from openhands_rl_plugin.core.types import (
     Adapter,
     Failure,
     Frozen,
-    PolicyRef,
     Sample,
     Score,
     StopReason,
@@ -299,10 +298,10 @@ async def load_episodes(
     others = held_out = presumed = 0
     by_labels = isinstance(reward, JudgesLabels)
     async for trajectory, scores in storage.find(where):
-        imported = demonstrations and is_imported(trajectory)
+        imported, policy = demonstrations and is_imported(trajectory), trajectory.policy
         if where.only_measures(trajectory.task.split):
             held_out += 1
-        elif not (imported or _is_own(trajectory.policy, base_model, adapter)):
+        elif not imported and (policy.base_model != base_model or policy.adapter not in (None, adapter)):
             others += 1
         elif trajectory.failure is not None:
             failed[trajectory.failure.kind.value] += 1
@@ -471,7 +470,3 @@ def off_temperature_message(excluded: ExcludedEpisodes) -> str:
         "distribution at a temperature: roll out again with the defaults of [rl.sampling] (the temperature may be any "
         'above 0), or train on these with algorithm = "dpo", "sft" or "rejection-sampling"'
     )
-
-
-def _is_own(policy: PolicyRef, base_model: str, adapter: str) -> bool:
-    return policy.base_model == base_model and policy.adapter in (None, adapter)

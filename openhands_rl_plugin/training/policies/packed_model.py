@@ -396,18 +396,13 @@ class PackedModel(ABC):
         self.parameters = self._trained()
         """The trained parameters, float32, by name."""
 
-    @property
-    def family(self) -> str:
-        """The architecture, by the name in ``config.json``."""
-        return self._base.config.model_type
-
     def notes(self) -> list[str]:
         """What a user should know before training begins, a line each."""
         if self.packing.packed:
             return []
         return [
-            f"{self.family} trains one sequence a micro-batch and shares no prefixes, because {self.packing.reason}: "
-            "slower, and max_tokens_per_micro_batch has no effect",
+            "one sequence is trained in a micro-batch, and prefixes are not shared, because "
+            f"{self.packing.reason}: slower, and max_tokens_per_micro_batch has no effect"
         ]
 
     def logprobs(
@@ -575,7 +570,9 @@ class PackedModel(ABC):
             return problem_of_logprobs(found, plain, self.dtype)
 
     def _refusal(self, cause: str) -> TrainingError:
-        return TrainingError(f"{self.model_path}: this architecture ({self.family}) cannot be trained: {cause}")
+        return TrainingError(
+            f"{self.model_path}: this architecture ({self._base.config.model_type}) cannot be trained: {cause}"
+        )
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

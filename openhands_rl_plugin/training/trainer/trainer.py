@@ -126,11 +126,6 @@ def subtract_teacher(items: Sequence[TrainingSample], settings: TrainingSettings
             item.advantages = item.advantages - settings.opd_weight * (item.old - item.teacher)
 
 
-def newest_version(samples: Sequence[Sample], known: int) -> int:
-    """The newest of ``known`` and the versions that sampled the samples."""
-    return max(known, *map(version_of, samples))
-
-
 def staleness(samples: Sequence[Sample], newest: int) -> float:
     """Mean number of versions between the newest one and the one that sampled (base model: version 0)."""
     return sum(newest - version_of(sample) for sample in samples) / len(samples)
@@ -371,7 +366,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Make the optimiser steps of a call; returns its metrics (``metrics_of``)."""
         samples, settings = [item.sample for item in items], self.settings
-        newest, kept = newest_version(samples, self._version), None
+        newest, kept = max(self._version, *map(version_of, samples)), None
         if run is not None or self._ranks.size > 1:
             name = self._fingerprint(samples, loss)
             self._ranks.assert_equal("episodes, weights or settings", name)

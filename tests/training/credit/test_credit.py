@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args
 
 import pytest
 from credited_episodes import episode, settings
 from searched_episode import searched
 
-from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
+from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Message, Node, Trajectory
-from openhands_rl_plugin.training.algorithms import ALGORITHMS, aggregation_of, clip_bounds, whiten
 from openhands_rl_plugin.training.credit.credit import (
     credited_samples,
     group_advantages,
@@ -34,16 +32,6 @@ def advantages_of_turns(trajectory: Trajectory, chosen: TrainingSettings) -> lis
         for at, sampled in enumerate(sample.mask)
         if sampled
     ]
-
-
-def test_every_algorithm_of_the_settings_is_there() -> None:
-    assert set(ALGORITHMS) == set(get_args(AlgorithmName))
-    assert clip_bounds(settings()) == (0.2, 0.28), "what it was before there was a choice"
-    assert clip_bounds(settings(algorithm="grpo")) == (0.2, 0.2)
-    assert clip_bounds(settings(algorithm="dapo", clip_low=0.1)) == (0.1, 0.28)
-    assert clip_bounds(settings(algorithm="cispo", clip_low=0.9)) == (0.9, 0.28)
-    assert aggregation_of(settings(algorithm="gspo")) == "sequence"
-    assert aggregation_of(settings(algorithm="gspo", aggregation="token")) == "token"
 
 
 def test_by_default_every_token_gets_the_episodes_advantage() -> None:
@@ -146,14 +134,6 @@ def test_turns_are_compared_with_what_else_was_done_in_the_same_state() -> None:
         [2 * (front[2] - means[0]), 0.0, 2 * (item[2] - means[1])], abs=1e-7
     )  # whenever it was met
     assert both[1][1] < plain[1][1] < 0, "what was bought too early loses more than what led there"
-
-
-def test_an_algorithm_without_groups_has_the_mean_of_the_state_as_its_baseline() -> None:
-    values = turns_of(SHOPPED, [1.0, 0.5, 0.5], settings(algorithm="reinforce++", state_weight=1.0))
-    raw = [4 / 3, 4 / 3, 1.0, 1 / 3, 1 / 3, 1 / 3, 0.5, 1 / 3]
-    assert [each for turns in values for each in turns] == pytest.approx(
-        whiten(raw, [1, 2, 3, 2, 3, 3, 4, 5]), abs=1e-6
-    )
 
 
 async def test_search_values_can_be_the_rewards_of_steps() -> None:

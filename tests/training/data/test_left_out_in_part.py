@@ -10,7 +10,6 @@ import pytest
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.records import SUB_AGENT, TrajectoryFilter, sub_agents_run
-from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import (
     Message,
     Node,
@@ -125,11 +124,3 @@ async def test_a_sub_agent_is_trained_on_only_where_somebody_scored_it(tmp_path:
         assert loaded.excluded == ExcludedEpisodes(sub_agents=1)
         assert loaded.excluded.in_words().startswith("1 of sub-agents (")
         assert (await rescore(storage, Opinion())).scored == 1, "who asks for all of them gets them"
-
-
-def test_segments_before_a_secret_in_the_rewritten_history_are_trained() -> None:
-    nodes = [said(None, "q"), answer(0, "a1", reward=0.0), said(1, "o"), answer(2, "a2", reward=0.0)]
-    nodes += [said(None, f"summary {REDACTED}"), answer(4, "b1", tokens=False, reward=1.0, metadata=REWRITTEN)]
-    dataset = fine_tuned(episode(nodes))
-    assert sum(sum(sample.mask) for sample in dataset.samples) == 4
-    assert dataset.excluded.shortened == 1 and not dataset.excluded.no_tokens

@@ -118,7 +118,9 @@ def test_logprobs_and_gradients_are_those_of_transformers(family: Family, tmp_pa
     policy = policy_of(model, family)
     assert ("packed" if policy.packing.packed else "one sequence") == family.how, policy.packing.reason
     check(model, policy)
-    assert any("one sequence a micro-batch" in line for line in policy.notes()) == (family.how == "one sequence")
+    assert any("one sequence is trained in a micro-batch" in line for line in policy.notes()) == (
+        family.how == "one sequence"
+    )
 
 
 def test_a_trainer_gives_one_sequence_a_micro_batch_where_packing_would_be_wrong(tmp_path: Path) -> None:
