@@ -318,5 +318,6 @@ def _script(script: str, files: list[str], new: Mapping[str, str]) -> str | None
             end, place = secrets.token_hex(8), shlex.quote(name)
             writes += f"mkdir -p -- {shlex.quote(str(PurePosixPath(name).parent))}\n"
             writes += f"cat >{place} <<'{end}'\n{text}{'' if text.endswith('\n') else '\n'}{end}\n"
-    head = script[: match.start(3)] + kept + match[4] + writes
-    return head + _BEFORE.format(files=names) + command + _AFTER + rest[at:]
+    # git refuses a patch without any section.
+    head = script[: match.start(3)] + kept + match[4] if kept.strip() else script[: match.start()]
+    return head + writes + _BEFORE.format(files=names) + command + _AFTER + rest[at:]
