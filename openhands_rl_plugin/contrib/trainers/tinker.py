@@ -74,14 +74,8 @@ class TinkerService:
             self._tinker: Any = importlib.import_module("tinker")
         except ImportError as error:
             raise ConfigError("the Tinker API's client is not installed: pip install 'tinker>=0.25,<0.39'") from error
-        try:  # any response shows that there is a server
-            with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as client:
-                client.get(f"{settings.address}/api/v1/healthz", timeout=10.0)
-        except httpx.HTTPError as error:
-            raise TrainingError(
-                f"no route to the Tinker service at {settings.address} ({describe(error)}): start it, or set "
-                "[rl.tinker] base_url"
-            ) from error
+        with _asking(settings, "answer"), httpx.Client(transport=httpx.HTTPTransport(retries=3)) as client:
+            client.get(f"{settings.address}/api/v1/healthz", timeout=10.0)  # any response shows that there is a server
         with _asking(settings, "open a session"):
             self._client: Any = self._tinker.ServiceClient(base_url=settings.address, api_key=key)
             # Before the interpreter ends, when the client could no longer end its own threads.

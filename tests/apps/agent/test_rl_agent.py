@@ -24,11 +24,10 @@ from openhands_rl_plugin.core.errors import (
     InfrastructureError,
     PublishError,
     RLError,
-    StorageError,
     TrainingError,
 )
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
-from openhands_rl_plugin.core.records import EpisodeStart, TrajectoryFilter
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -102,20 +101,6 @@ class ScriptedStrategy:
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         said = Message(role="assistant", content=self.script[tree.turns % len(self.script)])
         return tree.propose(Completion(message=said))
-
-
-class CrowdStrategy(ScriptedStrategy):
-    """Counts how many episodes are under way."""
-
-    playing = 0
-    most = 0
-
-    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
-        CrowdStrategy.playing += 1
-        CrowdStrategy.most = max(CrowdStrategy.most, CrowdStrategy.playing)
-        await asyncio.sleep(0.02)
-        CrowdStrategy.playing -= 1
-        return await super().decide(tree, engine, world)
 
 
 SCRIPTED = "test_rl_agent:ScriptedStrategy"
@@ -316,17 +301,6 @@ def test_wrong_arguments_are_refused_with_the_remedy(model: Path, config: RLAgen
             agent.train(learning_rate=-1.0)
 
 
-def test_a_full_disk_stops_the_run_with_one_error(
-    model: Path, config: RLAgentConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def full(self: FileTrajectoryStorage, start: EpisodeStart) -> None:
-        raise StorageError(f"no room for {start.task.id}")
-
-    monkeypatch.setattr(FileTrajectoryStorage, "begin", full)
-    with RLAgent(model, config=config) as agent, pytest.raises(StorageError, match="no room for webshop-"):
-        agent.run(INSTRUCTION, task_indices=[0, 1, 2])
-
-
 def play(model: Path, config: RLAgentConfig, **changes: object) -> EpisodeResult:
     with RLAgent(model, config=changed(config, **changes)) as agent:
         return agent.run(INSTRUCTION, task_indices=[GOAL])[0]
@@ -354,15 +328,6 @@ def test_environment_and_format_of_the_settings(model: Path, config: RLAgentConf
     episode = play(model, config, env_name="agentgym/webshop")
     assert (episode["task_id"], episode["failure"]) == ("agentgym/webshop-1", None)
     assert GOALS[GOAL].instruction in episode["conversation"][1]["value"]
-
-
-@pytest.mark.parametrize(("parallel", "most"), [(True, 3), (False, 1)])
-def test_max_workers(model: Path, config: RLAgentConfig, parallel: bool, most: int) -> None:
-    CrowdStrategy.most = 0
-    crowd = changed(config, max_workers=3, rollout_strategy="test_rl_agent:CrowdStrategy")
-    with RLAgent(model, config=crowd) as agent:
-        agent.run(INSTRUCTION, task_indices=range(6), parallel=parallel)
-    assert CrowdStrategy.most == most
 
 
 def test_an_interrupt_cancels_what_is_under_way() -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from raw_server import RawServer, raw_server, respond
 
-from openhands_rl_plugin.apps.chat_endpoint import AgentResult, AgentRuntime, PolicyConfig, running_agent
+from openhands_rl_plugin.apps.chat_endpoint import AgentRuntime, PolicyConfig, running_agent
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -127,18 +127,6 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
-
-
-async def test_run_and_stream_sample_what_a_rollout_samples() -> None:
-    async with raw_server(reply) as server, aclosing(runtime(server)) as agent:
-        expected, asked = await rolled_out(server, 3)
-        assert len(expected) == len(asked) == 2 and all(expected)
-        wanted = SamplingParams(seed=3)
-        assert tokens_of((await agent.run(ASKED, sampling=wanted)).trajectory) == expected
-        assert asked_of(server) == asked
-        last = [event async for event in agent.stream(ASKED, sampling=wanted)][-1]
-        assert isinstance(last, AgentResult) and last.answer == ANSWER
-        assert tokens_of(last.trajectory) == expected and asked_of(server) == asked
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
