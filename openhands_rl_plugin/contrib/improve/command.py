@@ -4,7 +4,7 @@ examples:
   openhands-rl improve --repo . --dry-run                 tasks and price, and nothing is trained
   openhands-rl improve --repo . --model ./Qwen3-4B        the embedded server serves the model for the run
   openhands-rl improve --repo . --config config.toml      the server of [rl.serving], and your own settings
-  openhands-rl improve --repo . --model ./SmolLM2-135M-Instruct --tasks 8 --held-out 4 --iterations 1
+  openhands-rl improve --repo . --model ./SmolLM2-135M-Instruct --tasks 8 --held-out 4 --set loop.iterations=1
   openhands-rl improve --repo . --with hypothesis --tests tests/unit --test-timeout 120
 
 The stages: tasks are made (bugs that the tests notice; past commits whose tests fail without their code), checked, and
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -25,10 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.jobs import given_weights, loop_job, served_policy
-from openhands_rl_plugin.cli.options import above_zero, checked, natural, positive
+from openhands_rl_plugin.cli.options import above_zero, add_settings, checked, natural, positive, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
-from openhands_rl_plugin.config.rl import LoopSettings, RLSettings
-from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.evals.tasks.source import Source
 
 _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
+_LENGTHS = frozenset({"max_turns", "max_prompt_length", "max_response_length", "max_obs_length"})
 _GRADING = 300.0
 """Seconds that a patch's tests have at least: it may make them slower."""
 RESUME = "the same command continues where it stopped"
@@ -51,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repo", type=Path, required=True, metavar="PATH", help="a git repository with tests")
     commit = "commit that bugs are put into, and before which fixes are looked for"
     parser.add_argument("--commit", default="HEAD", metavar="COMMIT", help=commit)
-    settings = "a config.toml with an [rl] section (default: sizes that follow from the model's context)"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=settings)
+    add_settings(parser)
     weights = "folder of the base model's weights (default: as the server of [rl.serving] says, else SmolLM2-135M)"
     parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
     folder = "folder of the run (default: runs/improve-NAME)"
@@ -62,13 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help=dry)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     _add_tasks(parser.add_argument_group("tasks"))
-    loop = parser.add_argument_group("loop", "Default: the keys of [rl.loop], if a config is given.")
-    often = "roll out, train, publish so often (default: 5)"
-    loop.add_argument("--iterations", type=positive, metavar="ITERATIONS", help=often)
-    each = "training tasks rolled out per iteration (default: 8, or all there are)"
-    loop.add_argument("--tasks-per-iteration", type=positive, metavar="TASKS", help=each)
-    loop.add_argument("--samples-per-task", type=positive, metavar="EPISODES", help="episodes per task (default: 8)")
-    loop.add_argument("--workers", type=positive, metavar="EPISODES", help="episodes at a time (default: 4)")
+    loop = parser.add_argument_group("loop")
     processes = "processes that play the episodes (0: this one only)"
     loop.add_argument("--processes", type=natural, metavar="PROCESSES", help=processes)
     seconds = "seconds for an episode"
@@ -113,19 +107,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, source: Source, directory: Path) -> RLSettings:
-    """Those of the config, else defaults with everything in the run's folder; and what the options change."""
-    from openhands_rl_plugin.contrib.improve.price import own_settings
-
-    names = ("iterations", "tasks_per_iteration", "samples_per_task")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    if args.config is not None:
-        settings = load_settings(args.config)
-    else:
-        settings = own_settings(source.name, directory, args.timeout)
-    workers = {"max_workers": args.workers} if args.workers is not None else {}
+    """Those of ``--config`` and ``--set``; without a file everything lies in the run's folder, and the adapter has the
+    repository's name."""
+    own = {
+        "max_workers": 4,
+        "storage.path": str(directory / "trajectories"),
+        "serving.adapter": re.sub(r"[^a-z0-9-]+", "-", source.name.lower()).strip("-") or "policy",
+        "serving.adapters_path": str(directory / "adapters"),
+        # On a slow machine an answer takes minutes, and asked for again it begins anew.
+        "serving.request_timeout": max(args.timeout, ServingSettings().request_timeout),
+    }
     # A config may be for other runs, too: nobody has scripted episodes of the user's own repository.
-    loop = checked(LoopSettings, {**settings.loop.model_dump(), **given, "demonstrations": 0})
-    return settings.model_copy(update={"loop": loop, **workers})
+    return settings_of(
+        args, *(f"{key}={json.dumps(value)}" for key, value in own.items()), last=["loop.demonstrations=0"]
+    )
 
 
 def _improve(args: argparse.Namespace, settings: RLSettings, source: Source, directory: Path) -> int:
@@ -169,7 +164,11 @@ def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSet
     else:
         model = given_weights(args.model) if args.model is not None else ensure_model()
     choice = choose_prompt(settings, model, context_of(model, context), args.native_tool_calling)
-    return model, fitted(settings, choice, chosen=args.config is not None), choice
+    return (
+        model,
+        fitted(settings, choice, chosen=args.config is not None or not _LENGTHS.isdisjoint(settings.model_fields_set)),
+        choice,
+    )
 
 
 def _gym(args: argparse.Namespace, source: Source, directory: Path) -> Gym:

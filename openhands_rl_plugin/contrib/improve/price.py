@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, StorageSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.improve.gym import Gym
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen
@@ -17,7 +16,6 @@ from openhands_rl_plugin.training.learn import check_fits
 STANDARD_NEEDS = 16_384
 """Tokens of context from which on OpenHands' own prompt (4,700 to 8,500 tokens, with its tools) leaves room to work."""
 
-_AT_ONCE = 4
 _COMPACT, _STANDARD = 700, 8_500
 _INSTRUCTIONS = 420  # of a repository task, around the text of its problem
 _TURNS = 3  # the least of an episode: look, change, run the tests
@@ -41,22 +39,6 @@ class Lengths(NamedTuple):
 
     prompt: int
     episode: int
-
-
-def own_settings(repository: str, directory: Path, timeout: float) -> RLSettings:
-    """Everything in the run's ``directory``, and an adapter with the repository's name. ``timeout``: seconds of an
-    episode, which a request has, too: on a slow machine an answer takes minutes, and asked for again it begins anew.
-    """
-    serving = ServingSettings(
-        adapter=re.sub(r"[^a-z0-9-]+", "-", repository.lower()).strip("-") or "policy",
-        adapters_path=str(directory / "adapters"),
-    )
-    longest = max(timeout, serving.request_timeout)
-    return RLSettings(
-        max_workers=_AT_ONCE,
-        storage=StorageSettings(path=str(directory / "trajectories")),
-        serving=serving.model_copy(update={"request_timeout": longest}),
-    )
 
 
 def context_of(model: Path, served: int | None = None) -> int:

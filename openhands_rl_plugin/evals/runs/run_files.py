@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -21,11 +21,12 @@ from pydantic import Field, JsonValue, ValidationError
 from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.files import PRIVATE, is_contained, write_file
+from openhands_rl_plugin.core.judgements import scores_of
 from openhands_rl_plugin.core.machine import machine
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import LAST_ERROR, TrajectoryFilter
+from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.redaction import redact_json
-from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, Trajectory
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Trajectory
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome, is_stuck
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
 from openhands_rl_plugin.evals.swe.logs import run_report
@@ -285,36 +286,23 @@ def _whole(value: JsonValue) -> int:
 VERIFIER = "verifier"
 """The prefix of the ``reward_version`` of verifiers' scores."""
 
-_AT_ONCE = 200
-
 
 async def with_verifier(
     runs: Sequence[RunRecord], storage: TrajectoryStorage, version: str = VERIFIER
 ) -> tuple[RunRecord, ...]:
     """The runs with every attempt's newest score whose version begins with ``version``. Raises ``StorageError``."""
     ids = sorted({outcome.trajectory_id for run in runs for outcome in run.outcomes if outcome.trajectory_id})
-    scores: dict[str, float] = {}
-    for start in range(0, len(ids), _AT_ONCE):
-        where = TrajectoryFilter(ids=tuple(ids[start : start + _AT_ONCE]))
-        async for trajectory, found in storage.find(where):
-            if (score := _newest(found, version)) is not None:
-                scores[trajectory.id] = score
-    return tuple(
-        run.model_copy(
-            update={
-                "outcomes": tuple(
-                    outcome.model_copy(update={"verifier": scores.get(outcome.trajectory_id, outcome.verifier)})
-                    for outcome in run.outcomes
-                )
-            }
-        )
-        for run in runs
-    )
+    known = {
+        name: score.reward
+        for name, scores in (await scores_of(storage, ids)).items()
+        for score in scores
+        if score.reward_version.startswith(version) and score.reward is not None
+    }
 
+    def judged(outcome: Outcome) -> Outcome:
+        return outcome.model_copy(update={"verifier": known.get(outcome.trajectory_id, outcome.verifier)})
 
-def _newest(scores: Iterable[Score], version: str) -> float | None:
-    own = [score.reward for score in scores if score.reward_version.startswith(version) and score.reward is not None]
-    return own[-1] if own else None
+    return tuple(run.model_copy(update={"outcomes": tuple(map(judged, run.outcomes))}) for run in runs)
 
 
 def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float) -> JsonObject:

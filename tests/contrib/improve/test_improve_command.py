@@ -113,7 +113,7 @@ def test_what_is_no_gym_is_refused_in_one_line(model: Path, tmp_path: Path, caps
         (empty, [], "has no commit HEAD"),
         (units, ["--commit", "v9"], "has no commit v9"),
         (units, ["--model", str(plain)], "this is not the folder of a model"),
-        (units, ["--model", str(model), "--samples-per-task", "1"], "samples_per_task = 1: algorithm = "),
+        (units, ["--model", str(model), "--set", "loop.samples_per_task=1"], "samples_per_task = 1: algorithm = "),
         (units, ["--model", str(model), "--python", "2.7"], "--python: "),
         (units, ["--model", str(model), "--held-out", "1"], "--held-out: must be greater than or equal to 4"),
         (units, ["--model", str(model), "--config", "nowhere.toml"], "there is no such file"),
@@ -204,8 +204,9 @@ def test_what_is_learnt_is_published_and_how_to_use_it_is_said(
 ) -> None:
     """With a model that begins with the fix of one of the training tasks, so that some of its attempts succeed."""
     repository = gym_repository(tmp_path / "gym")
-    sizes = ["--tasks", "4", "--held-out", "4", "--iterations", "1", "--tasks-per-iteration", "2"]
-    run = words(repository, tmp_path, *sizes, "--samples-per-task", "6", "--processes", "0", "--timeout", "120")
+    sizes = ["loop.iterations=1", "loop.tasks_per_iteration=2", "loop.samples_per_task=6"]
+    run = words(repository, tmp_path, "--tasks", "4", "--held-out", "4", "--set", *sizes)
+    run += ["--processes", "0", "--timeout", "120"]
     assert cli.main([*run, "--model", str(model), "--dry-run"]) == 0
     shell = TOOLS[host_of(RLSettings())].shell
     fixes = [
