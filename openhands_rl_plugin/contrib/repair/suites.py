@@ -104,7 +104,7 @@ async def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: f
     if ended.timed_out:
         late = f"the calls were not done after {ended.seconds:.0f} s"
         return verdict.model_copy(update={"kind": VerdictKind.TIMED_OUT, "reason": late, "test_seconds": ended.seconds})
-    outcomes = _outcomes(spec, ended.last_line)
+    outcomes = _outcomes(spec, ended.text.strip().rpartition("\n")[2])
     good = [same(found, wanted) for found, wanted in zip(outcomes, spec.expected, strict=True)]
     lines = [
         f"{'PASSED' if each else 'FAILED'} {'' if at < spec.shown else 'hidden '}{called(spec, at)} gave {outcomes[at]}"

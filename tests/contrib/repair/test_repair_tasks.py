@@ -89,8 +89,11 @@ async def graded(instance: Instance, patch: str, folder: Path) -> PatchVerdict:
 
 @needs_bubblewrap
 async def test_the_fix_resolves_and_nothing_else_does(published: tuple[Instance, ...], tmp_path: Path):
-    instance = next(each for each in published if spec_of(each).function == "underscore")
-    assert (await graded(instance, instance.patch, tmp_path)).resolved
+    long, instance = (
+        next(each for each in published if spec_of(each).function == name) for name in ("sliced", "underscore")
+    )
+    for each in (long, instance):
+        assert (await graded(each, each.patch, tmp_path)).resolved
     nothing = await graded(instance, NO_OP, tmp_path)
     assert nothing.kind is VerdictKind.UNRESOLVED and nothing.fail_to_pass.failure == instance.fail_to_pass
     assert (

@@ -10,9 +10,8 @@ import pytest
 from openenv_wire import Socket, openenv_server
 
 from evaluation.performance.hosts.instant_model import instant_model, script
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.contrib.webshop.suite import WEBSHOP
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.runs.evaluate import evaluate
@@ -131,10 +130,3 @@ def test_rows_that_are_none_are_refused(tmp_path: Path):
             environment_tasks(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         environment_tasks(SUITE, "openenv/x", None, tmp_path)
-
-
-def test_the_shop_takes_no_options_of_another_environment():
-    theirs = RLSettings(env_name="openenv", environment={"index_key": "task"})
-    own = RLSettings(env_name="webshop", environment={"timeout": 9.0})
-    with WEBSHOP.serving(theirs) as shop, WEBSHOP.serving(own) as again:
-        assert (shop.env_name, shop.environment, again.environment) == ("webshop", {}, {"timeout": 9.0})
