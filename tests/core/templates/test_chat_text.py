@@ -57,7 +57,7 @@ def tokenizer_of(folder: Path, template: Any, *, listed: bool = False) -> PreTra
 
 def shown(tokenizer: PreTrainedTokenizerFast, template: str | None = None, **body: Any) -> str:
     request = ChatCompletionRequest.model_validate({"tools": None, **body})
-    return str(tokenizer.decode(PromptRenderer(tokenizer, 9999, template).chat(request)))
+    return str(tokenizer.decode(PromptRenderer(tokenizer, template).chat(request)))
 
 
 @pytest.mark.parametrize(
