@@ -100,7 +100,7 @@ def test_a_message_is_shown_as_by_vllm_and_trained_as_it_is_shown(
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_named_templates_are_chosen_by_whether_tools_are_offered(tmp_path: Path, listed: bool) -> None:
-    tokenizer = tokenizer_of(tmp_path, {"default": "plain" + TEXT, "tool_use": TOOLS, "rag": "rag"}, listed=listed)
+    tokenizer = tokenizer_of(tmp_path, {"default": "plain" + TEXT, "tool_use": TOOLS}, listed=listed)
     asked, offered = [{"role": "user", "content": "Hi"}], [LOOK]
     plain = "plain<|im_start|>user:Hi<|im_end|>>"
     function = '{"name": "look", "description": null, "parameters": {"type": "object", "properties": {}}}'
@@ -108,7 +108,6 @@ def test_named_templates_are_chosen_by_whether_tools_are_offered(tmp_path: Path,
     assert shown(tokenizer, messages=asked) == TokenMaker(tokenizer).render(asked, (), True) == plain
     assert shown(tokenizer, messages=asked, tools=offered) == with_tools
     assert TokenMaker(tokenizer).render(asked, offered, True) == with_tools
-    assert shown(tokenizer, "rag", messages=asked) == "rag"
 
 
 # The system turn that Qwen's published templates render from a system message and three tools.
