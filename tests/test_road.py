@@ -220,8 +220,8 @@ def test_sessions_of_the_gateway_that_were_told_their_reward_become_the_adapter_
         return answer
 
     with served(model) as url:
-        recording = ["--upstream", f"{url}/v1", "--base-model", "model", "--adapter", "policy"]
-        options = [*recording, "--set", f"serving.adapters_path={adapters}", "--store", store, "--port", "0"]
+        recording = ["--upstream", f"{url}/v1", "--adapter", "policy", "--set", "serving.model=model"]
+        options = [*recording, f"serving.adapters_path={adapters}", "--store", store, "--port", "0"]
         with command("gateway", *options) as gateway:
             before = [session(gateway, f"before-{seed}", seed) for seed in range(8)]
             assert {*before} == {YES, NO}

@@ -218,8 +218,7 @@ _HEAD = """# Model families
 
 What `[rl.training]` does with a family of models, shown by tests with tiny random models
 (`tests/training/policies/test_families.py`): logprobs within 1e-4 nats of transformers' own, one sequence at a time,
-and the cosine of the gradients above 0.9999. The page is made from the tests' table; `train` says the same for your
-model, before it trains.
+and the cosine of the gradients above 0.9999. `train` says the same for your model.
 
 - **packed**: sequences of a micro-batch are computed together, common prefixes once.
 - **one sequence**: packed, one sequence would change another (layers with a recurrent state or a convolution,
@@ -228,13 +227,12 @@ model, before it trains.
 - **refused**: the model's logprobs are not those of its last hidden states and its output layer. One line says so
   before anything is trained.
 
-What your model is, is found out each time that it is loaded, by its logprobs and not by its name: other families than
-these work in the same way. Weights that a family has beside its layers (heads for several tokens, a vision tower) are
-neither used nor trained.
+Your model is tested each time that it is loaded, by its logprobs and not by its name, so other families work in the same
+way. Weights beside the layers (heads for several tokens, a vision tower) are neither used nor trained.
 
 The adapter's layers are the default `target_modules`, where no others are named. A mixture of experts is trained
-with its attention and its shared layers: its experts stay as they are. Which experts a server chose is not recorded,
-because chat completions do not return it: the trainer routes anew, and a difference is not corrected.
+with its attention and its shared layers: its experts stay as they are. The trainer routes anew: servers do not return
+which experts they chose, and a difference is not corrected.
 
 | family | `model_type` | trained | adapter served by | target_modules |
 |---|---|---|---|---|

@@ -288,8 +288,8 @@ def test_every_attempt_is_on_record_with_its_policy_and_without_secrets(runs):
 
 
 def test_environment_runtime_makes_it_an_episode_of_the_environment_which_a_refusal_ends(runs):
-    trajectory, (first, second, again) = runs["shopping"].trajectory, runs["shopping"].requests
-    assert "return_token_ids" in second and "return_token_ids" not in again, "a refused request is sent once more"
+    trajectory, (first, second) = runs["shopping"].trajectory, runs["shopping"].requests
+    assert "return_token_ids" in second
     assert trajectory.task.environment == "webshop"
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
     assert "search[keywords]" in text(first["messages"][0]) and "OpenHands" not in text(first["messages"][0])
