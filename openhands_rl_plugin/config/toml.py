@@ -117,9 +117,9 @@ def starting_config(*, model: str, base_url: str, workspace: str, prompt: str = 
     """A file for an OpenHands that works in the folder ``workspace`` with the served ``model`` at ``base_url``."""
     text = files("openhands_rl_plugin.config").joinpath("starting.toml").read_text(encoding="utf-8")
     # A small model seldom ends a completion that went astray, and its context has no room for long ones.
-    response, observation = (1024, 2048) if prompt == "compact" else (4096, 8192)
+    turns, response, observation = (10, 512, 2048) if prompt == "compact" else (50, 4096, 8192)
     values: JsonObject = {"model": model, "served": f"openai/{model}", "base_url": base_url, "workspace": workspace}
-    values |= {"prompt": prompt, "response": response, "observation": observation}
+    values |= {"prompt": prompt, "turns": turns, "response": response, "observation": observation}
     # JSON's notation of a string is TOML's, but for this character.
     escaped = {name: json.dumps(value).replace("\x7f", "\\u007f") for name, value in values.items()}
     return re.sub(r"\{(\w+)\}", lambda found: escaped[found[1]], text)
