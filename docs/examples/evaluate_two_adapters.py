@@ -48,7 +48,7 @@ def main(model: str, adapters: str, *versions: str) -> None:
                 body = {"lora_name": version.name, "lora_path": version.path}
                 httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=120).raise_for_status()
         runs = [str(evaluate(url, name)) for name in names]
-    subprocess.run(["openhands-rl", "compare", *runs, "--out", "comparison"], check=True)
+    subprocess.run(["openhands-rl", "evaluate", "--compare", *runs, "--out", "comparison"], check=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main(model: str) -> None:
         for process in (recording, serving):
             process.terminate()
             process.wait(60)
-    subprocess.run(["openhands-rl", "stats", "recorded"], check=True)
+    subprocess.run(["openhands-rl", "list", "recorded", "--by"], check=True)
     train = ["openhands-rl", "train", "recorded", "--model", model, "--base-model", "model", "--adapters", "adapters"]
     subprocess.run([*train, "--algorithm", "sft"], check=True)
 
