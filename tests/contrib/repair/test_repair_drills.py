@@ -125,7 +125,7 @@ def test_a_short_drill_is_a_line_and_the_script_that_mends_it(instances: tuple[I
     made = {"tools": V0, "seed": 3, "drills": 6, "level": level}
     found = lessons(episodes, at_level, short_drills=20, **made)  # type: ignore[arg-type]
     assert found[:8] == lessons(episodes, at_level, **made)  # type: ignore[arg-type]
-    short = found[8:]
+    short, edits = found[8:], set[tuple[str, str]]()
     assert len(short) == len({each.id for each in short}) == 20
     for drill in short:
         _, told, answer = (str(node.message.content) for node in drill.nodes)
@@ -135,9 +135,9 @@ def test_a_short_drill_is_a_line_and_the_script_that_mends_it(instances: tuple[I
         assert place == number and (head or line.startswith("def "))
         mended = subprocess.run(["sed", script[len(place) :]], input=line, capture_output=True, text=True, check=True)
         assert mended.stdout != line
-    shown = [str(each.nodes[-1].message.content) for each in short]
-    full = "\n".join(str(node.message.content) for each in found[2:8] for node in each.nodes)
-    assert len(set(shown)) > 15 and not any(text in full for text in shown)
+        edits.add((line, answer))
+    full = ["\n".join(str(node.message.content) for node in each.nodes) for each in found[2:8]]
+    assert len(edits) > 15 and not any(line in text and answer in text for text in full for line, answer in edits)
 
 
 def functions_of(drills: Sequence[Trajectory]) -> set[str]:
