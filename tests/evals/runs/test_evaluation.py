@@ -252,7 +252,7 @@ async def test_the_local_back_end_sets_up_shows_and_grades(agent: str, model: st
     """The environment of an instance is there for the agent, and its tests decide."""
     (first,) = make_instances(tmp_path, 1)
     (tmp_path / "mirror" / "owner").mkdir(parents=True)
-    (tmp_path / "origin").rename(tmp_path / "mirror" / "owner" / "adder.git")
+    (tmp_path / "origin" / ".git").rename(tmp_path / "mirror" / "owner" / "adder.git")
     check = "import adder; print('PASSED' if adder.add(2, 3) == 5 else 'FAILED', 'check.py::adds')"
     head = "diff --git a/check.py b/check.py\nnew file mode 100644\n--- /dev/null\n+++ b/check.py\n@@ -0,0 +1 @@\n"
     test_patch = f"{head}+{check}\n"
