@@ -70,7 +70,7 @@ def other_server() -> Iterator[str]:
             Route("/locked/models", locked),
         ]
     )
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", log_config=None))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -76,7 +76,7 @@ def serve_generate(tokenizer: Path, policy: Policy) -> Iterator[GenerateServer]:
     listener.bind(("127.0.0.1", 0))
     model = GenerateServer(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", tokenizer, policy)
     routes = [Route("/inference/v1/generate", model.generate, methods=["POST"]), Route("/v1/models", model.models)]
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="error", log_config=None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started:

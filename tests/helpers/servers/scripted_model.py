@@ -208,7 +208,7 @@ def serve() -> Iterator[ScriptedModel]:
         Route("/v1/models", model.models),
     ]
     app = Starlette(routes=routes)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", log_config=None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started:

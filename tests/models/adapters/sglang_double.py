@@ -103,7 +103,7 @@ class SGLangDouble:
 @contextmanager
 def running_sglang(double: SGLangDouble) -> Iterator[str]:
     """Serve it on a free port of the loopback interface; yields the address."""
-    server = uvicorn.Server(uvicorn.Config(double.app(), port=0, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(double.app(), port=0, log_level="warning", lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
