@@ -65,6 +65,13 @@ def server(key: str = "") -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(autouse=True)
+def no_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that serves in an earlier test may leave uvicorn a handler whose stream is closed."""
+    for name in ("uvicorn", "uvicorn.error"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with server() as url:
