@@ -78,9 +78,9 @@ def lines() -> dict[str, str]:
     return found
 
 
-def test_the_readme_is_a_door() -> None:
+def test_the_readme_is_short() -> None:
     """What has no room here has a page."""
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 128
 
 
 def test_every_block_says_what_it_is() -> None:
