@@ -76,7 +76,6 @@ class WorkspaceSettings(Settings):
     memory: int = Field(default=8192, ge=64, description="MiB of memory of all processes of a session")
     processes: int = Field(default=4096, ge=16, description="processes of a session at a time")
     temporary: int = Field(default=2048, ge=1, description="MiB of /tmp, and of /dev/shm")
-    disk: int = Field(default=32_768, ge=1, description="MiB that a session may add to its workspace")
 
     @property
     def is_compact(self) -> bool:

@@ -36,8 +36,8 @@ from openhands_rl_plugin.environments.workspace.processes import Ended, run
 from openhands_rl_plugin.environments.workspace.sandbox import (
     OF_A_PREFIX,
     SandboxLimits,
-    bounded,
     check_bubblewrap,
+    limited,
     prefix_mounts,
     sandboxed,
 )
@@ -176,9 +176,9 @@ async def _called(spec: RepairSpec, repository: Path, timeout: float) -> Ended:
     mounts = [*prefix_mounts({prefix: OF_A_PREFIX}), "--bind", str(repository), INSIDE]
     mounts += ["--ro-bind", str(_CALLING), "/tmp/calling.py"]
     variables = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-    limited = bounded(_LIMITS.counted(INSIDE), f"{prefix}/bin/python3", ["python3", "/tmp/calling.py"])
-    command = sandboxed(limited, mounts, variables={**variables, "PYTHONHASHSEED": "0"}, folder=INSIDE)
-    return await run(command, timeout=min(timeout, _LONGEST), given=json.dumps(item).encode())
+    program = limited(_LIMITS, ["python3", "/tmp/calling.py"])
+    command = sandboxed(program, mounts, variables={**variables, "PYTHONHASHSEED": "0"}, folder=INSIDE)
+    return await run(command, timeout=min(timeout, _LONGEST), given=json.dumps(item).encode(), limits=_LIMITS)
 
 
 def _outcomes(spec: RepairSpec, printed: str) -> list[str | None]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
+from openhands_rl_plugin.environments.workspace.cgroups import in_group, make_group, remove_group
+from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 
 _CHUNK = 2**16
 _DIE_WITH_PARENT = """
@@ -59,15 +61,18 @@ async def run(
     variables: Mapping[str, str] | None = None,
     given: bytes | None = None,
     keep: int = 64 * 2**20,
+    limits: SandboxLimits | None = None,
 ) -> Ended:
     """Run ``command`` with ``given`` on stdin (else nothing), in a process group of its own, which is killed at the
-    time limit and when this task is cancelled.
+    time limit and when this task is cancelled. ``limits``: in a control group with these, where one can be made.
 
     Raises ``InfrastructureError`` when the program cannot be started.
     """
     began = time.monotonic()
+    group = await asyncio.to_thread(make_group, limits.processes, limits.memory) if limits is not None else None
     try:
         process = await asyncio.create_subprocess_exec(
+            *in_group(group),
             *command,
             stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,6 +111,8 @@ async def run(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.shield(process.wait())
+        if group is not None:
+            await asyncio.shield(asyncio.to_thread(remove_group, group))
     return Ended(process.returncode or 0, bytes(kept), time.monotonic() - began, timed_out, truncated)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import marshal
 import os
 import re
@@ -83,28 +82,23 @@ def search_path() -> str:
 
 class SandboxLimits(Frozen):
     """Limits of a sandbox: bytes of memory and processes of all of it, bytes of one file, of ``/tmp`` and ``/dev/shm``,
-    bytes that it may add to its workspace (``disk``), and bytes of one command's output that are kept (the middle is
-    dropped).
+    and bytes of one command's output that are kept (the middle is dropped).
 
-    Memory and processes of a session are bounded by a control group where one can be made; else the first process of
-    the sandbox counts them, as it does the blocks of the workspace, ten times a second, and ends all others.
+    Where no control group can be made, ``memory`` bounds each process, and ``processes`` does not bound root.
     """
 
     memory: int = Field(default=8 * _GIBIBYTE, ge=1)
     processes: int = Field(default=4096, ge=1)
     file: int = Field(default=4 * _GIBIBYTE, ge=1)
     temporary: int = Field(default=2 * _GIBIBYTE, ge=1)
-    disk: int = Field(default=32 * _GIBIBYTE, ge=1)
     output: int = Field(default=28_000, ge=2)
 
-    def counted(self, *folders: str, isolated: bool = True, grouped: bool = False) -> dict[str, object]:
-        """What the supervisor takes as its bounds: these, with bytes that are added to ``folders``.
 
-        ``isolated``: the sandbox has processes of its own. ``grouped``: a control group bounds processes and memory.
-        """
-        kept = {"RLIMIT_DATA": self.memory, "RLIMIT_NPROC": self.processes, "RLIMIT_FSIZE": self.file, "RLIMIT_CORE": 0}
-        bounds = {"processes": self.processes, "memory": self.memory, "disk": self.disk, "folders": folders}
-        return {**bounds, "limits": kept, "isolated": isolated, "grouped": grouped}
+def limited(limits: SandboxLimits, command: Sequence[str]) -> list[str]:
+    """``command`` with the limits of each of its processes; a lower one that is set already stays."""
+    memory, file = limits.memory // 1024, limits.file // 1024
+    lines = f"ulimit -c 0; ulimit -d {memory}; ulimit -u {limits.processes}; ulimit -f {file}"
+    return [bash(), "-c", f'{{ {lines}; }} 2>/dev/null; exec "$@"', "bash", *command]
 
 
 def sandboxed(
@@ -142,11 +136,6 @@ def sandboxed(
 def empty_root(size: int = _ROOT_SIZE) -> list[str]:
     """A new ``/`` in memory, of at most ``size`` bytes, with the places for temporary files that programs expect."""
     return ["--size", str(size), "--tmpfs", "/", "--dir", "/run", "--symlink", "/tmp", "/var/tmp"]
-
-
-def bounded(bounds: Mapping[str, object], python: str, command: Sequence[str]) -> list[str]:
-    """``command`` below a process that keeps ``SandboxLimits.counted``. ``python``: its path inside."""
-    return [python, "-I", "-S", "-c", text_inside("supervisor"), json.dumps(bounds), *command]
 
 
 def find_bubblewrap(*options: str, otherwise: str = "") -> str:
@@ -390,7 +379,7 @@ class SubprocessSandbox:
             raise ConfigError(
                 f"the workspace {str(root)!r} cannot be used without bubblewrap: rename it, without blanks"
             )
-        self.workspace, self.folders = str(root), (str(root),)
+        self.workspace = str(root)
         self.home = str(private / "home")
         self.state = str(private / "state" / "shell")
         self._host_path = re.compile(rf"{re.escape(self.workspace)}(?![\w.-])")
@@ -413,8 +402,7 @@ class BubblewrapSandbox:
     workspace at ``/workspace``, private ``/tmp``, processes and devices, no capabilities, and no network but the
     host's where ``network`` asks for it.
 
-    A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away. ``folders``: what a session
-    may write to and that lasts.
+    A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away.
     """
 
     isolated = True
@@ -429,7 +417,7 @@ class BubblewrapSandbox:
         visible: Sequence[Path] = (),
         writable: Sequence[Path] = (),
     ) -> None:
-        self.workspace, self.folders = INSIDE, (INSIDE, *map(str, writable))
+        self.workspace = INSIDE
         self.home = "/tmp/home"
         self.state = "/tmp/.shell/state"
         self._root = str(root)

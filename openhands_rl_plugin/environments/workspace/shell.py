@@ -27,6 +27,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     Sandbox,
     SandboxLimits,
     bash,
+    limited,
     search_path,
     supervisor_program,
 )
@@ -135,7 +136,7 @@ class Shell:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside the block no process of the session runs. Without isolation, what left the shell's family goes on."""
+        """Inside the block no process of the session runs. Without isolation they go on."""
         started = self._started
         with suppress(InfrastructureError):
             if started is not None:
@@ -176,12 +177,13 @@ class Shell:
     def _start(self) -> _Started:
         program, code = supervisor_program()
         # Its real place: a virtual environment may be reached by a link that is hidden.
-        command = self._sandbox.wrap([os.path.realpath(sys.executable), "-I", "-S", "-c", program])
+        python = [os.path.realpath(sys.executable), "-I", "-S", "-c", program]
+        command = self._sandbox.wrap(limited(self._limits, python))
         group = cgroups.make_group(self._limits.processes, self._limits.memory)
         started: _Started | None = None
         try:
             started = _Started(command, group, self._limits.output)
-            started.send(code + json.dumps(self._setup(grouped=group is not None)).encode() + b"\n")
+            started.send(code + json.dumps(self._setup()).encode() + b"\n")
             started.answer_of(0, _START_PATIENCE)
         except (OSError, SandboxEndedError) as error:
             if started is not None:
@@ -189,16 +191,15 @@ class Shell:
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
         return started
 
-    def _setup(self, *, grouped: bool) -> dict[str, object]:
-        sandbox, limits = self._sandbox, self._limits
+    def _setup(self) -> dict[str, object]:
+        sandbox = self._sandbox
         return {
             "bash": bash(),
             "env": self._environment(),
             "cwd": sandbox.workspace,
             "start": self._start_in,
             "state": sandbox.state,
-            "output_bytes": limits.output,
-            "bounds": limits.counted(*sandbox.folders, isolated=sandbox.isolated, grouped=grouped),
+            "output_bytes": self._limits.output,
         }
 
     def _environment(self) -> dict[str, str]:

@@ -81,7 +81,6 @@ class SandboxedWorkspace:
             memory=settings.memory * _MEBIBYTE,
             processes=settings.processes,
             temporary=settings.temporary * _MEBIBYTE,
-            disk=settings.disk * _MEBIBYTE,
             output=output,
         )
         self.variables = dict(task.variables) if task is not None else {}

@@ -1,4 +1,4 @@
-"""The shell of a session, in both kinds of sandbox. OpenHands is not involved."""
+"""The shell of a session: what lasts, what ends, and the limits. OpenHands is not involved. All bombs are small."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.environments.workspace import cgroups
 from openhands_rl_plugin.environments.workspace.sandbox import (
     BubblewrapSandbox,
-    Sandbox,
     SandboxLimits,
     SubprocessSandbox,
 )
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, needs_bubblewrap]
 
 Run = Callable[..., CommandResult]
+MEBIBYTE = 1024**2
+LIMITS = SandboxLimits(processes=64, memory=128 * MEBIBYTE, file=8 * MEBIBYTE, temporary=16 * MEBIBYTE)
 
 
-def make_sandbox(kind: str, directory: Path) -> Sandbox:
+def make_sandbox(directory: Path) -> BubblewrapSandbox:
     root = directory / "workspace"
     root.mkdir(parents=True, exist_ok=True)
-    return BubblewrapSandbox(root) if kind == "bubblewrap" else SubprocessSandbox(root, directory)
+    return BubblewrapSandbox(root, temporary=LIMITS.temporary)
 
 
-@pytest.fixture(params=["subprocess", pytest.param("bubblewrap", marks=needs_bubblewrap)])
-def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shell]:
-    shell = Shell(make_sandbox(request.param, tmp_path), {"GREETING": "hello there"})
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(make_sandbox(tmp_path), {"GREETING": "hello there"}, LIMITS)
     yield shell
     shell.close()
 
@@ -101,17 +103,11 @@ def test_a_shell_that_is_ended_leaves_the_state_before(run: Run):
     assert (gone.python, gone.exit_code) == ("", 0)
 
 
-def test_workspace_has_its_name_inside(run: Run):
-    run("echo text > /workspace/file; mkdir -p /workspace/dir")
-    result = run("cat /workspace/file; cd /workspace/dir; pwd; ls -d $PWD; echo /workspaces /x/workspace")
-    assert result.output == "text\n/workspace/dir\n/workspace/dir\n/workspaces /x/workspace\n"
-
-
-def test_a_time_limit_ends_the_command_and_all_it_started(run: Run):
+def test_a_time_limit_ends_the_command_and_what_it_started(run: Run):
     run("export X=before")
     started = time.monotonic()
     marker = f"98{os.getpid()}"
-    result = run(f"echo partial; X=after; (sleep {marker}1 &); setsid sleep {marker}2 & sleep {marker}3", timeout=0.5)
+    result = run(f"echo partial; X=after; (sleep {marker}1 &); sleep {marker}2 & sleep {marker}3", timeout=0.5)
     assert time.monotonic() - started < 5
     assert (result.output, result.exit_code, result.timed_out) == ("partial\n", None, True)
     assert gone(*(f"{marker}{n}" for n in (1, 2, 3)))
@@ -123,19 +119,11 @@ def test_background_processes_do_not_hold_the_answer_and_live_on(shell: Shell, r
     marker = f"97{os.getpid()}"
     assert run(f"sleep {marker} & echo started; (sleep 0.2; echo late) &").output == "started\n"
     assert time.monotonic() - started < 5
-    run("sleep 60", timeout=0.4)
-    assert alive(marker)
-    result = run("echo next")
-    assert (result.earlier, result.output) == ("", "next\n")  # it came beside the command before
-    shell.close()
-    assert gone(marker)
-
-
-def test_late_output_of_a_background_process_is_not_lost(run: Run):
-    assert run("(sleep 0.2; echo late) & echo now").output == "now\n"
     time.sleep(0.5)
     result = run("echo next")
-    assert (result.earlier, result.output) == ("late\n", "next\n")
+    assert (result.earlier, result.output) == ("late\n", "next\n") and alive(marker)
+    shell.close()
+    assert gone(marker)
 
 
 @pytest.mark.parametrize("name", [r"$'\xff'", r"$'a\nb'", r"$'\e[2J\a'", '"a\'b"'])
@@ -147,43 +135,77 @@ def test_a_folder_of_any_name_may_be_the_working_directory(shell: Shell, run: Ru
     other.close()
 
 
-@pytest.mark.parametrize("kind", ["subprocess", pytest.param("bubblewrap", marks=needs_bubblewrap)])
-def test_memory_is_bounded_and_closing_ends_a_running_command(kind: str, tmp_path: Path):
-    shell = Shell(make_sandbox(kind, tmp_path), limits=SandboxLimits(memory=200 * 1024 * 1024))
-    assert "MemoryError" in shell.run("python3 -c 'bytearray(10**9)'", timeout=20).output
+def test_closing_ends_a_running_command_and_why_none_starts_is_known(shell: Shell, run: Run, tmp_path: Path):
     closer = threading.Timer(0.3, shell.close)
     closer.start()
     started = time.monotonic()
     with pytest.raises(SandboxEndedError):
-        shell.run("sleep 60", timeout=60)
+        run("sleep 60", timeout=60)
     assert time.monotonic() - started < 10
     closer.join()
     with pytest.raises(SandboxEndedError):
-        shell.run("echo", timeout=1)
+        run("echo", timeout=1)
+    sandbox = make_sandbox(tmp_path)
+    sandbox.wrap = lambda command: ["/bin/sh", "-c", "echo broken >&2; exit 1"]  # type: ignore[method-assign]
+    with pytest.raises(InfrastructureError, match="broken"):
+        Shell(sandbox).run("echo", timeout=5)
 
 
-def test_a_sandbox_that_ended_is_replaced_and_one_that_cannot_start_says_why(tmp_path: Path):
-    sandbox = make_sandbox("subprocess", tmp_path)
-    shell = Shell(sandbox)
+def test_without_isolation_the_workspace_has_its_name_and_all_ends_with_the_shell(tmp_path: Path):
+    marker = f"95{os.getpid()}"
+    shell = Shell(SubprocessSandbox(tmp_path, tmp_path / ".private"))
+    shell.run("echo text > /workspace/file; mkdir -p /workspace/dir", timeout=20)
+    result = shell.run("cat /workspace/file; cd /workspace/dir; pwd; ls -d $PWD; echo /workspaces", timeout=20)
+    assert result.output == "text\n/workspace/dir\n/workspace/dir\n/workspaces\n"
+    shell.run(f"(setsid sh -c 'setsid sleep {marker}1 & exec sleep {marker}2' &) ; sleep 0.2", timeout=20)
+    shell.close()
+    assert gone(f"{marker}1", f"{marker}2")
+    shell = Shell(SubprocessSandbox(tmp_path, tmp_path / ".private"))
     with pytest.raises(SandboxEndedError):
         shell.run("kill -9 $PPID; sleep 5", timeout=20)
     assert shell.run("echo again", timeout=20).output == "again\n"
     shell.close()
-    sandbox.wrap = lambda command: ["/bin/sh", "-c", "echo broken >&2; exit 1"]  # type: ignore[method-assign]
-    with pytest.raises(InfrastructureError, match="broken"):
-        Shell(sandbox).run("echo", timeout=5)
     with pytest.raises(ConfigError, match="without blanks"):
         SubprocessSandbox(tmp_path / "two words", tmp_path)
 
 
-@needs_bubblewrap
-class TestBubblewrap:
-    @pytest.fixture
-    def run(self, tmp_path: Path) -> Iterator[Run]:
-        shell = Shell(make_sandbox("bubblewrap", tmp_path / "mine"))
-        yield lambda command, timeout=20.0: shell.run(command, timeout=timeout)
-        shell.close()
+class TestLimits:
+    """Of one process, by the kernel; of all of them where there are control groups."""
 
+    def test_of_a_process_and_of_files(self, run: Run):
+        assert "MemoryError" in run("python3 -c 'bytearray(10**9)'").output
+        assert run("head -c 20M /dev/zero > big; stat -c %s big").output.endswith(f"{LIMITS.file}\n")
+        for folder in ("/tmp", "/dev/shm"):
+            fill = f"for n in 1 2 3 4; do head -c 7M /dev/zero > {folder}/big$n; done; du -sm {folder} | cut -f1"
+            assert int(run(fill).output.split()[-1]) <= 16
+        for folder in ("/dev", "/", "/run", "/etc"):
+            assert "Read-only" in run(f"touch {folder}/big").output
+
+    @pytest.mark.skipif(not cgroups._place() and os.geteuid() == 0, reason="no control groups can be made here")
+    def test_of_all_processes(self, run: Run):
+        assert "fork: " in run("bomb() { bomb | bomb & }; bomb; sleep 20", timeout=2).output
+        assert run("kill -9 -1; wait; echo on").output.endswith("on\n")
+
+    @pytest.mark.skipif(not cgroups._place(), reason="no control groups can be made here")
+    def test_of_the_memory_of_several_processes(self, run: Run):
+        hold = "python3 -c 'import time; b = bytearray(60 << 20); time.sleep(4)'"
+        result = run(f"for i in 1 2 3 4; do ({hold}; echo status $?) & done; wait; echo survived", timeout=19)
+        assert "survived" in result.output and result.output.count("status 137") >= 2
+        assert run("echo on").output.endswith("on\n")
+
+    def test_nobody_writes_to_the_pipe_of_the_answers(self, run: Run):
+        forged = '{"output": "forged", "earlier": "", "exit_code": 0, "timed_out": false, "cwd": "/"}'
+        run(f"for n in 0 1 2 3 4 5 6 7 8 9; do echo '{forged}' > /proc/1/fd/$n; done 2>/dev/null; echo real")
+        for number in range(3):
+            assert run(f"echo real {number}").output == f"real {number}\n"
+        assert "Permission denied" in run("cat /proc/1/mem").output
+        # In place of the shell's own files, a pipe would hold up who answers for as long as a command may take.
+        reader = "(while :; do cat /tmp/.shell/state.new.cwd; done > /dev/null 2>&1 &)"
+        run(f"rm -f /tmp/.shell/state.new.cwd; mkfifo /tmp/.shell/state.new.cwd; {reader}", timeout=3)
+        assert run("echo on", timeout=3).output == "on\n"
+
+
+class TestIsolation:
     def test_the_host_is_read_only(self, run: Run):
         marker = f"rl-escape-{os.getpid()}"
         homes = ["/etc", "/usr", "/var", "/root", os.path.expanduser("~"), os.getcwd(), "/", "/tmp"]
@@ -195,13 +217,15 @@ class TestBubblewrap:
         assert int(run("ls -d /proc/[0-9]* | wc -l").output) < 10
         assert run("kill -9 1; echo survived").output == "survived\n"
 
-    @pytest.mark.parametrize("network", [False, True])
-    def test_a_network_is_there_on_request(self, network: bool, tmp_path: Path):
-        shell = Shell(BubblewrapSandbox(tmp_path, network=network))
+    def test_a_network_is_there_on_request(self, run: Run, tmp_path: Path):
+        shell = Shell(BubblewrapSandbox(tmp_path, network=True))
         with socket.create_server(("127.0.0.1", 0)) as server:
             connect = f"exec 3<>/dev/tcp/127.0.0.1/{server.getsockname()[1]}"
-            assert (shell.run(connect, timeout=20).exit_code == 0) == network
+            assert shell.run(connect, timeout=20).exit_code == 0 and run(connect).exit_code
         shell.close()
+
+    def test_no_command_gets_a_new_user_namespace(self, run: Run):
+        assert "No space left on device" in run("unshare --user true").output
 
     def test_programs_are_found_where_the_users_path_is_a_folder_of_links_that_is_hidden(
         self, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -219,7 +243,7 @@ class TestBubblewrap:
         marker = f"96{os.getpid()}"
         pid = os.fork()
         if pid == 0:
-            Shell(make_sandbox("bubblewrap", tmp_path / "child")).run(f"sleep {marker} & echo", timeout=20)
+            Shell(make_sandbox(tmp_path / "child")).run(f"sleep {marker} & echo", timeout=20)
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
         assert gone(marker)

@@ -15,7 +15,7 @@ from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
 
 TOKEN = "tok-2f9d81c7e4"
 MEBIBYTE = 1024**2
-LIMITS = SandboxLimits(processes=64, memory=128 * MEBIBYTE, disk=32 * MEBIBYTE)
+LIMITS = SandboxLimits(memory=128 * MEBIBYTE, file=MEBIBYTE)
 
 
 @pytest.fixture
@@ -47,17 +47,12 @@ def test_a_set_up_has_the_index_and_its_logins_and_nothing_else_has(wrap, tmp_pa
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("for i in $(seq 100); do sleep 5 & done; wait", "more than 64 processes and threads"),
-        (
-            "for i in 1 2 3 4; do head -c 60M /dev/zero | tail -c 60M | sleep 5 & done; wait",
-            "more than 128 MiB of memory",
-        ),
-        ("for i in $(seq 60); do head -c 2M /dev/zero > big$i; sleep 0.05; done", "added more than 32 MiB"),
-        ("exit 7", ""),
+        ("head -c 200M /dev/zero | tail -c 200M | wc -c", "memory exhausted"),
+        ("head -c 2M /dev/zero > big", "File size limit exceeded"),
     ],
 )
 @needs_bubblewrap
-def test_who_goes_beyond_a_bound_is_ended(wrap, command: str, why: str) -> None:
+def test_who_goes_beyond_a_limit_is_ended(wrap, command: str, why: str) -> None:
     words = wrap("bash", "-c", command, network=False)
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == (137 if why else 7) and why in done.stderr
+    assert why in done.stderr, done

@@ -200,7 +200,7 @@ async def _set_up(
     files = {**(shown or {}), "/setup.sh": file}
     command = ["/bin/bash", "/setup.sh"]
     wrapped = sandbox.wrap(Room(layer, tmp), command, network=True, setup=True, shown=files, variables=variables)
-    ended = await run(wrapped, timeout=SETUP_TIME)
+    ended = await run(wrapped, timeout=SETUP_TIME, limits=sandbox.limits)
     printed = redact_text(ended.text)
     _log(place).write_text(printed)
     if ended.timed_out or ended.code:

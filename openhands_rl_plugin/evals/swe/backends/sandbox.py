@@ -22,9 +22,9 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     OF_A_PREFIX,
     Overlay,
     SandboxLimits,
-    bounded,
     can_overlay,
     empty_root,
+    limited,
     prefix_mounts,
     program_mounts,
     sandboxed,
@@ -57,7 +57,7 @@ _OF_ROOT = (
     *(*AS_ROOT, "--hostname", "localhost", "--die-with-parent"),
     *(word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
 )
-LIMITS = SandboxLimits(memory=16 * _GIBIBYTE, processes=8192, disk=64 * _GIBIBYTE, file=8 * _GIBIBYTE)
+LIMITS = SandboxLimits(memory=16 * _GIBIBYTE, processes=8192, file=8 * _GIBIBYTE)
 """Of the sandbox of an instance."""
 
 _OF_NETWORK = "(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
@@ -124,7 +124,7 @@ class InstanceSandbox(NamedTuple):
         return [
             *(room.overlay.mounting() if room.overlay else ()),
             *sandboxed(
-                bounded(self.limits.counted(*folders), f"{CONDA}/host-python", program),
+                limited(self.limits, program),
                 mounts,
                 root=[*empty_root(_ROOT_SIZE), *program_mounts(), *settings_mounts()],
                 network=network,
@@ -201,4 +201,4 @@ class SandboxBox(NamedTuple):
     ) -> Ended:
         """Run in a sandbox that ends with the command and kills all of its processes."""
         wrapped = self.sandbox.wrap(self.room, command, network=tests and self.network)
-        return await run(wrapped, timeout=timeout, given=given)
+        return await run(wrapped, timeout=timeout, given=given, limits=self.sandbox.limits)
