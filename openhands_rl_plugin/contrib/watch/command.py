@@ -1,23 +1,22 @@
 """``openhands-rl watch``: learn in use: judge new episodes, train candidates, deploy them through gates, roll back.
 
 actions:
-  run        (default) judge what comes into [rl.storage], train candidates, let them in through the gates
+  run        (default) do all that can be done now: judge what came into [rl.storage], train a candidate, let it in
   status     what is in use, what it waits for, and the last lines of the journal
   rollback   use the version before, or --to another one, or --to base; its episodes are not learnt from any more
 
 examples:
-  openhands-rl watch --config config.toml --once          # from cron: all that can be done now, then exit
+  */10 * * * *  openhands-rl watch --config config.toml   # in cron: a look every ten minutes
   openhands-rl watch rollback --config config.toml --to policy-v000003
 
 [rl.watch] says when there is enough to learn from and what a candidate has to pass, [rl.reward] who judges (labels of
 people come first), [rl.training] how is trained, [rl.serving] which servers get the versions. The journal lies in
-ADAPTERS/NAME.watch; `--once` exits with 1 when a step could not be done.
+ADAPTERS/NAME.watch; the exit status is 1 when a step could not be done.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,12 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a config.toml with an [rl] section")
     weights = "folder of the base model's weights (default: as the model server says)"
     parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
-    parser.add_argument("--once", action="store_true", help="do all that can be done now, then exit")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, do nothing")
     parser.add_argument("--to", metavar="VERSION", help="rollback: a number, a name or base (default: the one before)")
-    force = "rollback: also to a candidate that was held back"
-    parser.add_argument("--force", action="store_true", help=force)
-    parser.add_argument("--json", action="store_true", help="status: print JSON")
     held_out = parser.add_argument_group("held-out suite")
     add_bounds(held_out)
     add_repositories(held_out)
@@ -61,29 +56,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch, or answer about it. Raises ``RLError`` when the settings, the servers or the store are unusable."""
-    from openhands_rl_plugin.contrib.watch.journal import Journal, status_of
+    from openhands_rl_plugin.apps.loop.checks import held
+    from openhands_rl_plugin.contrib.watch.journal import Journal, status_lines
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     settings = load_settings(args.config)
     adapters = AdapterStore(settings.serving.adapters_directory.resolve())
     journal = Journal(adapters.root / f"{settings.serving.adapter}.watch")
-    match args.action:
-        case "status":
-            status, lines = status_of(journal, adapters, settings.serving.adapter)
-            print(json.dumps(status, indent=1) if args.json else sayable("\n".join(lines)))
-        case "rollback":
+    if args.action == "status":
+        print(sayable("\n".join(status_lines(journal, adapters, settings.serving.adapter))))
+        return 0
+    if args.dry_run:
+        return _watch(args, settings, adapters, journal.folder)
+    taken = "another `openhands-rl watch` is at work here; end it first: it goes on from its journal"
+    of_store = settings.storage.directory / "watch"
+    with held(journal.folder, taken), held(of_store, taken) if settings.storage_backend == "file" else nullcontext():
+        if args.action == "rollback":
             print(sayable(ENDING.run(_rollback(args, settings, adapters, journal))))
-        case _:
-            return _watch(args, settings, adapters, journal.folder)
-    return 0
+            return 0
+        return _watch(args, settings, adapters, journal.folder)
 
 
 async def _rollback(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStore, journal: Journal) -> str:
     from openhands_rl_plugin.contrib.watch.journal import roll_back
 
     async with _publisher(settings, adapters) as publisher:
-        entry = await roll_back(journal, adapters, publisher, settings.serving.adapter, args.to, force=args.force)
-    return entry.said
+        return (await roll_back(journal, adapters, publisher, settings.serving.adapter, args.to)).said
 
 
 def _publisher(settings: RLSettings, adapters: AdapterStore) -> AdapterPublisher:
@@ -98,10 +96,8 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     silence_libraries()
     prepare_threads()
     with from_extra("openhands,train"):
-        from openhands_rl_plugin.apps.loop.checks import held
-        from openhands_rl_plugin.contrib.watch.gates import suite_tasks
         from openhands_rl_plugin.contrib.watch.gathering import check_calibrated
-        from openhands_rl_plugin.contrib.watch.service import Watch
+        from openhands_rl_plugin.contrib.watch.service import Watch, suite_tasks
     settings.training.check_servable()
     check_calibrated(settings)
     tasks = suite_tasks(settings)
@@ -110,25 +106,19 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     if args.dry_run:
         print(sayable(_plan(settings, folder, len(tasks.held_out))))
         return 0
+    job = graded_job(args, loop_job(args, settings, model, tasks, folder, "watch"))
 
-    async def serve() -> int:
+    async def look() -> bool:
         storage = open_storage(settings)
         try:
             async with publisher, with_backend(args, job) as whole:
                 watch = Watch(whole, storage, adapters, publisher, _print)
                 watch.check()
-                if args.once:
-                    return 0 if await watch.look() else 1
-                await watch.run()
+                return await watch.look()
         finally:
             await storage.close()
-        return 0
 
-    taken = "another `openhands-rl watch` is at work here; `openhands-rl watch status` says what it does"
-    of_store = settings.storage.directory / "watch"
-    with held(folder, taken), held(of_store, taken) if settings.storage_backend == "file" else nullcontext():
-        job = graded_job(args, loop_job(args, settings, model, tasks, folder, "watch"))
-        return ENDING.run(serve())
+    return 0 if ENDING.run(look()) else 1
 
 
 def _print(entry: Entry) -> None:

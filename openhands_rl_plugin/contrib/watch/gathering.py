@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import batched
@@ -13,14 +13,14 @@ from openhands_rl_plugin.config.rl import AlgorithmName, RLSettings, TrainingSet
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.watch.journal import State
 from openhands_rl_plugin.contrib.watch.settings import watch_settings
-from openhands_rl_plugin.core.errors import ConfigError, GraderError, RLError, StorageError
-from openhands_rl_plugin.core.judgements import OPINION, Preferences, consensus, labels_of, preferences, scores_of
-from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.errors import ConfigError, GraderError, StorageError
+from openhands_rl_plugin.core.judgements import OPINION, Preferences, consensus, labels_of, preferences
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, Label, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rewards.verifier.card import LEAST_CALIBRATED, Calibration, VerifierCard
-from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score, rescore
+from openhands_rl_plugin.rollout.scoring import AT_ONCE, UNLABELLED, JudgesLabels, known_score, rescore
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
@@ -33,9 +33,6 @@ from openhands_rl_plugin.training.loop.plan import PolicyLineage
 
 DIVIDED = "labels contradict each other"
 UNDECIDED = "the verifier is not certain"
-UNJUDGED = "nobody has judged it"
-AWAY = "the judge is away"
-_AT_ONCE = 64
 _LONGEST_REASON = 120
 
 
@@ -50,13 +47,12 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Judged:
-    """Episode -> judgement, in the order of the ids; ``open``: why others have none -> how many. ``preferred``: what
-    people prefer of each two. ``away``: what kept the judge from judging."""
+    """Episode -> judgement; ``open``: why others have none -> how many. ``preferred``: what people prefer of each
+    two."""
 
     known: Mapping[str, Judgement]
     open: Mapping[str, int]
     preferred: Preferences
-    away: str = ""
 
 
 class KnownReward:
@@ -69,7 +65,7 @@ class KnownReward:
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Raises ``GraderError``: of this one nothing is known."""
-        raise GraderError(UNJUDGED)
+        raise GraderError(UNLABELLED)
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
         """As in ``known_score``."""
@@ -85,76 +81,41 @@ def check_calibrated(settings: RLSettings) -> None:
     directory = Path(str(settings.reward.options.get("adapter", ""))).expanduser()
     if VerifierCard.load(directory).calibration == Calibration():
         raise ConfigError(
-            f"[rl.reward] adapter: the scores of {directory} are no calibrated probabilities, and nobody would look "
-            "at what they let in: train it with `openhands-rl train --verifier --calibration platt`, with "
-            f"{LEAST_CALIBRATED} held-out episodes of both outcomes"
+            f"[rl.reward] adapter: the scores of {directory} are no calibrated probabilities: train it with "
+            f"`openhands-rl train --verifier --calibration platt` on {LEAST_CALIBRATED} held-out episodes or more"
         )
 
 
-class EpisodeJudge:
-    """Judges stored episodes once each; labels are read anew each time."""
-
-    def __init__(self, settings: RLSettings, storage: TrajectoryStorage) -> None:
-        self._settings = settings
-        self._storage = storage
-        self._reward: Reward = make_reward(settings.reward)
-        self._decided: dict[str, tuple[Score | None, Judgement | str]] = {}
-        """Id -> its newest score then, and what followed: after another score the episode is judged again."""
-
-    async def judge(self, ids: Sequence[str]) -> Judged:
-        """What is known of these episodes, which have ended without a failure. Raises ``StorageError``.
-
-        Where the judge is away, the others are judged, and these the next time.
-        """
-        labels = await labels_of(self._storage, ids)
-        of: dict[str, list[Label]] = {}
-        for label in labels:
-            of.setdefault(label.trajectory_id, []).append(label)
-        found: dict[str, Judgement | str] = {}
-        for each, its in of.items():
-            if (people := consensus(its)) is not None:
-                value = people.value
-                found[each] = DIVIDED if value is None else Judgement(value, value >= 1, "people")
-        others, away = [each for each in ids if each not in found], ""
-        scores = await scores_of(self._storage, others)
-        for each in others:
-            if each in self._decided and self._decided[each][0] == (scores.get(each) or (None,))[-1]:
-                found[each] = self._decided[each][1]
-        for some in batched([each for each in others if each not in found], _AT_ONCE):
-            by_reward, why = await self._by_reward(some)
-            found |= by_reward
-            away = why or away
-        known = {each: it for each in ids if isinstance(it := found[each], Judgement)}
-        return Judged(known, Counter(it for it in found.values() if isinstance(it, str)), preferences(labels), away)
-
-    async def _by_reward(self, ids: Sequence[str]) -> tuple[dict[str, Judgement | str], str]:
-        """The judgements of the reward, and why it could not judge."""
-        found: dict[str, Judgement | str] = dict.fromkeys(ids, UNJUDGED)
-        if isinstance(self._reward, JudgesLabels):
-            return found, ""
-        where, away = TrajectoryFilter(ids=tuple(ids)), ""
-        try:
-            report = await rescore(self._storage, self._reward, where, sub_agents=False)
-            for each, failure in report.unscored:
-                found[each] = failure.message.removeprefix("GraderError: ").splitlines()[0][:_LONGEST_REASON]
-        except StorageError:
-            raise
-        except RLError as error:
-            away = str(error).splitlines()[0]
-            found = dict.fromkeys(ids, AWAY)
-        async for trajectory, scores in self._storage.find(where):
-            score = known_score(self._reward, trajectory, scores)
+async def judge(settings: RLSettings, storage: TrajectoryStorage, ids: Sequence[str]) -> Judged:
+    """What is known of these episodes, which have ended without a failure. Raises what the reward raises."""
+    labels = await labels_of(storage, ids)
+    of: dict[str, list[Label]] = defaultdict(list)
+    for label in labels:
+        of[label.trajectory_id].append(label)
+    found: dict[str, Judgement | str] = dict.fromkeys(ids, UNLABELLED)
+    for each in ids:
+        if (people := consensus(of[each])) is not None:
+            value = people.value
+            found[each] = DIVIDED if value is None else Judgement(value, value >= 1, "people")
+    reward, where = make_reward(settings.reward), [each for each in ids if found[each] == UNLABELLED]
+    for some in () if isinstance(reward, JudgesLabels) else batched(where, AT_ONCE):
+        report = await rescore(storage, reward, TrajectoryFilter(ids=some), sub_agents=False)
+        for each, failure in report.unscored:
+            found[each] = failure.message.removeprefix("GraderError: ").splitlines()[0][:_LONGEST_REASON]
+        async for trajectory, scores in storage.find(TrajectoryFilter(ids=some)):
+            score = known_score(reward, trajectory, scores)
             if score is not None and score.reward is not None:
-                found[trajectory.id] = self._decide(trajectory, score.reward, score.reward_version)
-                self._decided[trajectory.id] = scores[-1] if scores else None, found[trajectory.id]
-        return found, away
+                found[trajectory.id] = _decide(settings, trajectory, score.reward, score.reward_version)
+    known = {each: it for each, it in found.items() if isinstance(it, Judgement)}
+    return Judged(known, Counter(it for it in found.values() if isinstance(it, str)), preferences(labels))
 
-    def _decide(self, trajectory: Trajectory, value: float, by: str) -> Judgement | str:
-        if not by.startswith(OPINION):
-            rule = success_rule(trajectory.task.environment, self._settings.reward)
-            return Judgement(value, rule.holds(value, trajectory.stop), by)
-        sure = watch_settings(self._settings).certainty
-        return Judgement(value, value >= sure, by) if value >= sure or value <= 1 - sure else UNDECIDED
+
+def _decide(settings: RLSettings, trajectory: Trajectory, value: float, by: str) -> Judgement | str:
+    if not by.startswith(OPINION):
+        rule = success_rule(trajectory.task.environment, settings.reward)
+        return Judgement(value, rule.holds(value, trajectory.stop), by)
+    sure = watch_settings(settings).certainty
+    return Judgement(value, value >= sure, by) if value >= sure or value <= 1 - sure else UNDECIDED
 
 
 _LOOKED_AT = 4

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,15 +13,13 @@ from pydantic import Field, ValidationError
 from openhands_rl_plugin.cli.jobs import BASE, find_version
 from openhands_rl_plugin.config.rl import AlgorithmName
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
-from openhands_rl_plugin.core.files import PRIVATE, locked_folder, write_file
+from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.redaction import redact_text
-from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject, JsonValue
+from openhands_rl_plugin.core.types import Adapter, Frozen, JsonObject
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 JOURNAL = "journal.jsonl"
-CANARY, HELD_OUT = "canary", "held-out"
-"""The gates."""
 _LAST = 8
 
 
@@ -39,11 +36,11 @@ class WatchStep(StrEnum):
     MEASURED = "measured"
     """A version was rolled out on the held-out suite."""
     PASSED = "passed"
-    """The candidate passed a gate."""
+    """In older journals: the candidate passed a gate."""
     HELD = "held"
     """A gate held the candidate back: the round ends, and what was in use stays."""
     ADMITTED = "admitted"
-    """The candidate is in use: the round ends."""
+    """The candidate passed the gates and is in use: the round ends."""
     ROLLED_BACK = "rolled-back"
     """An earlier version, or the base model, is in use again; a round in progress ends."""
     COULD_NOT = "could-not"
@@ -63,8 +60,7 @@ class Entry(Frozen):
 
 class Round(Frozen):
     """A candidate on its way. ``episodes``: id -> value that it is trained on; ``others``: ids that were judged, too.
-    ``latest``: the newest version number when it began, at ``began`` (Unix seconds). ``candidate``: its versioned name,
-    once it is trained; ``passed``: the gates that it has passed."""
+    ``latest``: the newest version number when it began. ``candidate``: its versioned name, once it is trained."""
 
     number: int
     algorithm: AlgorithmName
@@ -72,27 +68,11 @@ class Round(Frozen):
     latest: int
     episodes: dict[str, float]
     others: tuple[str, ...] = ()
-    began: float
     candidate: str = ""
-    passed: tuple[str, ...] = ()
-
-    @property
-    def stage(self) -> str:
-        """What is done now."""
-        if not self.candidate:
-            return "training"
-        return next((f"{gate} gate" for gate in (CANARY, HELD_OUT) if gate not in self.passed), "coming into use")
 
 
-class Measurement(Frozen, extra="ignore"):
-    """A version on the held-out suite, whose name is empty for the base model.
-
-    ``success``: task -> share of its attempts that succeeded; ``mean``: over the tasks. Older journals have more.
-    """
-
-    version: str
+class _Measured(Frozen, extra="ignore"):
     success: dict[str, float]
-    mean: float
 
 
 @dataclass
@@ -102,7 +82,8 @@ class State:
     ``suite``: digest of the frozen suite, empty before. ``seen``: episodes judged when a round began, which are not
     new; ``learnt``: those that a candidate was trained on that came into use, rolled back since or not.
     ``admitted``: the versions in the order in which they came into use; ``dropped``: those that were held back or
-    rolled back. ``tries``: how often the present step could not be done. ``judged``: figures of the last look.
+    rolled back. ``measured``: version, or an empty name for the base model -> task -> share of its attempts that
+    succeeded. ``tries``: how often the present step could not be done. ``judged``: figures of the last look.
     """
 
     round: Round | None = None
@@ -112,64 +93,35 @@ class State:
     learnt: set[str] = field(default_factory=set[str])
     admitted: list[str] = field(default_factory=list[str])
     dropped: set[str] = field(default_factory=set[str])
-    measured: dict[str, Measurement] = field(default_factory=dict[str, Measurement])
+    measured: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     tries: int = 0
-    judged: JsonObject = field(default_factory=dict[str, JsonValue])
+    judged: JsonObject = field(default_factory=dict)
 
 
 class Journal:
-    """The journal in ``folder``, which several processes may append to. Methods raise ``StorageError``."""
+    """The journal in ``folder``, which one process writes at a time. Methods raise ``StorageError``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file = folder / JOURNAL
-        self._alone = False
 
     def read(self) -> tuple[Entry, ...]:
-        """All complete lines, oldest first; none before the first one. A half line at the end is none."""
-        entries: list[Entry] = []
-        for number, line in enumerate(self._lines(), 1):
-            try:
-                entries.append(Entry.model_validate_json(line))
-            except ValidationError as error:
-                raise StorageError(
-                    f"{self.file}: line {number} is damaged; move the file away to begin anew"
-                ) from error
-        return tuple(entries)
+        """All lines, oldest first. A half line at the end is none."""
+        try:
+            lines = self._lines()
+            return tuple(map(Entry.model_validate_json, lines))
+        except ValidationError as error:
+            raise StorageError(f"{self.file} is damaged ({describe(error)}); move it away to begin anew") from error
 
     def append(
         self, step: WatchStep, said: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None
     ) -> Entry:
         """Add a line, which is on the disk when this returns; when it raises, there is nothing of it."""
-        with self.alone():
-            lines = self._lines()
-            entry = Entry(
-                number=len(lines) + 1,
-                at=time.time(),
-                step=step,
-                round=round,
-                adapter=adapter,
-                said=redact_text(said),
-                figures=figures or {},
-            )
-            write_file(self.file, b"\n".join([*lines, entry.model_dump_json().encode(), b""]), PRIVATE)
+        lines, own = self._lines(), {"step": step, "round": round, "adapter": adapter, "figures": figures or {}}
+        entry = Entry.model_validate({**own, "number": len(lines) + 1, "at": time.time(), "said": redact_text(said)})
+        content = b"\n".join([*lines, entry.model_dump_json().encode(), b""])
+        write_file(self.file, content, PRIVATE, parents=True)
         return entry
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else appends until the block ends, so that what was read stays true meanwhile."""
-        if self._alone:
-            yield
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with locked_folder(self.folder):
-                self._alone = True
-                yield
-        except OSError as error:
-            raise StorageError(f"{self.folder} cannot be used: {describe(error)}") from error
-        finally:
-            self._alone = False
 
     def _lines(self) -> list[bytes]:
         try:
@@ -205,18 +157,15 @@ def _advance(state: State, entry: Entry) -> None:
             state.judged = figures
             return
         case WatchStep.FROZEN:
-            state.suite = str(figures["digest"])
-            state.measured = {}
+            state.suite, state.measured = str(figures["digest"]), {}
         case WatchStep.GATHERED:
-            state.round = Round.model_validate({**figures, "number": entry.round, "began": entry.at})
+            state.round = Round.model_validate({**figures, "number": entry.round})
             state.rounds = entry.round
             state.seen |= {*state.round.episodes, *state.round.others}
         case WatchStep.MEASURED:
-            state.measured[entry.adapter] = Measurement.model_validate({**figures, "version": entry.adapter})
+            state.measured[entry.adapter] = _Measured.model_validate(figures).success
         case WatchStep.TRAINED if current is not None:
             state.round = current.model_copy(update={"candidate": entry.adapter})
-        case WatchStep.PASSED if current is not None:
-            state.round = current.model_copy(update={"passed": (*current.passed, str(figures["gate"]))})
         case WatchStep.HELD:
             state.round = None
             state.dropped |= {entry.adapter} - {""}
@@ -234,78 +183,40 @@ def _advance(state: State, entry: Entry) -> None:
     state.tries = 0
 
 
-def status_of(journal: Journal, adapters: AdapterStore, name: str) -> tuple[JsonObject, list[str]]:
-    """The status as JSON and as lines for a terminal. Raises ``StorageError`` for a damaged journal or pointer.
-
-    ``in_use``: the version, ``None`` for the base model. ``measured``: version -> mean success on the held-out suite,
-    the base model's under an empty name. ``judged``: the figures of the last look at the store.
-    """
+def status_lines(journal: Journal, adapters: AdapterStore, name: str) -> list[str]:
+    """What is in use, what is under way, and the last lines. Raises ``StorageError`` for a damaged journal."""
     entries = journal.read()
-    state, current, now = state_of(entries), adapters.current(name), None
+    state, current = state_of(entries), adapters.current(name)
     lines = [f"{name}: {current.name if current else 'the base model'} is in use"]
     if (going := state.round) is not None:
-        now = going.model_dump(mode="json", exclude={"latest", "others"})
-        now |= {"episodes": len(going.episodes), "stage": going.stage}
-        about = f"{going.candidate or 'a candidate'} from {len(going.episodes)} episodes; now: {going.stage}"
-        lines.append(f"round {going.number}: {about}")
+        lines.append(f"round {going.number}: {going.candidate or 'a candidate'} from {len(going.episodes)} episodes")
     elif state.judged:
         lines.append(f"waits: {state.judged.get('missing') or 'nothing is missing'}")
     lines.append(f"rounds: {state.rounds}, admitted: {len(state.admitted)}, held or rolled back: {len(state.dropped)}")
-    lines += [f"  {each.number} {each.step}: {each.said}" for each in entries[-_LAST:]]
-    status: JsonObject = {
-        "adapter": name,
-        "in_use": current.name if current is not None else None,
-        "rounds": state.rounds,
-        "learnt": len(state.learnt),
-        "admitted": [*state.admitted],
-        "dropped": [*sorted(state.dropped)],
-        "round": now,
-        "measured": {name: each.mean for name, each in state.measured.items()},
-        "judged": state.judged,
-        "last": [each.model_dump(mode="json") for each in entries[-_LAST:]],
-    }
-    return status, lines
+    return lines + [f"  {each.number} {each.step}: {each.said}" for each in entries[-_LAST:]]
 
 
 async def roll_back(
-    journal: Journal,
-    adapters: AdapterStore,
-    publisher: AdapterPublisher,
-    name: str,
-    wanted: str | None,
-    *,
-    force: bool = False,
+    journal: Journal, adapters: AdapterStore, publisher: AdapterPublisher, name: str, wanted: str | None
 ) -> Entry:
-    """Use an earlier version of ``name`` again: ``wanted`` (a number, a name or ``base``), or the one before. A
-    candidate that has not passed the gates is used with ``force`` only.
+    """Use an earlier version of ``name`` again: ``wanted`` (a number, a name or ``base``), or the one before.
 
     Nothing is learnt any more from the episodes of the versions that are left. Raises ``ConfigError``, ``PublishError``
     and ``StorageError``; then what was in use still is.
     """
-    with journal.alone():
-        state, current = journal.state(), adapters.current(name)
-        target = _target(state, adapters, name, current, wanted)
-        waiting = [state.round.candidate] if state.round is not None and state.round.candidate else []
-        back = target.name if target is not None else ""
-        if back in {*state.dropped, *waiting} - {*state.admitted} and not force:
-            raise ConfigError(f"{back} was held back, or has not passed the gates yet: --force uses it anyway")
-        if target is not None:
-            await publisher.publish(target)
-        else:
-            adapters.point_at_base(name)
-        # Those admitted since the target, what was in use, and a candidate that was on its way.
-        since: list[str] = [] if back else state.admitted
-        if back in state.admitted:
-            since = state.admitted[state.admitted.index(back) + 1 :]
-        used = [current.name] if current is not None else []
-        left = [each for each in dict.fromkeys([*since, *used, *waiting]) if each != back]
-        no_more = f", {', '.join(left)} no more" if left else ""
-        return journal.append(
-            WatchStep.ROLLED_BACK,
-            f"{back or 'the base model'} is in use again{no_more}",
-            adapter=back,
-            figures={"dropped": [*left]},
-        )
+    state, current = journal.state(), adapters.current(name)
+    target = _target(state, adapters, name, current, wanted)
+    back = target.name if target is not None else ""
+    if target is not None:
+        await publisher.publish(target)
+    else:
+        adapters.point_at_base(name)
+    # Those admitted since the target, what was in use, and a candidate that was on its way.
+    since = state.admitted[state.admitted.index(back) + 1 :] if back in state.admitted else []
+    also = [*([] if back else state.admitted), current.name if current else "", state.round and state.round.candidate]
+    left = [each for each in dict.fromkeys([*since, *also]) if each and each != back]
+    said = f"{back or 'the base model'} is in use again{f', {", ".join(left)} no more' if left else ''}"
+    return journal.append(WatchStep.ROLLED_BACK, said, adapter=back, figures={"dropped": [*left]})
 
 
 def _target(

@@ -35,12 +35,6 @@ class WatchSettings(Settings):
         le=1,
         description="verifier: a success has at least this probability, a failure at most 1 minus it",
     )
-    interval: float = Field(default=60.0, ge=1, description="seconds between two looks at the store")
-    keep_versions: int = Field(
-        default=10,
-        ge=2,
-        description="versions made by the watch that are kept: the newest, and the last in use",
-    )
 
 
 def watch_settings(settings: RLSettings) -> WatchSettings:

@@ -11,12 +11,12 @@ from train_store import episode
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.watch.gathering import (
-    EpisodeJudge,
     Judged,
     Judgement,
     Material,
     candidates,
     check_calibrated,
+    judge,
     material,
 )
 from openhands_rl_plugin.contrib.watch.journal import State
@@ -24,6 +24,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import PolicyRef, Score, Task, Trajectory
 from openhands_rl_plugin.rewards.verifier.card import Calibration, VerifierCard
+from openhands_rl_plugin.rollout.scoring import UNLABELLED
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
@@ -53,15 +54,14 @@ def label(identity: str, kind: LabelKind, value: float, author: str = "ann", oth
 
 
 async def judged(store: FileTrajectoryStorage, chosen: RLSettings) -> Judged:
-    ids = await candidates(store, chosen, State(), ())
-    return await EpisodeJudge(chosen, store).judge(ids)
+    return await judge(chosen, store, await candidates(store, chosen, State(), ()))
 
 
 async def found(
     store: FileTrajectoryStorage, chosen: RLSettings, lineage: tuple[str, ...] = ()
 ) -> tuple[Material | None, str]:
     ids = await candidates(store, chosen, State(), lineage)
-    return await material(store, chosen, await EpisodeJudge(chosen, store).judge(ids), lineage)
+    return await material(store, chosen, await judge(chosen, store, ids), lineage)
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ async def test_people_come_first_and_contradictions_wait(store: FileTrajectorySt
         names[1]: Judgement(1.0, True, "people"),
         names[2]: Judgement(0.5, False, "recorded-1"),
     }
-    assert answer.open == {"labels contradict each other": 1} and not answer.away
+    assert answer.open == {"labels contradict each other": 1}
     only = await judged(store, settings(reward="human"))
     assert only.known.keys() == {names[0], names[1]}
-    assert only.open == {"labels contradict each other": 1, "nobody has judged it": 1}
+    assert only.open == {"labels contradict each other": 1, UNLABELLED: 1}
 
 
 async def test_a_verifier_counts_where_it_is_certain(store: FileTrajectoryStorage) -> None:

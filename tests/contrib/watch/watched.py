@@ -30,8 +30,8 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 MODEL = "shopper"
 ALL = [
-    *(WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.GATHERED, WatchStep.TRAINED, WatchStep.PASSED),
-    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.PASSED, WatchStep.ADMITTED, WatchStep.JUDGED),
+    *(WatchStep.FROZEN, WatchStep.JUDGED, WatchStep.GATHERED, WatchStep.TRAINED),
+    *(WatchStep.MEASURED, WatchStep.MEASURED, WatchStep.ADMITTED, WatchStep.JUDGED),
 ]
 LIMITS = Limits(max_turns=4, max_response_length=24)
 SUITE = LoopTasks(
@@ -48,7 +48,7 @@ SUITE = LoopTasks(
 )
 
 
-def write_config(folder: Path, *, shop: str, server: str, watch: str = "", more: str = "") -> Path:
+def write_config(folder: Path, *, shop: str, server: str, watch: str = "") -> Path:
     """A success is a return of at least 0.5; eight new episodes are enough."""
     file = folder / "config.toml"
     file.write_text(f"""
@@ -85,9 +85,7 @@ tasks = 2
 min_episodes = 8
 min_used = 2
 margin = 0.4
-interval = 1
 {watch}
-{more}
 """)
     return file
 
