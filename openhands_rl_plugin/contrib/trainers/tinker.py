@@ -1,7 +1,7 @@
-"""Training on a server of the Tinker API: ``[rl.tinker]``, and the service by its own client.
+"""The training engine ``tinker``: ``[rl.tinker]``, and a service of the Tinker API by its own client.
 
 The client (the package ``tinker``) is imported here only. It repeats requests that a server did not take for at most
-five minutes; every response is waited for at most ``[rl.tinker] timeout``.
+five minutes; every response is waited for at most fifteen.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import Field, model_validator
 
 from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
-from openhands_rl_plugin.config.training import TrainingSettings
+from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
 from openhands_rl_plugin.core.servers import is_loopback, named_key
+from openhands_rl_plugin.core.types import Adapter
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """The address of the hosted service, as its own client has it."""
+_TIMEOUT = 900.0
+"""Seconds for one response of the service."""
 
 
 class TinkerSettings(Settings):
@@ -34,12 +40,10 @@ class TinkerSettings(Settings):
     api_key_env: VariableName = Field(
         default="TINKER_API_KEY", description="NAME of the environment variable with the service's key"
     )
-    timeout: float = Field(default=900.0, gt=0, description="seconds for one answer of the service")
 
     @model_validator(mode="after")
     def _no_key_in_the_clear(self) -> Self:
-        parts = urlsplit(self.base_url)
-        if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
+        if self.base_url.startswith("http:") and not is_loopback(urlsplit(self.base_url).hostname or ""):
             raise ValueError("base_url: http:// sends the key in the clear: use https://, or a tunnel to 127.0.0.1")
         return self
 
@@ -57,6 +61,31 @@ class TinkerSettings(Settings):
 
 _KEYLESS = "tml-none"
 """What the client sends where a server wants no key; it refuses to send nothing."""
+
+
+# The service answers with logprobs and nothing else, and chooses the layout of its batches itself.
+_LACKS = "method lora_variant kl entropy_coefficient max_tokens_per_micro_batch sharding gradient_checkpointing dtype"
+_ATTENTION, _MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+
+
+def check_settings(training: TrainingSettings) -> None:
+    """Raise ``ConfigError`` for what the service has no counterpart for."""
+    fields = TrainingSettings.model_fields
+    if lacking := [name for name in _LACKS.split() if getattr(training, name) != fields[name].default]:
+        raise ConfigError(f'engine = "tinker" has no {", ".join(lacking)}: leave the default, or set engine = "local"')
+    # The service's own; a request cannot change it (thinkingmachines.ai/blog/lora, SkyRL's ``api.py``).
+    if training.lora_alpha != 32:
+        raise ConfigError('engine = "tinker" trains with lora_alpha = 32 only: set that, or engine = "local"')
+    if {*training.target_modules} not in (_ATTENTION, _MLP, _ATTENTION | _MLP):
+        raise ConfigError('engine = "tinker" adapts all of attention, all of the MLP, or both: set target_modules')
+
+
+def make_trainer(training: TrainingSettings, settings: RLSettings, base_model: str, adapter: Adapter | None) -> Trainer:
+    """A trainer on the server of ``[rl.tinker]``. Raises ``ConfigError`` and ``TrainingError``."""
+    from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
+
+    own = settings.section("tinker", TinkerSettings)
+    return TinkerTrainer(training, own, base_model, adapter=adapter, service=TinkerService(own))
 
 
 class TinkerService:
@@ -99,8 +128,7 @@ class TinkerService:
         """With or without the moments."""
         kind = f"create_training_client_from_state{'_with_optimizer' if optimizer else ''}"
         with _asking(self._settings, f"load {path}"):
-            made = getattr(self._client, kind)(path)
-        return RemoteAdapter(self._tinker, made, self._settings)
+            return RemoteAdapter(self._tinker, getattr(self._client, kind)(path), self._settings)
 
 
 DatumRow = dict[str, Any]
@@ -120,39 +148,37 @@ class RemoteAdapter:
     def forward(self, rows: Sequence[DatumRow]) -> list[list[float]]:
         """With the loss "cross_entropy", whose value is not used."""
         with _asking(self._settings, "compute logprobs"):
-            found = self._client.forward(self._data(rows), "cross_entropy").result(self._settings.timeout)
+            found = self._client.forward(self._data(rows), "cross_entropy").result(_TIMEOUT)
             return [[float(value) for value in each["logprobs"].tolist()] for each in found.loss_fn_outputs]
 
     def forward_backward(self, rows: Sequence[DatumRow]) -> None:
         """Add the gradient of ``-sum(ratio * advantage)``. The client sends a large batch in parts, which the service
         takes for one."""
         with _asking(self._settings, "compute a gradient"):
-            self._client.forward_backward(self._data(rows), "importance_sampling").result(self._settings.timeout)
+            self._client.forward_backward(self._data(rows), "importance_sampling").result(_TIMEOUT)
 
-    def step(
-        self, learning_rate: float, *, weight_decay: float = 0.0, max_grad_norm: float = 0.0, epsilon: float = 1e-8
-    ) -> float | None:
-        """One step of AdamW; ``max_grad_norm`` 0: no clipping. Returns the norm of the gradient, a metric that servers
+    def step(self, learning_rate: float, **given: float) -> float | None:
+        """One step of AdamW; ``grad_clip_norm`` 0: no clipping. Returns the norm of the gradient, a metric that servers
         name each in their own way."""
-        adamw = {"beta1": 0.9, "beta2": 0.999, "eps": epsilon, "weight_decay": weight_decay}
-        options = self._tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=max_grad_norm, **adamw)
+        adamw = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0} | given
+        options = self._tinker.AdamParams(learning_rate=learning_rate, **adamw)
         with _asking(self._settings, "make a step"):
-            metrics = self._client.optim_step(options).result(self._settings.timeout).metrics or {}
+            metrics = self._client.optim_step(options).result(_TIMEOUT).metrics or {}
         return next((value for name, value in metrics.items() if "grad_norm" in name), None)
 
     def save(self, name: str) -> str:
         """A name is used once."""
         with _asking(self._settings, "save a checkpoint"):
-            return self._client.save_state(name).result(self._settings.timeout).path
+            return self._client.save_state(name).result(_TIMEOUT).path
 
     def export(self, name: str) -> bytes:
         """By the archive's address: the client follows those of the hosted service only."""
         with _asking(self._settings, "export the adapter"):
-            path: str = self._client.save_weights_for_sampler(name).result(self._settings.timeout).path
+            path: str = self._client.save_weights_for_sampler(name).result(_TIMEOUT).path
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")
         place = f"training_runs/{run}/checkpoints/{checkpoint.rpartition('/')[2]}/archive"
         headers = {"X-API-Key": self._settings.api_key()}
-        with _asking(self._settings, "send the adapter"), httpx.Client(timeout=self._settings.timeout) as client:
+        with _asking(self._settings, "send the adapter"), httpx.Client(timeout=_TIMEOUT) as client:
             answer = client.get(f"{self._settings.address}/api/v1/{place}", headers=headers)
             if answer.is_redirect and answer.next_request is not None:
                 # A place in a store of objects signs its own address, and has no business with the key.
@@ -165,8 +191,8 @@ class RemoteAdapter:
         self._unload()
 
     def _data(self, rows: Sequence[DatumRow]) -> list[Any]:
-        made, datum = self._tinker.ModelInput.from_ints, self._tinker.Datum
-        return [datum(model_input=made(each["model_input"]), loss_fn_inputs=each["loss_fn_inputs"]) for each in rows]
+        made = self._tinker.ModelInput.from_ints
+        return [self._tinker.Datum(**{**each, "model_input": made(each["model_input"])}) for each in rows]
 
 
 def _unload(settings: TinkerSettings, model: str) -> None:

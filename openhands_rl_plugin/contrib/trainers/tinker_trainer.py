@@ -14,9 +14,9 @@ import sys
 import tarfile
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic import ValidationError
@@ -25,10 +25,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.contrib.trainers.tinker import DatumRow, RemoteAdapter, TinkerService, TinkerSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.files import write_file
-from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
@@ -38,6 +36,9 @@ from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, Trainin
 from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE, PackedModel
 from openhands_rl_plugin.training.trainer.metrics import RunCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.contrib.trainers.tinker import DatumRow, RemoteAdapter, TinkerService, TinkerSettings
 
 ORIGIN = "tinker.json"
 """Beside the files of a version: where the service keeps its weights and its optimiser."""
@@ -67,11 +68,11 @@ class TinkerTrainer(Trainer):
         base_model: str,
         *,
         adapter: Adapter | None = None,
-        service: TinkerService | None = None,
+        service: TinkerService,
     ) -> None:
         self._tinker = tinker
         self._base_model = tinker.model or base_model
-        self._service = TinkerService(tinker) if service is None else service
+        self._service = service
         self._model: RemoteAdapter | None = None
         self._path, self._with_moments = self._start(adapter, settings), False
         """The newest checkpoint, and whether its moments are this trainer's."""
@@ -108,8 +109,6 @@ class TinkerTrainer(Trainer):
         return {"step": self.step, "version": self._version, "tinker": self._saved()}
 
     def _restore(self, state: dict[str, Any], source: str) -> None:
-        if "tinker" not in state:
-            raise TrainingError(f'{source} does not hold a training state of engine = "tinker"')
         self._close()
         self.step, self._version = state["step"], state["version"]
         self._path, self._with_moments, self._saved_at = state["tinker"], True, self.step
@@ -119,11 +118,8 @@ class TinkerTrainer(Trainer):
             raise TrainingError("the Tinker service trains at temperature 1; set [rl.sampling] temperature = 1.0")
         if self._averages is None:
             item = max(items, key=lambda each: (loss.counts(each), len(each.positions)))
-            scratch = self._service.create(self._base_model, self.settings)
-            try:
+            with closing(self._service.create(self._base_model, self.settings)) as scratch:
                 self._averages = averages(scratch, item)
-            finally:
-                scratch.close()
         return super()._begin(items, loss, kept)
 
     def _update(
@@ -134,9 +130,7 @@ class TinkerTrainer(Trainer):
             if not math.isfinite(total):
                 raise TrainingError(f"step {self.step + 1}: the loss is {total}; no step was made: lower learning_rate")
             decay, most = self.settings.weight_decay, self.settings.max_grad_norm
-            norm = self.model.step(self._rate, weight_decay=decay, max_grad_norm=most)
-            if norm is not None and not math.isfinite(norm):
-                raise TrainingError(f"step {self.step + 1}: the norm of the gradient is {norm}; lower learning_rate")
+            norm = self.model.step(self._rate, weight_decay=decay, grad_clip_norm=most)
         except TrainingError:
             self._close()  # a gradient without a step, or a bad one: what comes next begins at the last checkpoint
             raise
@@ -251,7 +245,7 @@ def gradient_rows(
             whole = torch.zeros(len(ids)).index_put((torch.tensor(item.positions),), values)  # 0: not trained
             if averaged or name != "weights":
                 inputs[name] = whole[1:].tolist()
-        rows.append(DatumRow(model_input=[*ids[:-1]], loss_fn_inputs=inputs))
+        rows.append(dict(model_input=[*ids[:-1]], loss_fn_inputs=inputs))
     return rows
 
 
@@ -259,10 +253,7 @@ def forward_rows(sequences: Sequence[Sequence[int]]) -> list[DatumRow]:
     """Rows of which only the logprobs are wanted."""
     weights = [1.0] * max(map(len, sequences), default=0)
     inputs = [{"target_tokens": [*ids[1:]], "weights": weights[1 : len(ids)]} for ids in sequences]
-    return [DatumRow(model_input=[*ids[:-1]], loss_fn_inputs=it) for ids, it in zip(sequences, inputs, strict=True)]
-
-
-_LOG = redacting_logger(__name__)
+    return [dict(model_input=[*ids[:-1]], loss_fn_inputs=it) for ids, it in zip(sequences, inputs, strict=True)]
 
 
 def averages(adapter: RemoteAdapter, item: TrainingSample) -> bool:
@@ -280,7 +271,6 @@ def averages(adapter: RemoteAdapter, item: TrainingSample) -> bool:
         norms.append(adapter.step(0.0))
     alone, beside = norms
     if alone is None or beside is None or not alone:
-        _LOG.warning("the server reports no norm of a gradient; it is taken to sum the losses of all tokens")
         return False
     for share, found in ((1.0, False), (0.5, True)):
         if abs(beside / alone / share - 1) < 0.05:  # equal but for rounding

@@ -51,7 +51,7 @@ def server(model: Path) -> Iterator[TinkerSettings]:
 def start(server: TinkerSettings, model: Path) -> Adapter:
     """A version after one step on the server, so that both halves of every layer have a gradient."""
     store = AdapterStore(model.parent / "adapters")
-    trainer = TinkerTrainer(SETTINGS, server, "policy")
+    trainer = TinkerTrainer(SETTINGS, server, "policy", service=TinkerService(server))
     trainer.reinforce(make_samples())
     adapter, probe = create_version(
         trainer, store, "policy", base_model="policy", parent=None, steps=1, metrics={}, probe_ids=range(2, 40)
@@ -76,7 +76,7 @@ class _Plain:
 
     def step(self, learning_rate: float, **options: float) -> float | None:
         if learning_rate:
-            return self._adapter.step(1e5, **(options | {"epsilon": 1e5, "max_grad_norm": 0.0}))
+            return self._adapter.step(1e5, **(options | {"eps": 1e5, "grad_clip_norm": 0.0}))
         return self._adapter.step(learning_rate, **options)
 
 
@@ -151,12 +151,14 @@ def test_a_killed_call_goes_on_from_its_checkpoint_at_the_server(server: TinkerS
         if progress["done"] == 2:
             raise KeyboardInterrupt
 
-    whole = TinkerTrainer(settings, server, "policy")
+    whole = TinkerTrainer(settings, server, "policy", service=TinkerService(server))
     whole.reinforce(make_samples())
     whole.save_adapter(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        TinkerTrainer(settings, server, "policy").reinforce(make_samples(), stop, run=tmp_path / "run")
-    again = TinkerTrainer(settings, server, "policy")
+        TinkerTrainer(settings, server, "policy", service=TinkerService(server)).reinforce(
+            make_samples(), stop, run=tmp_path / "run"
+        )
+    again = TinkerTrainer(settings, server, "policy", service=TinkerService(server))
     assert again.reinforce(make_samples(), run=tmp_path / "run")["steps"] == 3
     again.save_adapter(tmp_path / "again")
     left, right = _weights(tmp_path / "whole"), _weights(tmp_path / "again")

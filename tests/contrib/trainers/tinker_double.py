@@ -24,8 +24,8 @@ from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 class TinkerDouble:
     """Keeps its checkpoints in memory."""
 
-    def __init__(self, model: Path, *, reduction: str = "sum", says_norm: bool = True) -> None:
-        self.model, self.reduction, self.says_norm = model, reduction, says_norm
+    def __init__(self, model: Path, *, reduction: str = "sum") -> None:
+        self.model, self.reduction = model, reduction
         self.saved: dict[str, tuple[TrainingSettings, dict[str, Tensor], dict]] = {}
         self.open_adapters = 0
 
@@ -64,20 +64,18 @@ class _Adapter:
             (total / weights.sum() if self.service.reduction == "sequence-mean" else total).backward()
         self.sequences += len(rows)
 
-    def step(
-        self, learning_rate: float, *, weight_decay: float = 0.0, max_grad_norm: float = 0.0, epsilon: float = 1e-8
-    ) -> float | None:
+    def step(self, learning_rate: float, *, weight_decay: float = 0.0, grad_clip_norm: float = 0.0) -> float | None:
         parameters = list(self.policy.parameters.values())
         if self.service.reduction == "sequence-mean":
             for parameter in parameters:
                 parameter.grad /= self.sequences
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or float("inf")).item()
-        own = {"lr": learning_rate, "eps": epsilon, "weight_decay": weight_decay}
+        norm = torch.nn.utils.clip_grad_norm_(parameters, grad_clip_norm or float("inf")).item()
+        own = {"lr": learning_rate, "weight_decay": weight_decay}
         self.optimizer.param_groups[0].update(own, betas=(0.9, 0.999))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.sequences = 0
-        return norm if self.service.says_norm else None
+        return norm
 
     def save(self, name: str) -> str:
         path = f"tinker://run/weights/{name}"
