@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "environments": GROUND,
     "rollout": GROUND,
     "trajectories": GROUND,
-    "testing": GROUND,
+    "testing": GROUND | {"trajectories"},
     "models": GROUND | {"config"},
     "session": GROUND | {"config", "environments", "models", "rollout"},
     "hosts": GROUND | {"config", "environments", "models", "rollout", "session"},

@@ -22,7 +22,7 @@ import sys
 from contextlib import suppress
 
 from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, add_settings, read_fields, settings_of, storage_at
-from openhands_rl_plugin.cli.terminal import add_access_log, log_accesses_if_asked, sayable
+from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -40,7 +40,6 @@ _SWITCH_SECONDS = 0.0005
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``GatewayConfig``, and where to store."""
     add_fields(parser, GatewayConfig, from_file=True, without=_OF_SETTINGS)
-    add_access_log(parser)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: {_STORE})")
     add_settings(parser)
 
@@ -54,7 +53,6 @@ async def run(args: argparse.Namespace) -> int:
     else:
         where = args.store or _STORE
         storage = storage_at(where)
-    log_accesses_if_asked(args)
     await _serve(config, storage, where, settings)
     return 0
 

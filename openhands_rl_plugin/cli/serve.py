@@ -18,7 +18,7 @@ import argparse
 from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig, ToolsConfig, running_agent
 from openhands_rl_plugin.apps.demo_model import SHORT_NAME, named_model
 from openhands_rl_plugin.cli.options import add_fields, read_fields
-from openhands_rl_plugin.cli.terminal import add_access_log, log_accesses_if_asked, sayable, wait_until_stopped
+from openhands_rl_plugin.cli.terminal import sayable, wait_until_stopped
 from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.config import ServerConfig, check_model
 
@@ -30,14 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``ServerConfig`` and ``ToolsConfig``."""
     add_fields(parser, ServerConfig)
     add_fields(parser.add_argument_group("a served policy with tools"), ToolsConfig)
-    add_access_log(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises ``RLError`` when the options, the model or the port cannot be used."""
     config = read_fields(args, ServerConfig)
     config.access()
-    log_accesses_if_asked(args)
     if "base_url" in args or "tools" in args:
         policy = read_fields(args, PolicyConfig)
         with running_agent(config, policy) as url:

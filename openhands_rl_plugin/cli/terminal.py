@@ -131,20 +131,6 @@ def wait_until_stopped(ended: threading.Event | None = None) -> None:
         (ended or threading.Event()).wait()
 
 
-def add_access_log(parser: argparse.ArgumentParser) -> None:
-    """``--access-log``, the same for every server."""
-    about = "print a line for each request: address, method, path, status; no bodies, no keys"
-    parser.add_argument("--access-log", action="store_true", help=about)
-
-
-def log_accesses_if_asked(args: argparse.Namespace) -> None:
-    """What ``--access-log`` asks for."""
-    if args.access_log:
-        from openhands_rl_plugin.core.servers import log_accesses
-
-        log_accesses()
-
-
 def silence_libraries() -> None:
     """Keep libraries from printing over progress bars, and from using the network.
 

@@ -159,8 +159,9 @@ def memory_line(model: Path, settings: TrainingSettings) -> str:
     if settings.engine != LOCAL:
         return f"memory: none here, {settings.engine} trains"
     need, free = memory_needed(model, settings), free_memory()
-    here = "" if free is None else f"; free: {free / 1e9:.2f} GB"
-    return f"memory: about {need / 1e9:.2f} GB for weights and optimiser, activations beside it{here}"
+    return (
+        f"memory: about {need / 1e9:.2f} GB for weights and optimiser, activations beside it; free: {free / 1e9:.2f} GB"
+    )
 
 
 class TrainingRun:

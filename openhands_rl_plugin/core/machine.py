@@ -8,22 +8,21 @@ import os
 import platform
 import re
 import subprocess
-import sys
+from collections import Counter
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
 _NAMED = ("openhands_rl_plugin", "torch", "transformers", "peft", "openhands-ai", "openhands-sdk")
 
 
 def machine() -> str:
     """One line: ``"AMD EPYC 7763, 2 cores, 8 GB, no GPU"``. Loads no torch."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    named = _first("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine()
-    kilobytes = _first("/proc/meminfo", r"MemTotal:\s*(\d+)")
-    memory = [f"{int(kilobytes) / 2**20:.0f} GB"] if kilobytes else []
-    return ", ".join([named, f"{cores} cores", *memory, _gpus() or "no GPU"])
+    model = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
+    named, gpus = model[1] if model else platform.machine(), Counter(_of_gpus("name"))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    shown = ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU"
+    return f"{named}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GB, {shown}"
 
 
 def versions(packages: Iterable[str] = _NAMED) -> dict[str, str]:
@@ -37,56 +36,33 @@ def versions(packages: Iterable[str] = _NAMED) -> dict[str, str]:
     return found
 
 
-def _gpus() -> str:
-    try:
-        names = [_first(each / "information", r"Model:\s*(.+)") or "GPU" for each in sorted(_GPUS.iterdir())]
-    except OSError:
-        return ""
-    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def _first(file: str | Path, pattern: str) -> str:
-    try:
-        found = re.search(pattern, Path(file).read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return ""
-    return " ".join(found[1].split()) if found else ""
-
-
-_LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-_ASK_GPU = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
-
-
-def free_memory() -> int | None:
+def free_memory() -> int:
     """Bytes that a model could have: those of the first GPU, or where there is none, of this machine or container.
 
-    ``None`` where neither says so. Loads no torch.
+    Loads no torch.
     """
+    if (gpus := _of_gpus("memory.free")) and gpus[0].isdecimal():
+        return int(gpus[0]) * 1024**2
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if found := re.search(r"MemAvailable:\s*(\d+)", _read("/proc/meminfo")):
+        free = int(found[1]) * 1024
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    return min(free, int(limit) - int(used)) if limit.isdecimal() and used else free
+
+
+def _of_gpus(field: str) -> list[str]:
+    ask = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
     try:
-        printed = subprocess.run(_ASK_GPU, capture_output=True, text=True, timeout=10, check=True).stdout
-        return int(printed.split()[0]) * 1024**2
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        pass
-    found = [_available(), *(_left_of(*files) for files in _LIMITS)]
-    return min((each for each in found if each is not None), default=None)
+        return subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
-def _available() -> int | None:
+def _read(file: str) -> str:
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
-
-
-def _left_of(limit: str, used: str) -> int | None:
-    try:
-        return max(0, int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no such group, or "max"
-        return None
+        return Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def return_freed_memory() -> None:
@@ -95,7 +71,7 @@ def return_freed_memory() -> None:
     glibc keeps what is freed below its top. After passes of different sizes that is as much as is in use, and another
     process of the machine (the server of the policy, say) may need it.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

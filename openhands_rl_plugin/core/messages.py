@@ -118,18 +118,9 @@ _REFUSED = re.compile(
 )
 
 RECORDED_PARAMETERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
+    *SamplingParams.model_fields,
     "max_completion_tokens",
-    "max_tokens",
-    "stop",
-    "seed",
     "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
     "reasoning_effort",
     "response_format",
     "tool_choice",

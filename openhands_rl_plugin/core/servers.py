@@ -10,12 +10,10 @@ import errno
 import hmac
 import ipaddress
 import json
-import logging
 import os
 import re
 import secrets
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _LOG = redacting_logger(__name__)
-_access_log: list[logging.Handler] = []
 API_KEY = "OPENHANDS_RL_API_KEY"
 """The environment variable of the key that clients of a server must send, unless an option names another."""
 HEALTH = "/health"
@@ -171,14 +168,6 @@ def is_json(content_type: str) -> bool:
 async def read_body[T](body: bytes, parse: Callable[[bytes], T]) -> T:
     """What ``parse`` makes of ``body``, a long one in a thread; its errors pass through."""
     return parse(body) if len(body) <= _LONG_BODY else await asyncio.to_thread(parse, body)
-
-
-def log_accesses() -> None:
-    """Servers that start from now on print a line for each request to standard error: uvicorn's access log."""
-    if not _access_log:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        _access_log.append(handler)
 
 
 def note_failure(error: BaseException) -> str:
@@ -367,7 +356,7 @@ def _server(
     common: dict[str, Any] = {
         "log_level": "warning",
         "log_config": None,
-        "access_log": bool(_access_log),
+        "access_log": False,
         "timeout_graceful_shutdown": STOP_SECONDS,
         "timeout_keep_alive": IDLE_SECONDS,
         "limit_concurrency": MOST_CONNECTIONS,
@@ -379,9 +368,4 @@ def _server(
         **options,
     }
     guard = GuardMiddleware(app, access, max_body_bytes=max_body_bytes)
-    server = Server(uvicorn.Config(guard, **common))
-    if _access_log:
-        logger = redacting_logger("uvicorn.access")
-        logger.handlers, logger.propagate = _access_log, False
-        logger.setLevel(logging.INFO)
-    return server
+    return Server(uvicorn.Config(guard, **common))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import Self
+from typing import Any, Self
+
+from pydantic import ConfigDict
 
 from openhands_rl_plugin.core.arrays import Ids
 from openhands_rl_plugin.core.messages import WireMessage, says, to_message, whole_observation
@@ -26,38 +27,24 @@ from openhands_rl_plugin.core.types import (
     Node,
     Observation,
     PolicyRef,
-    SamplingParams,
     StopReason,
     StrategySpec,
     Times,
     Tokens,
     Trajectory,
     Usage,
+    path_to,
 )
 
 CHARACTERS_PER_TOKEN = 4
 """The estimate for text that no tokenizer has read."""
 
 
-@dataclass
-class DraftNode:
-    """A node that search may still change (``value``, ``visits``, ``reward``, ``simulated``).
+class DraftNode(Node):
+    """A node that search may still change (``value``, ``visits``, ``reward``, ``simulated``); it is checked when it is
+    frozen. ``parent`` is an index into ``EpisodeTree.nodes``, ``None`` for the root."""
 
-    The fields are those of ``types.Node``; ``parent`` is an index into ``EpisodeTree.nodes``, ``None`` for the root.
-    """
-
-    parent: int | None
-    message: Message
-    sampled: bool = False
-    tokens: Tokens | None = None
-    policy: PolicyRef | None = None
-    sampling: SamplingParams | None = None
-    finish_reason: str | None = None
-    reward: float | None = None
-    simulated: bool = False
-    value: float | None = None
-    visits: int = 0
-    metadata: JsonObject = field(default_factory=dict)
+    model_config = ConfigDict(frozen=False)
 
     @property
     def executed(self) -> bool:
@@ -90,13 +77,13 @@ class EpisodeTree:
         """The tree that was frozen. An unfinished episode has no usage yet; then it is counted from the nodes."""
         tree = cls(tools=trajectory.tools)
         for node in trajectory.nodes:
-            tree._add(DraftNode(**{**dict(node), "metadata": deepcopy(node.metadata)}))
+            tree._add(**{**dict(node), "metadata": deepcopy(node.metadata)})
         tree._clock = clock
         tree.head = trajectory.head
         tree.terminated = trajectory.stop is StopReason.TERMINATED
         tree.truncated = trajectory.stop is StopReason.TRUNCATED
         unfinished = trajectory.stop is StopReason.UNFINISHED
-        tree.usage = usage_of(trajectory.nodes) if unfinished else trajectory.usage
+        tree.usage = tree._counted() if unfinished else trajectory.usage
         return tree
 
     def observe(self, observation: Observation) -> None:
@@ -122,23 +109,21 @@ class EpisodeTree:
 
     def append(self, message: Message, *, parent: int | None = None) -> int:
         """Add a message that was not sampled below ``parent`` (default ``head``); does not move ``head``."""
-        return self._add(DraftNode(parent=self.head if parent is None else parent, message=message))
+        return self._add(parent=self.head if parent is None else parent, message=message)
 
     def propose(self, completion: Completion, *, parent: int | None = None) -> int:
         """Add a sampled candidate below ``parent`` (default ``head``); only the new prompt tokens are kept."""
         at = self.head if parent is None else parent
         self.usage += completion.usage
         return self._add(
-            DraftNode(
-                parent=at,
-                message=completion.message,
-                sampled=True,
-                tokens=self._delta(at, completion.tokens),
-                policy=completion.policy,
-                sampling=completion.sampling,
-                finish_reason=completion.finish_reason,
-                metadata=dict(completion.metadata),  # search writes into it, and an engine may give it twice
-            )
+            parent=at,
+            message=completion.message,
+            sampled=True,
+            tokens=self._delta(at, completion.tokens),
+            policy=completion.policy,
+            sampling=completion.sampling,
+            finish_reason=completion.finish_reason,
+            metadata=dict(completion.metadata),  # search writes into it, and an engine may give it twice
         )
 
     def aside(self, prompt: Sequence[Message], completion: Completion, kind: str) -> int:
@@ -151,7 +136,7 @@ class EpisodeTree:
         """Add the prompt of such a completion alone; returns its last node. Raises ``ValueError`` for an empty one."""
         at: int | None = None
         for message in prompt:
-            at = self._add(DraftNode(parent=at, message=message, metadata={KIND: kind}))
+            at = self._add(parent=at, message=message, metadata={KIND: kind})
         if at is None:
             raise ValueError("a prompt needs a message")
         return at
@@ -171,12 +156,7 @@ class EpisodeTree:
 
     def path(self, leaf: int | None = None) -> list[int]:
         """Node indices from the root to ``leaf`` (default: ``head``)."""
-        indices: list[int] = []
-        at = self.head if leaf is None else leaf
-        while at is not None:
-            indices.append(at)
-            at = self.nodes[at].parent
-        return indices[::-1]
+        return [*path_to(self.nodes, self.head if leaf is None else leaf)]
 
     def messages(self, leaf: int | None = None) -> tuple[Message, ...]:
         """The conversation that a model answers at ``leaf`` (default: ``head``)."""
@@ -250,13 +230,25 @@ class EpisodeTree:
             times=times,
         )
 
-    def _add(self, node: DraftNode) -> int:
+    def _add(self, **fields: Any) -> int:
+        node = DraftNode.model_construct(**fields)
         if self._clock is not None:
             node.metadata.setdefault(AT, self._clock())
         self.nodes.append(node)
         index = len(self.nodes) - 1
         self._children.setdefault(node.parent, []).append(index)
         return index
+
+    def _counted(self) -> Usage:
+        """The tokens and calls of the nodes: each answer is one call with its whole prompt. Of the rest nothing is
+        known: neither cached tokens nor calls whose answers are no part of the tree."""
+        usage = Usage()
+        for at, node in ((at, node) for at, node in enumerate(self.nodes) if node.sampled):
+            whole = len(self.context_ids(at)) if node.tokens else 0
+            sampled = len(node.tokens.sampled_ids) if node.tokens else 0
+            made = {"prompt_tokens": whole - sampled, "completion_tokens": sampled}
+            usage += Usage(**made, calls=1, steps=int(node.executed))
+        return usage
 
     def _answer(self, parent: int | None, message: Message) -> int | None:
         """The observation ``message`` below ``parent``, if it is in the tree already."""
@@ -279,28 +271,6 @@ class EpisodeTree:
         while node is not None and not (self.nodes[node].sampled and self.nodes[node].tokens):
             node = self.nodes[node].parent
         return node
-
-
-def usage_of(nodes: Sequence[Node]) -> Usage:
-    """The tokens and calls of an episode, counted from its nodes.
-
-    Every sampled node counts as one call with its whole prompt. Cached tokens are not known, nor calls whose answers
-    are no part of the tree.
-    """
-    contexts: list[int] = []
-    usage = Usage()
-    for node in nodes:
-        context = contexts[node.parent] if node.parent is not None else 0
-        prompt = sampled = 0
-        if node.tokens is not None:
-            prompt = (context if node.tokens.extends else 0) + len(node.tokens.prompt_ids)
-            sampled = len(node.tokens.sampled_ids)
-            context = prompt + sampled
-        contexts.append(context)
-        if node.sampled:
-            acted = node.reward is not None and not node.simulated
-            usage += Usage(prompt_tokens=prompt, completion_tokens=sampled, calls=1, steps=int(acted))
-    return usage
 
 
 REPLAYED_AS = "replayed_as"

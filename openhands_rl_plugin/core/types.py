@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Annotated, Literal, Protocol, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, JsonValue
 
@@ -30,56 +30,19 @@ AT, SECONDS = "at", "seconds"
 every release can read them."""
 
 
-class TreeNode(Protocol):
-    """The fields of a node that are looked at here."""
-
-    @property
-    def parent(self) -> int | None: ...
-    @property
-    def sampled(self) -> bool: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def simulated(self) -> bool: ...
-    @property
-    def metadata(self) -> dict[str, JsonValue]: ...
-
-
-def kind_of(node: TreeNode) -> str:
+def kind_of(node: Node) -> str:
     """``TURN``, or what else a host wrote or sampled beside the episode."""
     kind = node.metadata.get(KIND)
     return kind if isinstance(kind, str) else TURN
 
 
-class TimedNode:
-    """The times that a recorder noted on a node."""
-
-    metadata: dict[str, JsonValue]
-
-    @property
-    def at(self) -> float | None:
-        """When it was made, in Unix time; ``None`` where its recorder did not say."""
-        return _first_number(self.metadata, AT)
-
-    @property
-    def seconds(self) -> float | None:
-        """How long the answer took to sample, as far as its recorder measured that."""
-        return _first_number(self.metadata, SECONDS, "latency")
-
-
-def _first_number(metadata: dict[str, JsonValue], *names: str) -> float | None:
-    values = (metadata.get(name) for name in names)
-    numbers = (value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
-    return next(map(float, numbers), None)
-
-
-def was_executed(node: TreeNode) -> bool:
+def was_executed(node: Node) -> bool:
     """Whether it is an answer that the live environment or the host went on from; a simulation does not count."""
     stepped = node.reward is not None and not node.simulated
     return node.sampled and (stepped or node.metadata.get(ACTED) is True) and kind_of(node) == TURN
 
 
-def path_to(nodes: Sequence[TreeNode], leaf: int | None) -> tuple[int, ...]:
+def path_to(nodes: Sequence[Node], leaf: int | None) -> tuple[int, ...]:
     """Node indices from the root to ``leaf``."""
     indices: list[int] = []
     while leaf is not None:
@@ -88,7 +51,7 @@ def path_to(nodes: Sequence[TreeNode], leaf: int | None) -> tuple[int, ...]:
     return tuple(reversed(indices))
 
 
-def acted_nodes(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
+def acted_nodes(nodes: Sequence[Node], head: int | None) -> tuple[int, ...]:
     """Indices of the answers that were acted on, in order.
 
     Those of the path to ``head``, and executed ones on other paths. Of several answers in one state only the one on the
@@ -106,7 +69,7 @@ def acted_nodes(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
     return tuple(sorted(path | others - _superseded(nodes, others)))
 
 
-def _superseded(nodes: Sequence[TreeNode], executed: set[int]) -> set[int]:
+def _superseded(nodes: Sequence[Node], executed: set[int]) -> set[int]:
     """Those that the episode did not go on from, as it did from another answer in the same state."""
     continued: set[int] = set()
     for at in executed:
@@ -119,7 +82,7 @@ def _superseded(nodes: Sequence[TreeNode], executed: set[int]) -> set[int]:
     return {at for at in ends if nodes[at].parent in decided and REWRITTEN not in nodes[at].metadata}
 
 
-def acted_ends(nodes: Sequence[TreeNode], head: int | None) -> tuple[int, ...]:
+def acted_ends(nodes: Sequence[Node], head: int | None) -> tuple[int, ...]:
     """The last node of every path that was acted on, in order; the last one is ``head``."""
     if head is None:
         return ()
@@ -332,7 +295,7 @@ class Observation(Frozen):
     truncated: bool = False
 
 
-class Node(Frozen, TimedNode):
+class Node(Frozen):
     """One message of an episode's tree.
 
     ``reward`` is that of the step which a sampled node caused (``None`` until it was executed). ``simulated``: that
@@ -352,6 +315,20 @@ class Node(Frozen, TimedNode):
     value: FiniteFloat | None = None
     visits: int = 0
     metadata: JsonObject = Field(default_factory=dict)
+
+    @property
+    def at(self) -> float | None:
+        """When it was made, in Unix time; ``None`` where its recorder did not say."""
+        return _number(self.metadata.get(AT))
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the answer took to sample, as far as its recorder measured that."""
+        return _number(self.metadata.get(SECONDS, self.metadata.get("latency")))
+
+
+def _number(value: JsonValue) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 class StopReason(StrEnum):

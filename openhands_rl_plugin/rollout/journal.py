@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.concurrency import on_loop, shielded
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark, TrajectoryFilter
-from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
+from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Node, Trajectory
 
 _Facts = tuple[float | None, bool, float | None, int, JsonValue]
@@ -113,7 +113,7 @@ class EpisodeJournal:
         )
         self._remember(nodes, marks, head)
 
-    def _changes(self, nodes: Sequence[Node] | Sequence[DraftNode]) -> tuple[NodeMark, ...]:
+    def _changes(self, nodes: Sequence[Node]) -> tuple[NodeMark, ...]:
         """Marks for the stored actions that are not any more as they were stored."""
         return tuple(_mark(at, now) for at, was in self._facts.items() if (now := _facts(nodes[at])) != was)
 
@@ -140,7 +140,7 @@ def _digest(node: Node) -> int:
     return hash(repr({name: value for name, value in node.metadata.items() if name != "search"}))
 
 
-def _facts(node: Node | DraftNode) -> _Facts:
+def _facts(node: Node) -> _Facts:
     return node.reward, node.simulated, node.value, node.visits, node.metadata.get("search")
 
 

@@ -46,7 +46,7 @@ from openhands_rl_plugin.config.build import make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import HttpUrl, RLSettings, SafeName, VariableName
 from openhands_rl_plugin.core.concurrency import background, on_loop
 from openhands_rl_plugin.core.errors import RLError, StorageError
-from openhands_rl_plugin.core.messages import WireMessage, recorded_parameters, says, text_of, to_message, to_wire
+from openhands_rl_plugin.core.messages import WireMessage, recorded_parameters, says, text_of, to_message
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectorySummary, trajectory_id
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
@@ -384,19 +384,17 @@ class ClientSession(Session):
         served = answer.model or call.model
         self._begin(call, served)
         tree, tools = self.tree, self.tree.tools
-        messages, unknown = self._messages(call)
-        if aside := self._is_aside(call, messages):
-            rewritten, parent = False, tree.beside([to_message(message) for message in messages], SIDE)
+        if aside := self._is_aside(call):
+            rewritten, parent = False, tree.beside([to_message(message) for message in call.messages], SIDE)
         else:
-            rewritten, parent = self.conversation.follow(messages), tree.head
+            rewritten, parent = self.conversation.follow(call.messages), tree.head
         notes: JsonObject = {"request": parameters, "response": answer.about, "latency": latency}
         noted: JsonObject = {
             "streamed": call.streams,
             "history_rewritten": rewritten,
             TOOLS: list(call.tools) if call.tools != tools else None,
             "protocol": call.protocol.path if call.protocol is not CHAT else None,
-            "instructions": call.instructions,
-            "unknown_before": unknown,
+            "unknown_before": call.unknown_before,
         }
         notes |= {name: value for name, value in noted.items() if value or value == []}
         causes, nodes, why = [], [], partial(call.why_missing, lost_ids=answer.lost_ids)
@@ -429,7 +427,7 @@ class ClientSession(Session):
         return await on_loop(background().loop, self._answered(call, body, upstream))
 
     async def _answered(self, call: ClientRequest, body: Json, upstream: Upstream) -> Json:
-        if self._is_aside(call, call.messages):
+        if self._is_aside(call):
             return await self.aside(body, SIDE, upstream)
         return await self.respond(body)
 
@@ -468,11 +466,11 @@ class ClientSession(Session):
         task = self.request.task.model_copy(update={"instruction": instruction or self.request.task.instruction})
         self.request = self.request.model_copy(update={"task": task})
 
-    def _is_aside(self, call: ClientRequest, messages: Sequence[WireMessage]) -> bool:
+    def _is_aside(self, call: ClientRequest) -> bool:
         """Whether the request is no turn of the episode, before it is part of the tree."""
         tree = self.tree
         if call.tools and not tree.tools:
-            self._offer(call.tools, messages[0])
+            self._offer(call.tools, call.messages[0])
         if call.tools or not tree.tools or not any(node.sampled for node in tree.nodes):
             return False
         if any(message["role"] == "assistant" for message in call.messages):
@@ -527,20 +525,6 @@ class ClientSession(Session):
         for at in found:
             found += self.tree.children(at)
         return found
-
-    def _messages(self, call: ClientRequest) -> tuple[Sequence[WireMessage], str]:
-        """All messages of a prompt, also those that the server holds, and why some are not known."""
-        if not call.continues:
-            return call.messages, call.unknown_before
-        responses: Any = [node.metadata.get("response") or {} for node in self.tree.nodes]
-        before = next((at for at, response in enumerate(responses) if response.get("id") == call.continues), None)
-        if before is None:
-            return call.messages, f"the earlier response {call.continues:.100} was not recorded in this session"
-        path = [to_wire(message) for message in self.tree.messages(before)]
-        # Instructions hold for one request; each brings its own.
-        past = path[1:] if self.tree.nodes[before].metadata.get("instructions") else path
-        own = 1 if call.instructions else 0
-        return [*call.messages[:own], *past, *call.messages[own:]], call.unknown_before
 
 
 class SessionPool:

@@ -48,8 +48,7 @@ class ClientRequest:
 
     ``messages``, ``tools`` and ``settings`` (the sampling parameters) are in the format of chat completions, whatever
     the protocol. ``added``: the fields to send with it, if they are accepted; ``hidden``: what only these bring into
-    the answer. ``instructions``: whether the first message holds for this request only. ``continues``: the id of an
-    earlier response whose conversation comes before ``messages``. ``unknown_before``: why it is not known what does.
+    the answer. ``unknown_before``: why it is not known what comes before ``messages``.
 
     Since it was sent it has ``attempts``, and ``started``, a time of ``perf_counter``.
     """
@@ -61,8 +60,6 @@ class ClientRequest:
     settings: Json
     added: Json = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
-    instructions: bool = False
-    continues: str = ""
     unknown_before: str = ""
     protocol: WireProtocol = field(init=False)
     attempts: Attempts = field(init=False)
@@ -419,15 +416,13 @@ def _responses_request(body: bytes, document: Json) -> ClientRequest:
     settings = {name: document[name] for name in _PARAMETERS if name in document}
     settings["max_tokens"] = document.get("max_output_tokens")
     settings["reasoning_effort"] = (document.get("reasoning") or {}).get("effort")
-    is_held = document.get("conversation") or len(own) < len(items)
+    is_held = document.get("conversation") or document.get("previous_response_id") or len(own) < len(items)
     return client_request(
         body,
         document,
         messages,
         [*map(_tool, document.get("tools") or ())],
         settings,
-        instructions=bool(instructions),
-        continues=str(document.get("previous_response_id") or ""),
         unknown_before="the request refers to what the model server holds" if is_held else "",
     )
 

@@ -1,4 +1,7 @@
-"""For tests of plugins: a scripted engine, toy environments and a conformance check for each kind of plugin.
+"""For tests of plugins: a scripted engine, a toy environment and a conformance check for each kind of plugin.
+
+``ScriptedEngine`` samples its answers from a script, with token ids that extend from turn to turn as a server's do.
+``GridEnvironment`` is a deterministic world that can be forked. A check raises ``AssertionError`` with the broken rule.
 
 Examples:
     >>> import asyncio
@@ -6,28 +9,275 @@ Examples:
     >>> asyncio.run(check_strategy(StandardReActStrategy()))
 """
 
-from openhands_rl_plugin.testing.checks import (
-    GridEnvironment,
-    ScriptedEngine,
-    check_engine,
-    check_environment,
-    check_reward,
-    check_strategy,
-    encode,
-    example_trajectory,
-    prompt_ids,
-)
-from openhands_rl_plugin.testing.storage import check_storage
+from __future__ import annotations
 
-__all__ = [
-    "GridEnvironment",
-    "ScriptedEngine",
-    "check_engine",
-    "check_environment",
-    "check_reward",
-    "check_storage",
-    "check_strategy",
-    "encode",
-    "example_trajectory",
-    "prompt_ids",
-]
+import asyncio
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from openhands_rl_plugin.core.errors import GraderError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward, Strategy
+from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.types import (
+    Completion,
+    JsonObject,
+    Message,
+    Observation,
+    PolicyRef,
+    SamplingParams,
+    Task,
+    Tokens,
+    Trajectory,
+    Usage,
+)
+from openhands_rl_plugin.testing.storage import check_storage as check_storage
+from openhands_rl_plugin.testing.storage import example_trajectory as example_trajectory
+
+Script = Sequence[str] | Callable[[Sequence[Message]], str]
+
+_BYTES = 256
+_ROLE_TOKENS = {role: _BYTES + at for at, role in enumerate(("system", "user", "assistant", "tool"))}
+_END_TOKEN = _BYTES + len(_ROLE_TOKENS)
+_LOGPROB = -math.log(2)
+_ASKED = (Message(role="system", content="Be brief."), Message(role="user", content="Say one word."))
+_SAMPLING = SamplingParams(temperature=1.0, max_tokens=16, seed=7)
+
+
+def encode(message: Message) -> tuple[int, ...]:
+    """One message as the toy tokenizer has it: its role, the UTF-8 bytes of its text, an end."""
+    return (_ROLE_TOKENS[message.role], *(message.content or "").encode(), _END_TOKEN)
+
+
+def prompt_ids(messages: Sequence[Message]) -> tuple[int, ...]:
+    """The whole prompt, up to where the assistant speaks."""
+    return (*(token for message in messages for token in encode(message)), _ROLE_TOKENS["assistant"])
+
+
+class ScriptedEngine:
+    """Answers from a script: texts used in order (one for each of ``n``), or a function of the conversation.
+
+    Raises ``ModelError`` when the texts are used up. ``calls`` holds the conversations that were asked about.
+    """
+
+    def __init__(self, script: Script, *, policy: PolicyRef | None = None) -> None:
+        self.calls: list[tuple[Message, ...]] = []
+        self._script = script
+        self._policy = policy or PolicyRef(base_model="scripted")
+        self._used = 0
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """The next ``n`` texts of the script."""
+        self.calls.append(tuple(messages))
+        script = self._script
+        texts = [script(messages) if callable(script) else self._next_text(script) for _ in range(n)]
+        return [self._sampled(prompt_ids(messages), _answer(text), sampling) for text in texts]
+
+    def _sampled(self, prompt: tuple[int, ...], message: Message, sampling: SamplingParams | None) -> Completion:
+        ids = encode(message)[1:]
+        return Completion(
+            message=message,
+            tokens=Tokens.of(prompt, ids, (_LOGPROB,) * len(ids)),
+            finish_reason="stop",
+            usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(ids), calls=1),
+            policy=self._policy,
+            sampling=sampling,
+        )
+
+    def _next_text(self, texts: Sequence[str]) -> str:
+        if self._used >= len(texts):
+            raise ModelError(f"the script is over after {len(texts)} answers")
+        self._used += 1
+        return texts[self._used - 1]
+
+
+class GridEnvironment:
+    """Walk from (0, 0) to ``data["goal"]`` (default ``[2, 2]``) on a square with ``data["size"]`` (default 3) cells a
+    side. The last word of an answer is the move: up, down, left or right. Reaching the goal earns 1.0, all else 0.0.
+    """
+
+    MOVES: ClassVar = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._size, self._goal, self._at = 3, (2, 2), (0, 0)
+        self._rewards: list[float] = []
+
+    async def reset(self, task: Task) -> Observation:
+        """Stand in the corner."""
+        data: dict[str, Any] = {"size": 3, "goal": (2, 2), **task.data}
+        self._size, self._goal = data["size"], tuple(data["goal"])
+        rules = f"Walk to {self._goal}. Answer with up, down, left or right. {task.instruction}".strip()
+        return Observation(messages=(Message(role="system", content=rules), self._state()))
+
+    async def step(self, action: Message) -> Observation:
+        """Walk, or stay where a wall or a word that is no move is in the way."""
+        words = (action.content or "").lower().split()
+        move = self.MOVES.get(words[-1].strip(".!") if words else "")
+        if move is None:
+            self._rewards.append(0.0)
+            refusal = Message(role="user", content="Invalid action: the last word must be up, down, left or right.")
+            return Observation(messages=(refusal,))
+        self._at = tuple(min(max(at + by, 0), self._size - 1) for at, by in zip(self._at, move, strict=True))
+        arrived = self._at == self._goal
+        self._rewards.append(float(arrived))
+        return Observation(messages=(self._state(),), reward=float(arrived), terminated=arrived)
+
+    async def evidence(self) -> JsonObject:
+        """Where the walk ended and what it earned."""
+        return {"final_state": list(self._at), "return": sum(self._rewards), "steps": len(self._rewards)}
+
+    async def close(self) -> None:
+        """Nothing is held; ``closed`` tells that it was called."""
+        self.closed = True
+
+    async def fork(self) -> GridEnvironment:
+        """A copy that walks on from here by itself."""
+        twin = copy.copy(self)
+        twin._rewards = list(self._rewards)
+        return twin
+
+    def _state(self) -> Message:
+        return Message(role="user", content=f"You are at {self._at}.")
+
+
+async def check_environment(make: Callable[[], Environment], task: Task, *, actions: Sequence[str]) -> None:
+    """Execute ``actions`` (valid ones, that do not end the episode too early) in environments that ``make`` returns.
+
+    Asserts what sessions rely on: an opening, finite rewards, malformed actions answered, evidence that is JSON,
+    repeatable close, episodes that do not disturb each other, and independent forks where forking is offered.
+    """
+    await make().close()
+    first, second = make(), make()
+    opening = await first.reset(task)
+    assert {message.role for message in opening.messages} - {"assistant"}, "reset must return at least one message"
+    await second.reset(task)
+    steps = await _stepped(first, actions)
+    assert await _stepped(second, actions) == steps, "two episodes disturb each other, or are not deterministic"
+    await _check_evidence(first)
+    for environment in (first, first, second):
+        await environment.close()
+    malformed = make()
+    await malformed.reset(task)
+    for text in ("", "\N{REPLACEMENT CHARACTER}", "Thought: no action in here"):
+        observation = await malformed.step(_answer(text))
+        assert observation.messages, f"step({text!r}) must say what was wrong with the action"
+        if observation.terminated or observation.truncated:
+            break
+    await _check_evidence(malformed)
+    await malformed.close()
+    forked: Any = make()
+    if hasattr(forked, "fork"):
+        await forked.reset(task)
+        before, twin = await forked.evidence(), await forked.fork()
+        in_twin = await _stepped(twin, actions)
+        assert await forked.evidence() == before, "a step in a fork changed the original"
+        await twin.close()
+        assert await _stepped(forked, actions) == in_twin, "the original goes another way than its fork"
+    await forked.close()
+
+
+async def _stepped(environment: Any, actions: Sequence[str]) -> list[tuple[Message, ...]]:
+    steps = [await environment.step(_answer(action)) for action in actions]
+    assert all(math.isfinite(step.reward) for step in steps), "rewards must be finite"
+    return [step.messages for step in steps]
+
+
+async def _check_evidence(environment: Environment) -> None:
+    evidence = await environment.evidence()
+    assert json.loads(json.dumps(evidence, allow_nan=False)) == evidence, "evidence() must come back equal from JSON"
+
+
+async def check_engine(engine: LLMEngine, *, away: LLMEngine | None = None) -> None:
+    """Ask ``engine`` for one answer, for three, for two side by side, and to go on from an answer.
+
+    Asserts what strategies and training rely on: as many completions as were asked for, each an assistant message that
+    says what it was sampled with and from; whole prompts with as many logprobs as ids, where there are ids; the
+    limit of tokens kept. ``away``: the same engine with a server that does not answer, which must raise
+    ``InfrastructureError`` or ``ModelError``: anything else would end the whole run, not the episode.
+    """
+    (answer,) = await _asked(engine, _ASKED, 1)
+    await _asked(engine, _ASKED, 3)
+    await asyncio.gather(_asked(engine, _ASKED, 1), _asked(engine, _ASKED, 2))
+    (later,) = await _asked(engine, (*_ASKED, answer.message, Message(role="user", content="Another one.")), 1)
+    if answer.tokens and later.tokens:
+        longer = len(later.tokens.prompt_ids) > len(answer.tokens.prompt_ids)
+        assert longer, "the prompt of a longer conversation is not longer; prompt_ids is the whole prompt"
+    if away is not None:
+        (outcome,) = await asyncio.gather(away.complete(_ASKED, sampling=_SAMPLING), return_exceptions=True)
+        assert isinstance(outcome, BaseException), "the engine answered without its server"
+        known = isinstance(outcome, InfrastructureError | ModelError)
+        assert known, f"without its server the engine raised {outcome!r}; raise InfrastructureError or ModelError"
+
+
+async def _asked(engine: LLMEngine, messages: tuple[Message, ...], n: int) -> list[Completion]:
+    answers = await engine.complete(messages, n=n, sampling=_SAMPLING)
+    assert len(answers) == n, f"complete(n={n}) must return a list of {n} completions"
+    for answer in answers:
+        _check_completion(answer)
+    return answers
+
+
+def _check_completion(answer: Completion) -> None:
+    assert answer.message.role == "assistant", "the message of a completion is the assistant's"
+    assert answer.policy is not None, "a completion must name its policy"
+    sampling, tokens = answer.sampling, answer.tokens
+    assert sampling is not None and sampling.temperature == 1.0, "a completion must say what it was sampled with"
+    assert answer.usage.completion_tokens <= 16, "max_tokens was 16"
+    if tokens is not None:
+        assert not tokens.extends, "an engine gives the whole prompt (extends false); the tree finds what a prompt adds"
+        assert tokens.prompt_ids and tokens.sampled_ids, "where the server gives no ids, tokens is None"
+        complete = len(tokens.logprobs) in (0, len(tokens.sampled_ids))
+        assert complete, "there must be a logprob for each sampled id, or none at all"
+        assert all(each <= 1e-3 for each in tokens.logprobs), "a logprob is at most 0, and not NaN"
+
+
+async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None) -> None:
+    """Roll out a short grid episode with ``strategy``, which may fork the world; look at the tree after each turn."""
+    world = GridEnvironment()
+    engine = engine or ScriptedEngine(lambda messages: "right" if len(messages) // 2 % 2 else "down")
+    tree = EpisodeTree()
+    tree.observe(await world.reset(Task(id="grid", environment="grid")))
+    for _ in range(3):
+        head, before, standing = tree.head, [node.message for node in tree.nodes], await world.evidence()
+        chosen = await strategy.decide(tree, engine, world)
+        assert tree.head == head, "decide() must not move tree.head; the session commits the node that is returned"
+        assert [node.message for node in tree.nodes[: len(before)]] == before, "decide() changed messages in the tree"
+        proposed = tree.nodes[chosen].sampled and tree.nodes[chosen].parent == head
+        assert proposed, "decide() must return a node of tree.propose() directly below tree.head"
+        assert await world.evidence() == standing, "decide() stepped the real world; search must work in forks of it"
+        tree.commit(chosen)
+        tree.observe(await world.step(tree.action))
+        if tree.terminated:
+            break
+
+
+async def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> None:
+    """Score ``trajectories`` twice, and a failed one, which must not get a number."""
+    assert reward.version, "a reward needs a version"
+    for trajectory in trajectories:
+        before = trajectory.model_dump_json()
+        score = await reward(trajectory)
+        assert score.trajectory_id == trajectory.id, "the score names another trajectory"
+        assert score.reward_version == reward.version, "the score is of another version"
+        assert score.reward is None or math.isfinite(score.reward), f"the score is {score.reward}; raise GraderError"
+        assert await reward(trajectory) == score, "the same trajectory got two scores"
+        assert trajectory.model_dump_json() == before, "the reward changed the trajectory"
+    try:
+        unscorable = await reward(example_trajectory(3))
+    except GraderError:
+        return
+    assert unscorable.reward is None, "an episode that failed got a number; raise GraderError instead"
+
+
+def _answer(text: str) -> Message:
+    return Message(role="assistant", content=text)

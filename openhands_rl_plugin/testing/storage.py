@@ -1,11 +1,12 @@
-"""The conformance suite of storages, ``testing.check_storage``, and the small episodes that it stores, whole and in the
+"""The conformance check of storages, ``testing.check_storage``, and the small episodes that it stores, whole and in the
 steps in which they are rolled out."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Iterator
+from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from openhands_rl_plugin.core.errors import StorageError
@@ -19,6 +20,7 @@ from openhands_rl_plugin.core.records import (
     NodeMark,
     TrajectoryFilter,
     TrajectoryOrder,
+    TrajectorySummary,
 )
 from openhands_rl_plugin.core.types import (
     Failure,
@@ -44,8 +46,6 @@ _POLICY = PolicyRef(base_model="base", adapter="shop", version=7)
 GONE = Failure(kind=FailureKind.INFRASTRUCTURE, message="the server went away", boundary="environment.step")
 """Why the failed samples failed."""
 
-_TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
-
 # The nodes that belong together: asked and answered (with a sibling that was not acted), seen and answered, seen.
 _CUTS = (0, 3, 5, 6)
 
@@ -62,16 +62,16 @@ def sample_episode(
     reward: float = 0.5,
     finished: float = 2000.0,
     text: str = "",
-    **about: Any,
+    run: str = "run",
+    group: str = "group",
+    task: str = "task",
+    environment: str = "grid",
+    split: str = "train",
+    strategy: str = "StandardReAct",
+    stop: StopReason = StopReason.TERMINATED,
+    failure: Failure | None = None,
 ) -> Trajectory:
-    """Two turns, a sibling that was not acted, tokens with odd logprobs, and ``reward`` as the return. ``about``: its
-    run, group, task, environment, split, strategy, stop and failure."""
-    known = {
-        "environment": "grid",
-        "split": "train",
-        "strategy": "StandardReAct",
-        "stop": StopReason.TERMINATED,
-    } | about
+    """Two turns, a sibling that was not acted, tokens with odd logprobs, and ``reward`` as the return."""
     call = ToolCall(id="call-1", name="search", arguments='{"query": "\\u2615",\n}')
     first = Tokens.of((1, 2, 70_000), (3, 4), (-0.1, -0.0))
     second = Tokens.of((5,), (6, 2**32 - 1), (-1e-45, -0.5), extends=True)
@@ -92,27 +92,40 @@ def sample_episode(
         answer(parent=3, tokens=second, reward=reward + 0.25),
         Node(parent=4, message=Message(role="user", content="")),
     )
+    data = {"goal": [1, None]}
     return Trajectory(
         id=identity,
-        run_id=known.get("run", "run"),
-        group_id=known.get("group", "group"),
-        task=Task(
-            id=known.get("task", "task"),
-            environment=known["environment"],
-            instruction="Walk.",
-            data={"goal": [1, None]},
-            split=known["split"],
-        ),
-        strategy=StrategySpec(name=known["strategy"], options={"width": 2}),
+        run_id=run,
+        group_id=group,
+        task=Task(id=task, environment=environment, instruction="Walk.", data=data, split=split),
+        strategy=StrategySpec(name=strategy, options={"width": 2}),
         policy=policy,
         nodes=nodes,
         head=5,
-        stop=known.get("stop", StopReason.TERMINATED),
-        tools=(_TOOL,),
+        stop=stop,
+        tools=({"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}},),
         evidence={"steps": 2, "text": text},
-        failure=known.get("failure"),
+        failure=failure,
         usage=Usage(prompt_tokens=4, cached_tokens=1, completion_tokens=4, calls=3, steps=2),
         times=Times(started=finished - 2.5, finished=finished),
+    )
+
+
+def example_trajectory(at: int = 0) -> Trajectory:
+    """A short, valid trajectory of a grid episode; ``at`` % 4 == 3 is one that failed.
+
+    Others end at the goal when ``at`` is even and at the limit of turns when it is odd.
+    """
+    failed, arrived = at % 4 == 3, at % 2 == 0
+    return sample_episode(
+        f"00000000-0000-4000-8000-{at:012d}",
+        policy=PolicyRef(base_model="scripted"),
+        reward=float(arrived),
+        finished=1005.0 + 10 * at,
+        group=f"group-{at // 2}",
+        task=f"grid-{at}",
+        stop=StopReason.ERROR if failed else StopReason.TERMINATED if arrived else StopReason.MAX_TURNS,
+        failure=GONE if failed else None,
     )
 
 
@@ -137,15 +150,11 @@ def unrewarded(sample: Trajectory) -> Trajectory:
     return sample.model_copy(update={"nodes": nodes})
 
 
-_DEEPER = 220
-"""Levels of nesting that pydantic still writes and no longer reads."""
-_METHODS = {"EpisodeStart": "begin", "EpisodeGrowth": "grow", "EpisodeEnd": "end"}
-# What each episode has that no other one has: the arguments of the sample, and what finds it.
+# What an episode has that no other one has (the arguments of the sample), and what finds it.
 _ODD: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     *(({name: f"../other {name}"}, {f"{name}_id": f"../other {name}"}) for name in ("group", "task")),
     *(({name: f"../other {name}"}, {name: f"../other {name}"}) for name in ("environment", "split", "strategy")),
-    ({"policy": PolicyRef(base_model="other", adapter="other", version=7)}, {"adapter": "other"}),
-    ({"policy": PolicyRef(base_model="base", adapter="shop", version=8)}, {"policy_version": 8}),
+    ({"policy": PolicyRef(base_model="other", adapter="other", version=8)}, {"adapter": "other", "policy_version": 8}),
     ({"stop": StopReason.MAX_TURNS}, {"stop": StopReason.MAX_TURNS}),
     ({"stop": StopReason.ERROR, "failure": GONE, "reward": 9.0}, {"failed": True}),
     ({"reward": 0.875}, {"reward_at_least": 0.75}),
@@ -153,130 +162,85 @@ _ODD: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"finished": 2010.0}, {"since": 2010.0}),
     ({"finished": 1990.0}, {"until": 1999.0}),
 )
+_ASKED: tuple[dict[str, Any], ...] = (
+    *(asked for _, asked in _ODD),
+    *({"contains": "ther t"}, {"label": "good"}, {"finished": False}, {"ids": ("judged", "nobody")}, {"limit": 0}),
+    *({"sort": sort, "offset": 1, "limit": 9} for sort in TrajectoryOrder),
+)
+
+
+def _operations() -> Iterator[tuple[str, Any]]:
+    """The methods that are called, in order, and what they are given; after ``close`` the store is opened anew."""
+    sample = sample_episode("judged")
+    start, *growths, end = steps_of(sample)
+    yield from (("grow", growths[0]), ("end", end))  # nobody began it
+    for name, step in (("begin", start), *(("grow", each) for each in growths), ("end", end)):
+        yield from ((name, step), (name, step), ("grow", growths[-1].model_copy(update={"first": 9})), ("close", None))
+    yield "add", sample.model_copy(update={"head": 1})
+    yield from (("begin", EpisodeStart.of(sample_episode(name))) for name in ("replaced", "dropped", "open"))
+    yield "add_scores", [sample_score("dropped", 0.125)]
+    yield "add", sample_episode("replaced")
+    yield "drop", ["dropped", "nobody", "judged"]
+    yield from (("add_scores", [sample_score("judged", reward)]) for reward in (0.25, 0.25, 0.75))
+    label = Label(id="1", trajectory_id="judged", kind=LabelKind.TAG, text="good", at=0.0)
+    yield from (("add_labels", [label]), ("add_labels", [label]))
+    yield from (("add", sample_episode(f"odd {at}", **given)) for at, (given, _) in enumerate(_ODD))
+    yield "add", unrewarded(sample_episode("unknown"))
+    yield "close", None
 
 
 async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
-    """Write, read, filter, sort, score and reopen. Every ``make()`` opens the same store, which starts empty.
+    """Write, read, filter, sort, score and reopen, as ``FileTrajectoryStorage`` does it.
 
-    Raises ``AssertionError`` with the rule that was broken.
+    Every ``make()`` opens the same store, which starts empty. Raises ``AssertionError`` that names what differs.
     """
-    storage = make()
-    assert not await storage.count(TrajectoryFilter(finished=None)), "the store must be empty at the start"
-    await _check_steps(storage)
-    await _check_judgements(storage)
-    await _check_filters(storage)
-    # What is added while a stream is read is no part of it; what is stored at the same time is there.
-    samples, seen = [sample_episode(f"at once {at}", run="together") for at in range(20)], list[str]()
-    await asyncio.gather(*(_store(storage, *steps_of(one)) for one in samples))
-    async for trajectory, _ in storage.find(TrajectoryFilter(run_id="together")):
-        seen.append(trajectory.id)
-        await storage.add(sample_episode(f"later {len(seen)}", run="together"))
-    assert sorted(seen) == sorted(one.id for one in samples), "what several callers store at once must all be found"
-    # An unfinished episode goes on after a new start.
-    sample = sample_episode("resumed")
-    start, first, *others = steps_of(sample)
-    await _store(storage, start, first)
-    await storage.close()
-    storage = make()
-    left = await storage.count(TrajectoryFilter(ids=(sample.id,), finished=False))
-    assert left, "an unfinished episode must be there after close() and a new make()"
-    await _store(storage, *others)
-    await _expect(storage, TrajectoryFilter(ids=(sample.id,)), [sample])
-    await storage.close()
+    from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
+    everything = TrajectoryFilter(finished=None)
+    with TemporaryDirectory() as folder:
+        storage, other = make(), FileTrajectoryStorage(folder, durable=False)
+        assert not await storage.count(everything), "the store must be empty at the start"
+        for name, given in _operations():
+            result, wanted = [await _outcome(each, name, given) for each in (storage, other)]
+            assert result == wanted, f"{name}({given!s:.200}) returned or raised {result}, not {wanted}"
+            if name == "close":
+                storage, other = make(), FileTrajectoryStorage(folder, durable=False)
+            await _compare(storage, other, everything, f"after {name}(), ")
+        for asked in _ASKED:
+            await _compare(storage, other, TrajectoryFilter.model_validate({"finished": None, **asked}), "")
+        await asyncio.gather(storage.close(), other.close())
 
 
-async def _check_steps(storage: TrajectoryStorage) -> None:
-    """An episode is the same in steps and at once, and each step may be repeated."""
-    sample, other = sample_episode("in steps"), sample_episode("in steps").model_copy(update={"head": 1})
-    where = TrajectoryFilter(ids=(sample.id,), finished=None)
-    start, *growths, end = steps_of(sample)
-    for step in (*growths, end):
-        await _refused(storage, _METHODS[type(step).__name__], step, "an episode that nobody began")
-    for step in (start, *growths, end):
-        await _store(storage, step, step, start)
-        await _refused(storage, "grow", growths[-1].model_copy(update={"first": 9}), "a gap before the nodes")
-        found = [one.stop is StopReason.UNFINISHED async for one, _ in storage.find(where)]
-        assert found == [step is not end], "an episode must be one, and unfinished until end()"
-    await storage.add(other)
-    await _expect(storage, where, [sample])
-    value: Any = reduce(lambda inner, _: [inner], range(_DEEPER), "deep")
-    for changes, what in (
-        ({"id": "nul\0"}, "an id with a NUL character"),
-        ({"id": "new", "stop": StopReason.UNFINISHED}, "an unfinished episode"),
-        ({"id": "deep", "evidence": {"deep": value}}, "what is nested too deeply to be read back"),
-    ):
-        await _refused(storage, "add", sample.model_copy(update=changes), what)
-    replaced, dropped = sample_episode("replaced"), sample_episode("dropped")
-    for one in (replaced, dropped):
-        await _store(storage, *steps_of(one)[:2])
-        await storage.add_scores([sample_score(one.id, 0.125)])
-    await storage.add(replaced)
-    gone = await storage.drop(["dropped", "nobody", "in steps"])
-    assert gone == 1, f"drop() returned {gone}, not 1: it deletes unfinished episodes only"
-    await _expect(storage, TrajectoryFilter(ids=("replaced", "dropped"), finished=None), [replaced])
-    assert not await storage.scores(["dropped"]), "drop() must delete the scores of the episode, too"
-
-
-async def _check_judgements(storage: TrajectoryStorage) -> None:
-    judged, ids = sample_episode("judged"), ["judged", "nobody"]
-    scores = (sample_score("judged", 0.25), sample_score("judged", 0.25), sample_score("judged", 0.75))
-    await storage.add_scores(scores[:2])
-    await storage.add(judged)
-    await storage.add_scores(scores[2:])
-    found = [(one, given) async for one, given in storage.find(TrajectoryFilter(ids=("judged",)))]
-    same = found == [(judged, scores)] and dict(await storage.scores(ids)) == {"judged": scores}
-    assert same, "an episode must have the scores that were added, each once, oldest first"
-    label = Label(id="1", trajectory_id="judged", kind=LabelKind.TAG, text="good", at=0.0)
-    for _ in range(2):
-        await storage.add_labels([label])
-    assert await storage.labels(ids) == (label,), "labels() must return the labels of these episodes, each once"
-    await _expect(storage, TrajectoryFilter(label="good"), [judged])
-
-
-async def _check_filters(storage: TrajectoryStorage) -> None:
-    usual, unknown = sample_episode("usual", run="odd"), unrewarded(sample_episode("unknown", run="odd"))
-    odd = [sample_episode(f"odd {at}", run="odd", **given) for at, (given, _) in enumerate(_ODD)]
-    everything = [usual, *odd, unknown]
-    for each in everything:
-        await storage.add(each)
-    await _store(storage, *steps_of(sample_episode("open", run="odd"))[:2])
-    for one, (_, asked) in zip(odd, _ODD, strict=True):
-        await _expect(storage, TrajectoryFilter(run_id="odd", **asked), [one])
-    await _expect(storage, TrajectoryFilter(contains="ther t"), [odd[1]])
-    # Unknown rewards come last.
-    by_reward = sorted(everything, key=lambda each: (each.known_return is None, each.known_return or 0.0))
-    for order, listed in ((TrajectoryOrder.STORED, everything), (TrajectoryOrder.REWARD, by_reward)):
-        for page in ({}, {"offset": 1, "limit": 3}, {"limit": 0}):
-            where = TrajectoryFilter.model_validate({"run_id": "odd", "sort": order, **page})
-            await _expect(storage, where, listed[where.offset :][: where.limit], count=len(listed))
-
-
-async def _store(storage: TrajectoryStorage, *steps: Any) -> None:
-    for step in steps:
-        await getattr(storage, _METHODS[type(step).__name__])(step)
-
-
-async def _refused(storage: TrajectoryStorage, name: str, given: Any, what: str) -> None:
+async def _outcome(storage: TrajectoryStorage, name: str, given: Any) -> Any:
     try:
-        await getattr(storage, name)(given)
+        return await getattr(storage, name)(*([] if name == "close" else [given]))
     except StorageError:
-        return
-    raise AssertionError(f"{name}() must raise StorageError for {what}")
+        return StorageError
 
 
-async def _expect(
-    storage: TrajectoryStorage, where: TrajectoryFilter, wanted: Sequence[Trajectory], count: int | None = None
-) -> None:
-    """Whether all methods that read find these episodes."""
-    what = f"find({where.model_dump(exclude_defaults=True)})"
-    found = [one async for one, _ in storage.find(where)]
-    ids, others = [one.id for one in wanted], [one.id for one in found]
-    assert others == ids, f"{what} returned {others}, not {ids}"
-    for one, other in zip(found, wanted, strict=True):
-        wrong = [name for name, value in other if value != getattr(one, name)]
+async def _compare(storage: TrajectoryStorage, other: TrajectoryStorage, where: TrajectoryFilter, when: str) -> None:
+    what, (found, wanted) = (
+        f"{when}{where.model_dump(exclude_defaults=True)}",
+        [[one async for one in each.find(where)] for each in (storage, other)],
+    )
+    ids, others = [[one.id for one, _ in each] for each in (found, wanted)]
+    assert ids == others, f"{what}: find() found {ids}, not {others}"
+    for (one, scores), (expected, judged) in zip(found, wanted, strict=True):
+        # An unfinished episode has the time at which it grew.
+        wrong = [
+            name for name, value in expected if value != getattr(one, name) and (name != "times" or not _open(one))
+        ]
         assert not wrong, f"{what}: {one.id!r} has other {', '.join(wrong)} than were stored"
-    listed = [(each.id, each.turns, each.usage, each.times) async for each in storage.summaries(where)]
-    same = listed == [(each.id, len(each.acted()), each.usage, each.times) for each in wanted]
-    assert same, f"{what}: summaries() must list what find() finds, in the same order, and say the same of it"
-    counted = await storage.count(where) == (len(wanted) if count is None else count)
-    assert counted, f"{what}: count() must count what find() finds, and leave offset and limit aside"
+        assert scores == judged, f"{what}: {one.id!r} has the scores {scores}, not {judged}"
+    listed, known = [
+        [each.model_copy(update={"times": None} if _open(each) else {}) async for each in one.summaries(where)]
+        for one in (storage, other)
+    ]
+    assert listed == known, f"{what}: summaries() listed {listed}, not {known}"
+    for name, given in (("count", where), ("scores", ids), ("labels", ids)):
+        result, expected = [await getattr(each, name)(given) for each in (storage, other)]
+        assert result == expected, f"{what}: {name}() returned {result}, not {expected}"
+
+
+def _open(episode: Trajectory | TrajectorySummary) -> bool:
+    return episode.stop is StopReason.UNFINISHED

@@ -51,7 +51,7 @@ def memory_needed(model: Path, settings: TrainingSettings) -> int:
 def check_fits(model: Path, settings: TrainingSettings) -> None:
     """Raise ``TrainingError`` if ``memory_needed`` is more than this machine has free."""
     need, free = memory_needed(model, settings), free_memory()
-    if free is not None and need > free:
+    if need > free:
         raise TrainingError(
             f'{model} does not fit: method = "{settings.method}" needs {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB '
             'are free: train an adapter, method = "lora", or split it among processes with sharding = "layers"'

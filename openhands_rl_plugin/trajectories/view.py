@@ -395,9 +395,7 @@ def lacks_of(trajectory: Trajectory) -> dict[int, tuple[str, ...]]:
         if node.sampled and node.tokens is None and not causes:
             causes = ["no token ids: dropped with a secret" if index in with_secret else "no token ids"]
         if unknown := str(node.metadata.get("unknown_before") or ""):
-            # The cause without what differs from request to request.
-            earlier = unknown.startswith("the earlier response")
-            causes.append(f"not recorded whole: {'an earlier response was not recorded' if earlier else unknown}")
+            causes.append(f"not recorded whole: {unknown}")
         if node.sampled and causes:
             lacks[index] = tuple(causes)
     return lacks

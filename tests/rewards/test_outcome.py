@@ -17,7 +17,7 @@ from openhands_rl_plugin.testing import check_reward, example_trajectory
 def with_rewards(*rewards: float | None, stop: StopReason = StopReason.MAX_TURNS) -> Trajectory:
     """The example with its executed actions' rewards replaced (and as many of them as rewards are given)."""
     example = example_trajectory(1)
-    opening, action, state = example.nodes[0], example.nodes[1], example.nodes[2]
+    opening, action, state = example.nodes[0], example.nodes[1], example.nodes[3]
     nodes: list[Node] = [opening]
     for reward in rewards:
         nodes.append(action.model_copy(update={"parent": len(nodes) - 1, "reward": reward}))

@@ -330,7 +330,7 @@ async def test_what_is_missing_is_shown_to_who_looks_at_the_store(tmp_path: Path
     told = capsys.readouterr().out
     assert "1 x no logprobs: the client turned logprobs off\n" in told
     assert "1 x no token ids: POST /v1/messages reports none\n" in told
-    assert "1 x not recorded whole: an earlier response was not recorded\n" in told
+    assert "1 x not recorded whole: the request refers to what the model server holds\n" in told
     assert told.count("serve the model with vLLM") == 1
     assert await asyncio.to_thread(cli.main, ["list", str(tmp_path), "--by", "run", "--json"]) == 0
     groups = {group["name"][0]: group["gaps"] for group in json.loads(capsys.readouterr().out)}

@@ -18,8 +18,6 @@ import argparse
 
 from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, is_folder, read_fields
 from openhands_rl_plugin.cli.terminal import (
-    add_access_log,
-    log_accesses_if_asked,
     sayable,
     wait_until_stopped,
 )
@@ -35,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["serve"], help="what to do")
     parser.add_argument("--store", default="rollouts", metavar="STORE", help=f"{STORE_HELP} (default: rollouts)")
     add_fields(parser, ServiceOptions)
-    add_access_log(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
 
     service = read_fields(args, ServiceOptions)
     settings = service.options().settings()
-    log_accesses_if_asked(args)
     store = str(Path(args.store).expanduser().resolve()) if is_folder(args.store) else args.store
     with running_service(service, store) as url:
         endpoint = f"{settings.serving.model} at {settings.serving.base_url}"

@@ -32,8 +32,6 @@ from openhands_rl_plugin.cli.options import (
 )
 from openhands_rl_plugin.cli.terminal import (
     ENDING,
-    add_access_log,
-    log_accesses_if_asked,
     sayable,
     wait_until_stopped,
 )
@@ -60,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, StudioConfig)
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"{EXPORT}: the HTML file to write")
     add_filters(parser)
-    add_access_log(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_fields(args, StudioConfig, {"author": author()})
     sources = sources_at(args.sources)
-    log_accesses_if_asked(args)
     for name in sources.waiting():
         print(f"{sayable(name)} is empty: what a loop writes there is shown as soon as it is there")
     with running_studio(config, sources) as studio:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 from openhands_rl_plugin.cli.options import port, positive
-from openhands_rl_plugin.cli.terminal import add_access_log, log_accesses_if_asked, wait_until_stopped
+from openhands_rl_plugin.cli.terminal import wait_until_stopped
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers import API_KEY, required_key
 
@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=port, default=8000, metavar="PORT", help="port; 0 takes a free one")
     key = "environment variable with the key that clients must send; unset: no key is required"
     parser.add_argument("--api-key-env", default=API_KEY, metavar="VARIABLE", help=key)
-    add_access_log(parser)
     parser.add_argument("--products", type=positive, default=1000, metavar="PRODUCTS", help="size of the catalogue")
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of catalogue and goals")
     parser.add_argument("--results-per-page", type=positive, default=10, metavar="RESULTS", help="results on a page")
@@ -41,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.contrib.webshop import WebShop, running_webshop
 
     required_key(args.host, args.api_key_env, protects="its sessions")
-    log_accesses_if_asked(args)
     try:
         page, separator = args.results_per_page, SEPARATORS[args.separator]
         world = WebShop(args.products, args.seed, results_per_page=page, separator=separator)

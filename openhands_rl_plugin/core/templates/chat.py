@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, unknown_name
-from openhands_rl_plugin.core.messages import WireMessage, calls_in, reasoning_in, text_in, text_of, to_wire
+from openhands_rl_plugin.core.messages import WireMessage, calls_in, reasoning_in, text_in, text_of
 from openhands_rl_plugin.core.templates.parsing import (
     BARE,
     TAGGED,
@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.templates.parsing import (
     parse_calls,
     render_tool_call,
 )
-from openhands_rl_plugin.core.types import FailureKind, JsonObject, Message
+from openhands_rl_plugin.core.types import FailureKind, JsonObject
 
 _TAKES_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+\s*(?:\.\s*content\b|\[\s*['\"]content['\"]\s*\])")
 
@@ -146,8 +146,7 @@ _TAGS, _OBJECTS = ("<tool_call", "</tool_call"), ("{", "<|python_tag|>")
 class ChatTemplate:
     """One family. ``stop``: strings that end a completion. ``openings``: what a call in the text begins with.
 
-    ``head`` and ``foot`` stand around the tools in the system message. ``options`` are keywords of the tokenizer's
-    template.
+    ``head`` and ``foot`` stand around the tools in the system message.
     """
 
     stop: tuple[str, ...]
@@ -155,7 +154,6 @@ class ChatTemplate:
     openings: tuple[str, ...] = _TAGS
     head: str = _LISTED
     foot: str = _AN_EXAMPLE + _TAGGED_CALL
-    options: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
     def parse(self, text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
         """The text and the calls of a completion; ``tools`` were offered. Never raises."""
@@ -166,18 +164,6 @@ class ChatTemplate:
         """The content of the system message that begins with ``text`` and lists ``tools``."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         return "\n\n".join(part for part in (text, f"{self.head}{listed}{self.foot}" if tools else "") if part)
-
-    def render(
-        self,
-        tokenizer: TemplateTokenizer,
-        messages: Sequence[Message],
-        tools: Sequence[JsonObject] = (),
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """The prompt, by the tokenizer's own template. Raises ``RenderError`` for what that cannot express."""
-        wire = [to_wire(message) for message in messages]
-        return chat_text(tokenizer, wire, tools, cue=add_generation_prompt, options=self.options)
 
 
 _CHATML, _LLAMA = ("<|im_end|>", "<|endoftext|>"), ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
@@ -190,7 +176,7 @@ TEMPLATES: dict[str, ChatTemplate] = {
     "llama3.1": _LLAMA_3,
     "qwen2.5": _QWEN,
     "qwen3": _QWEN,
-    "qwen3-no-thinking": ChatTemplate(_CHATML, head=_QWEN_HEAD, foot=_QWEN_FOOT, options={"enable_thinking": False}),
+    "qwen3-no-thinking": _QWEN,
     "qwen3-instruct": _QWEN,
     "smollm2": ChatTemplate(_CHATML),
 }

@@ -103,7 +103,7 @@ NOTES = "search"
 """The key of the strategies' own part of a node's metadata."""
 
 
-def notes(node: DraftNode | Node) -> JsonObject:
+def notes(node: Node) -> JsonObject:
     """The strategies' part of a node's metadata, to be read."""
     found = node.metadata.get(NOTES)
     return found if isinstance(found, dict) else {}

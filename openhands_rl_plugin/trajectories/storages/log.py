@@ -52,7 +52,6 @@ from openhands_rl_plugin.core.types import (
     Times,
     Tokens,
     Trajectory,
-    TreeNode,
     Usage,
     acted_nodes,
     kind_of,
@@ -117,7 +116,7 @@ class EpisodeHeader(NamedTuple):
         sampler = policy.base_model, policy.adapter, policy.version
         return cls(*ids, *sampler, StopReason.UNFINISHED.value, None, 0, 0, None, started, started)
 
-    def grown(self, nodes: Sequence[TreeNode], head: int | None, at: float, evidence: JsonObject | None = None) -> Self:
+    def grown(self, nodes: Sequence[Node], head: int | None, at: float, evidence: JsonObject | None = None) -> Self:
         """That of the episode with these nodes, which last grew at the time ``at``.
 
         Raises ``StorageError`` when its head is not there.
@@ -139,7 +138,7 @@ class EpisodeHeader(NamedTuple):
         known = total if total or pays_rewards(self.environment, evidence or {}) else None
         return self._replace(nodes=nodes, turns=turns, episode_return=known, finished=at)
 
-    def ended(self, nodes: Sequence[TreeNode], end: EpisodeEnd) -> Self:
+    def ended(self, nodes: Sequence[Node], end: EpisodeEnd) -> Self:
         """That of the finished episode. Raises ``StorageError`` when it did not end."""
         if end.stop is StopReason.UNFINISHED:
             raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")

@@ -125,7 +125,8 @@ def test_an_episode_that_nobody_judged_says_how_to() -> None:
     episode = changed(example_trajectory(), reward=None)
     line = run_summary(episode, (), RLSettings())
     assert line == (
-        "recorded in ~/.openhands/rl_trajectories as 00000000: 2 completions; token ids: yes; reward: not scored "
+        "recorded in ~/.openhands/rl_trajectories as 00000000: 3 completions; token ids: 2 of "
+        "them (openhands-rl list ~/.openhands/rl_trajectories --by says why); reward: not scored "
         "(openhands-rl score ~/.openhands/rl_trajectories --id 00000000 --value 1); "
         "openhands-rl show ~/.openhands/rl_trajectories 00000000"
     )

@@ -53,11 +53,11 @@ class SummariesLie(FileTrajectoryStorage):
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
-        (ReplacesScores, "each once, oldest first"),
+        (ReplacesScores, "has the scores"),
         (LosesMarks, "has other nodes"),
-        (DropsEverything, r"drop\(\) returned 3, not 1"),
-        (CountsThePage, "leave offset and limit aside"),
-        (SummariesLie, "say the same of it"),
+        (DropsEverything, r"drop\(.*returned or raised 3, not 1"),
+        (CountsThePage, r"count\(\) returned"),
+        (SummariesLie, r"summaries\(\) listed"),
     ],
 )
 async def test_wrong_storages_are_found(kind: type[FileTrajectoryStorage], complaint: str, tmp_path: Path) -> None:
