@@ -25,6 +25,7 @@ from openhands_rl_plugin.core.records import (
 from openhands_rl_plugin.core.types import (
     Failure,
     FailureKind,
+    JsonObject,
     Message,
     Node,
     PolicyRef,
@@ -92,7 +93,7 @@ def sample_episode(
         answer(parent=3, tokens=second, reward=reward + 0.25),
         Node(parent=4, message=Message(role="user", content="")),
     )
-    data = {"goal": [1, None]}
+    data: JsonObject = {"goal": [1, None]}
     return Trajectory(
         id=identity,
         run_id=run,

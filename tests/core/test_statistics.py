@@ -43,17 +43,6 @@ def test_best_at_k_is_the_mean_over_subsets_with_ties_shared(
     assert best_at_k(scores, outcomes, k) == pytest.approx(sum(picked) / len(picked))
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=30), st.data())
-def test_a_perfect_verifier_reaches_pass_at_k_and_a_blind_one_the_mean(
-    outcomes: list[bool], data: st.DataObject
-) -> None:
-    n, k = len(outcomes), data.draw(st.integers(1, len(outcomes)))
-    assert best_at_k([float(outcome) for outcome in outcomes], outcomes, k) == pytest.approx(
-        pass_at_k(n, sum(outcomes), k)
-    )
-    assert best_at_k([0.5] * n, outcomes, k) == pytest.approx(sum(outcomes) / n)
-
-
 def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
     generator = random.Random(7)
     covered = 0

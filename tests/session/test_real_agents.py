@@ -125,15 +125,6 @@ def choosing(body: dict[str, Any]) -> dict[str, Any]:
     return policy(body, "bash")
 
 
-async def test_a_search_decides_for_mini_swe_agent(tmp_path: Path) -> None:
-    (tmp_path / "search.toml").write_text('[rl]\nrollout_strategy = "BestOfN"\nstrategy = { n = 6, value = "model" }\n')
-    with serve() as server:
-        server.policies["policy"] = choosing
-        words, _ = CHAT["mini-swe-agent"]
-        found = await recorded(words, server.url, tmp_path, "--config", "search.toml", "--set", "max_turns=9")
-    assert found.strategy.name == "BestOfN" and len(found.acted()) == 2 < sum(node.sampled for node in found.nodes)
-
-
 def test_mini_swe_agent_is_searched_in_forks(tmp_path: Path) -> None:
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(AGENTS / "mini-beside"), *sys.path]),

@@ -1,8 +1,6 @@
 """OpenHands' V1 SDK, as it is published, behind the gateway: only its ``base_url`` is set.
 
-Two releases: the one in this environment (1.15 beside V0, whatever ``.ci/sdk-matrix`` installs), and the newest, of the
-Python that ``OPENHANDS_RL_SDK_PYTHON`` names, of ``.venv-v1``, or of an environment that uv makes (half a gigabyte,
-kept in uv's cache).
+The SDK of this environment, or of the Python that ``OPENHANDS_RL_SDK_PYTHON`` names; ``.ci/sdk-matrix`` has several.
 """
 
 from __future__ import annotations
@@ -10,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,62 +18,20 @@ from typing import Any
 import pytest
 from gateway_world import world
 from scripted_model import call, prompt_ids, says, serve
-from uv_program import uv_program
 
 pytestmark = pytest.mark.contract
 
-VERSION = "1.58.0"  # the newest that can be installed; 1.58.1 and 1.58.2 need a certifi that is not published
 SCRIPT = Path(__file__).with_name("sdk_conversation.py")
-ROOT = Path(__file__).parents[3]
+PYTHON = os.environ.get("OPENHANDS_RL_SDK_PYTHON", sys.executable)
 NOTE = "the note"
 SAYS_ITS_ID = (1, 18, 1)
 """The first release that sends the conversation's id: in ``prompt_cache_key``, since 1.30 in a header, too."""
 
 
-def newest() -> list[str] | None:
-    """The command of a Python with the newest SDK; ``None`` where none can be had."""
-    if named := os.environ.get("OPENHANDS_RL_SDK_PYTHON"):
-        return [named]
-    if (beside := ROOT / ".venv-v1" / "bin" / "python").exists():
-        return [str(beside)]
-    if (uv := uv_program()) is None:
-        return None
-    wanted = [f"--with=openhands-{part}=={VERSION}" for part in ("sdk", "tools")]
-    # Not this environment's Python: what is installed here would be imported in the place of what is asked for.
-    base = str(Path(sys.base_prefix, "bin", "python3"))
-    return [uv, "run", "--quiet", "--isolated", "--no-project", f"--python={base}", *wanted, "python"]
-
-
-async def python_with_sdk(which: str) -> list[str]:
-    """The command of a Python that has the SDK; skips the test where there is none."""
-    command = newest() if which == "newest" else [sys.executable] if find_spec("openhands") else None
-    if command is None:
-        pytest.skip(f"THE V1 SDK IS NOT TESTED ({which}): there is none; set OPENHANDS_RL_SDK_PYTHON to its Python")
-    status, _, told = await run([*command, "-c", "import openhands.sdk, openhands.tools"])
-    if status != 0:
-        pytest.skip(f"THE V1 SDK IS NOT TESTED: {' '.join(command[:2])} cannot import it: {told[-300:]}")
-    return command
-
-
-async def run(command: Sequence[str], home: Path | None = None) -> tuple[int | None, str, str]:
-    environ = {**os.environ, "OPENHANDS_SUPPRESS_BANNER": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    if home is not None:
-        environ |= {"HOME": str(home), "OH_PERSISTENCE_DIR": str(home / "openhands")}
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=environ)
-    try:
-        said, told = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    return process.returncode, said.decode(), told.decode()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("which", ["own", "newest"])
-async def test_a_conversation_of_the_sdk_is_recorded(tmp_path: Path, which: str):
-    python = await python_with_sdk(which)
+@pytest.mark.skipif(sys.executable == PYTHON and not find_spec("openhands"), reason="needs openhands-sdk")
+async def test_a_conversation_of_the_sdk_is_recorded(tmp_path: Path) -> None:
     home, workspace = tmp_path / "home", tmp_path / "workspace"
     home.mkdir()
     workspace.mkdir()
@@ -88,10 +45,14 @@ async def test_a_conversation_of_the_sdk_is_recorded(tmp_path: Path, which: str)
     with serve() as server:
         server.script("policy", answers)
         async with world(tmp_path / "store", upstream=server.url, restore_calls=True) as gateway:
-            status, out, err = await run([*python, str(SCRIPT), f"{gateway.url}/v1", str(workspace)], home)
-            assert status == 0, err[-2000:]
+            command = [PYTHON, str(SCRIPT), f"{gateway.url}/v1", str(workspace)]
+            environ = {**os.environ, "OPENHANDS_SUPPRESS_BANNER": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+            environ |= {"HOME": str(home), "OH_PERSISTENCE_DIR": str(home / "openhands")}
+            run = partial(subprocess.run, command, env=environ, capture_output=True, text=True)
+            done = await asyncio.to_thread(run)
+            assert done.returncode == 0, done.stderr[-2000:]
         requests = server.requests["policy"]
-    report: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["status"] == "finished" and (workspace / "note.txt").read_text().strip() == NOTE
     assert all(request["return_token_ids"] is True and request["logprobs"] is True for request in requests)
 

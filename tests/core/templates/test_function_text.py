@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.templates.function_text import (
-    calls_in_text,
-    render_call,
-    without_calls,
-)
+from openhands_rl_plugin.core.templates.function_text import calls_in_text, render_call, without_calls
 from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
@@ -20,17 +16,7 @@ TYPES = ["string", "integer", "number", "boolean", "array", "object", "null"]
 
 snippets = st.sampled_from(
     [
-        *[
-            "</parameter>",
-            "<parameter=x>",
-            "<function=f>",
-            "</function>",
-            "<json>",
-            "</json>",
-            "<json>1",
-            "<think>",
-            "</think>",
-        ],
+        *("</parameter>", "<parameter=x>", "<function=f>", "</function>", "<json>", "</json>", "<json>1", "<think>"),
         *['"a"', "1", "1.0", "true", "None", "null", "[]", "{}", "NaN", "☃", "\\"],
         *("</Parameter >", "\n", "\n\n", " ", "\r\n"),
     ]
@@ -122,12 +108,3 @@ def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> No
 def test_what_cannot_be_written_is_refused(name: str, arguments: str, reason: str) -> None:
     with pytest.raises(RenderError, match=reason):
         render_call(ToolCall(name=name, arguments=arguments))
-
-
-def test_schemas_with_holes_are_tolerated() -> None:
-    """Rows of merged tables have null where a tool has nothing."""
-    holes: JsonObject = {
-        "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer", "enum": None}, "b": None}}}
-    }
-    text = "<function=f>\n<parameter=a>5</parameter>\n</function>"
-    assert calls_in_text(text, (holes, {"function": None})) == (ToolCall(name="f", arguments='{"a": 5}'),)
