@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -26,47 +25,21 @@ from openhands_rl_plugin.core.types import Frozen
 COOKIE = "openhands_rl_studio"
 SIGN_IN = "/api/session"
 _BYTES = 24
-_MOST_SESSIONS = 64
 _READS = ("GET", "HEAD")
 _OWN = ("same-origin", "none")
 
 
 class Tickets:
-    """A token opens one session and is then worth nothing; the next link has another. Safe in any thread."""
+    """``token``: of the link, as long as the studio runs. ``cookie``: of a browser that has opened it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._token = secrets.token_urlsafe(_BYTES)
-        self._sessions: list[str] = []
-
-    @property
-    def token(self) -> str:
-        """The token of the next link."""
-        with self._lock:
-            return self._token
-
-    def spend(self, token: str) -> str | None:
-        """The cookie of a new session, or ``None`` for a token that is wrong or was used before."""
-        with self._lock:
-            if not self.same(token, self._token):
-                return None
-            self._token = secrets.token_urlsafe(_BYTES)
-        return self.open()
-
-    def open(self) -> str:
-        """The cookie of a new session; the oldest ends when there are too many."""
-        with self._lock:
-            self._sessions.append(secrets.token_urlsafe(_BYTES))
-            del self._sessions[:-_MOST_SESSIONS]
-            return self._sessions[-1]
+        self.token, self.cookie = secrets.token_urlsafe(_BYTES), secrets.token_urlsafe(_BYTES)
 
     def knows(self, cookie_header: str) -> bool:
-        """Whether a ``Cookie`` header has a session that is open."""
-        with self._lock:
-            sessions = list(self._sessions)
+        """Whether a ``Cookie`` header has the cookie."""
         # Several headers are joined by commas, which no value here contains.
         parts = (part.strip().partition("=") for part in cookie_header.replace(",", ";").split(";"))
-        return any(self.same(value, each) for name, _, value in parts if name == COOKIE for each in sessions)
+        return any(name == COOKIE and self.same(value, self.cookie) for name, _, value in parts)
 
     @staticmethod
     def same(one: str, other: str) -> bool:
@@ -99,7 +72,7 @@ class StudioAccess(AccessRules):
             return Refusal(415, "UnsupportedMediaType", "The body has to be sent as Content-Type: application/json.")
         private = path.startswith("/api/")
         if private and path != SIGN_IN and not keyed and not self.tickets.knows(headers.get("cookie", "")):
-            return Refusal(401, "Unauthorized", "Open the link that `openhands-rl studio` printed; it works once.")
+            return Refusal(401, "Unauthorized", "Open the link that `openhands-rl studio` printed.")
         return None
 
     def _is_ours(self, name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
@@ -13,8 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openhands_rl_plugin.config.success import success_rule
-from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
+from openhands_rl_plugin.contrib.studio.replies import columns, number, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources, read_episode
 from openhands_rl_plugin.core.errors import unknown_name
 from openhands_rl_plugin.core.judgements import (
@@ -29,9 +27,7 @@ from openhands_rl_plugin.core.judgements import (
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
-from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.types import Bounded, Frozen, JsonObject, StopReason, Trajectory
-from openhands_rl_plugin.evals.report.figures import MCNEMAR, PERMUTATION, mcnemar, sign_permutation
 from openhands_rl_plugin.rollout.scoring import add_label, withdraw
 
 MOST_ROWS = 1000
@@ -39,13 +35,7 @@ _ROWS = 100
 _VALUES = 20
 _BINS = 40
 _MOST_COUNTED = 20_000
-_RESAMPLES = 2000
-_MOST_TASKS = 2000
-_MOST_EPISODES = 50_000
 _LONGEST = 10_000
-
-_Tasks = dict[tuple[str, str], list[tuple[str, float]]]
-"""(environment, task) -> the ids of its episodes, each with whether it succeeded."""
 
 _FIELDS: Mapping[str, str] = {
     **{name: f"{name}_id" for name in ("run", "group", "task")},
@@ -66,7 +56,7 @@ def filter_of(request: Request) -> TrajectoryFilter:
 
 
 class ListResource:
-    """The episodes of a store that a filter finds, and how two of them, or two sets of them, differ."""
+    """The episodes of a store that a filter finds, and how two of them differ."""
 
     def __init__(self, sources: StudioSources, shelf: EpisodeShelf) -> None:
         self._sources = sources
@@ -110,29 +100,10 @@ class ListResource:
         return reply(request, {"facets": facets, "rewards": _histogram([each.judged for each in found])})
 
     async def compared(self, request: Request) -> Response:
-        """``?a=&b=``: ids of episodes; with ``of=sets`` two versions of adapters, such as ``shop@7``, or two runs.
-
-        Raises ``HTTPException`` 400 and 404.
-        """
+        """``?a=&b=``: ids of episodes. Raises ``HTTPException`` 404."""
         one, other = (request.query_params.get(name, "") for name in ("a", "b"))
-        if not one or not other:
-            raise HTTPException(400, "give both sides: a= and b=")
-        if request.query_params.get("of") == "sets":
-            storage = self._sources.store(request)
-            return reply(request, tasks_compared(await self._tasks(storage, one), await self._tasks(storage, other)))
         first, second = await self._shelf.open(request, one), await self._shelf.open(request, other)
         return reply(request, episodes_compared(first, second))
-
-    async def _tasks(self, storage: TrajectoryStorage, text: str) -> _Tasks:
-        adapter, at, version = text.rpartition("@")
-        named = {"adapter": adapter, "policy_version": int(version)} if at and version.isdecimal() else {"run_id": text}
-        where = TrajectoryFilter(failed=False, limit=_MOST_EPISODES).model_copy(update=named)
-        found: _Tasks = defaultdict(list)
-        async for each in storage.summaries(where):
-            if each.judged is not None and math.isfinite(each.judged):
-                success = float(success_rule(each.environment).holds(each.judged, each.stop))
-                found[each.environment, each.task_id].append((each.id, success))
-        return found
 
 
 def _histogram(rewards: Sequence[float | None]) -> JsonObject:
@@ -222,43 +193,6 @@ def episodes_compared(first: Opened, second: Opened) -> JsonObject:
 def _content(trajectory: Trajectory, at: int) -> str:
     message = trajectory.nodes[at].message
     return f"{message.role}\0{message.content}\0{[(call.name, call.arguments) for call in message.tool_calls]}"
-
-
-def tasks_compared(first: _Tasks, second: _Tasks) -> JsonObject:
-    """Success over the tasks that both have; the p-value as in ``openhands-rl evaluate --compare``."""
-    shared = sorted(first.keys() & second.keys())
-    rates = [
-        [math.fsum(done for _, done in side[task]) / len(side[task]) for task in shared] for side in (first, second)
-    ]
-    differences = [after - before for before, after in zip(*rates, strict=True)]
-    gained, lost = sum(each > 1e-12 for each in differences), sum(each < -1e-12 for each in differences)
-    single = all(len(side[task]) == 1 for side in (first, second) for task in shared)
-    body: JsonObject = {
-        "tasks": len(shared),
-        "only_a": len(first) - len(shared),
-        "only_b": len(second) - len(shared),
-        "gained": gained,
-        "lost": lost,
-    }
-    if not shared:
-        return body | {"rows": {}}
-    estimate = paired_difference(*rates, resamples=_RESAMPLES)
-    # What changed comes first: that is what is looked at.
-    order = sorted(range(len(shared)), key=lambda at: (-abs(differences[at]), shared[at]))[:_MOST_TASKS]
-    rows = {
-        "environment": [shared[at][0] for at in order],
-        "task": [shared[at][1] for at in order],
-        **{side: [known[at] for at in order] for side, known in zip("ab", rates, strict=True)},
-        **{f"{side}_id": [tasks[shared[at]][0][0] for at in order] for side, tasks in (("a", first), ("b", second))},
-    }
-    return body | {
-        "rate_a": number(math.fsum(rates[0]) / len(shared)),
-        "rate_b": number(math.fsum(rates[1]) / len(shared)),
-        "difference": plain(estimate.model_dump()),
-        "p": mcnemar(gained, lost) if single else sign_permutation(differences),
-        "test": MCNEMAR if single else PERMUTATION,
-        "rows": columns(rows),
-    }
 
 
 class LabelRequest(Frozen):

@@ -1,4 +1,4 @@
-"""``/api/runs``, ``/api/adapters``, ``/api/evaluations``, and ``/api/events``: what happens while a page is open."""
+"""``/api/runs``, ``/api/adapters``, ``/api/evaluations``, and ``/api/events``: what changes while a page is open."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import json
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import JsonValue, ValidationError
 from starlette.exceptions import HTTPException
@@ -22,12 +21,11 @@ from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
-from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
-from openhands_rl_plugin.core.types import Adapter, JsonObject, StopReason
+from openhands_rl_plugin.core.types import Adapter, JsonObject
 from openhands_rl_plugin.evals.report.figures import (
     Comparison,
     EvaluationFigures,
@@ -177,11 +175,7 @@ def _text(file: Path) -> str:
 
 
 _VERSION = re.compile(r"(?P<name>.+)-v(?P<version>\d{6,})")
-_MOST_VERSIONS = 2000
 _MOST_EPISODES = 50_000
-
-_Measured = dict[str, JsonValue]
-"""Served name -> what the stores know of it."""
 
 
 class AdapterResource:
@@ -189,58 +183,42 @@ class AdapterResource:
 
     def __init__(self, sources: StudioSources) -> None:
         self._sources = sources
-        self._known: dict[str, tuple[str, _Measured, dict[str, Counter[str]]]] = {}
+        self._known: dict[str, tuple[str, JsonObject]] = {}
 
     async def get(self, request: Request) -> Response:
         """``folders: [{name, adapters}]``."""
-        held_out: _Measured = {}
-        tokens: dict[str, Counter[str]] = defaultdict(Counter)
+        held_out: JsonObject = {}
         for name, storage in self._sources.stores.items():
-            found, spent = await self._measured(name, storage)
-            held_out |= found
-            for served, counts in spent.items():
-                tokens[served].update(counts)
+            revision = await storage.revision()
+            if name not in self._known or self._known[name][0] != revision:
+                self._known[name] = revision, await _measured(storage)
+            held_out |= self._known[name][1]
         folders: list[JsonValue] = []
         for name, root in sorted(self._sources.adapters.items()):
             versions = await asyncio.to_thread(versions_in, root)
             for version in versions:
                 version["held_out"] = held_out.get(str(version["name"]))
-                version["spent"] = {**tokens[served]} if (served := str(version["name"])) in tokens else None
             folders.append({"name": name, "adapters": [*versions]})
         return reply(request, {"folders": folders})
 
-    async def _measured(self, name: str, storage: TrajectoryStorage) -> tuple[_Measured, dict[str, Counter[str]]]:
-        """Served name -> its success on held-out tasks, and what its episodes took; counted anew when the store has
-        changed."""
-        revision = await storage.revision()
-        known = self._known.get(name)
-        if known is None or known[0] != revision:
-            known = self._known[name] = (revision, *await _count(storage))
-        return known[1:]
 
-
-async def _count(storage: TrajectoryStorage) -> tuple[_Measured, dict[str, Counter[str]]]:
-    """What failed or did not end took tokens, too."""
-    spent: dict[str, Counter[str]] = defaultdict(Counter)
+async def _measured(storage: TrajectoryStorage) -> JsonObject:
+    """Served name -> its success on held-out tasks."""
     tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    async for each in storage.summaries(TrajectoryFilter(finished=None, descending=True, limit=_MOST_EPISODES)):
-        served, usage = each.policy.served_name, each.usage
-        counts = {"episodes": 1, "prompt": usage.prompt_tokens, "completion": usage.completion_tokens}
-        spent[served].update(counts)
-        if each.split in HELD_OUT_SPLITS and each.stop is not StopReason.UNFINISHED and each.judged is not None:
+    async for each in storage.summaries(TrajectoryFilter(descending=True, limit=_MOST_EPISODES)):
+        if each.split in HELD_OUT_SPLITS and each.judged is not None:
             success = float(success_rule(each.environment).holds(each.judged, each.stop))
-            tasks[served][f"{each.environment}\0{each.task_id}"].append(success)
-    found: _Measured = {}
-    for served, attempts in tasks.items():
-        found[served] = plain(over_tasks([sum(each) / len(each) for each in attempts.values()]).model_dump())
-    return found, spent
+            tasks[each.policy.served_name][f"{each.environment}\0{each.task_id}"].append(success)
+    return {
+        served: plain(over_tasks([sum(each) / len(each) for each in attempts.values()]).model_dump())
+        for served, attempts in tasks.items()
+    }
 
 
 def versions_in(root: Path) -> list[JsonObject]:
     """The versions of the adapters in a folder, as their manifests say; ``problem`` of those without one."""
     store, found = AdapterStore(root), list[JsonObject]()
-    names = sorted(entry.name for entry in root.iterdir() if _VERSION.fullmatch(entry.name)) if root.is_dir() else []
-    for name in names[:_MOST_VERSIONS]:
+    for name in sorted(entry.name for entry in root.glob("*-v*") if _VERSION.fullmatch(entry.name)):
         folder, match = root / name, _VERSION.fullmatch(name)
         assert match is not None, "it was looked for"
         body: JsonObject = {"name": name, "adapter": match["name"], "version": int(match["version"])}
@@ -265,15 +243,13 @@ def versions_in(root: Path) -> list[JsonObject]:
 
 
 _LONGEST = 256 * 1024
-_KEPT = 32
 
 
 class EvaluationResource:
-    """The evaluations that the studio was given; each is read again when its file has changed."""
+    """The evaluations that the studio was given."""
 
     def __init__(self, sources: StudioSources) -> None:
         self._folders = sources.evaluations
-        self._known: dict[str, tuple[tuple[int, int], RunRecord]] = {}
 
     async def all(self, request: Request) -> Response:
         """``evaluations: [{name, figures}]``, and what ``overview`` says of those that can be read."""
@@ -281,7 +257,7 @@ class EvaluationResource:
         records: list[RunRecord] = []
         for name, folder in sorted(self._folders.items()):
             try:
-                record = await asyncio.to_thread(self._read, name, folder)
+                record = await asyncio.to_thread(_record, folder)
             except ConfigError as error:
                 found.append({"name": name, "problem": str(error)})
                 continue
@@ -295,23 +271,13 @@ class EvaluationResource:
         instance = request.query_params.get("instance")
         if instance:
             return reply(request, await asyncio.to_thread(_instance, folder, instance))
-        record = await asyncio.to_thread(self._read, request.path_params["id"], folder)
+        record = await asyncio.to_thread(_record, folder)
         body: JsonObject = {"name": request.path_params["id"], "figures": run_figures(record)}
         return reply(request, body | {"instances": instance_rows(record.outcomes)})
 
-    def _read(self, name: str, folder: Path) -> RunRecord:
-        try:
-            stat = (folder / OUTPUT).stat()
-        except OSError as error:
-            raise ConfigError(f"{name}: {OUTPUT} is gone ({error.strerror})") from error
-        state = (stat.st_mtime_ns, stat.st_size)
-        known = self._known.get(name)
-        if known is None or known[0] != state:
-            known = state, read_runs((folder / OUTPUT,))[0]
-            self._known[name] = known
-            if len(self._known) > _KEPT:
-                self._known.pop(next(iter(self._known)))
-        return known[1]
+
+def _record(folder: Path) -> RunRecord:
+    return read_runs((folder / OUTPUT,))[0]
 
 
 def overview(records: Sequence[RunRecord], comparison: Comparison | None = None) -> JsonObject:
@@ -387,20 +353,6 @@ def _logs(folder: Path, instance: str) -> list[JsonObject]:
 
 _PAUSE = 0.5
 """Seconds between two looks."""
-_SILENCE = 15.0
-"""Seconds after which a comment shows that the connection is alive."""
-
-_NEWEST = 1000
-"""So many episodes of a store are compared with those of the look before."""
-
-_Seen = dict[str, int]
-
-
-class _Stored(NamedTuple):
-    """What one look at a store saw: its revision, and of its newest episodes whether each is open, and what it has."""
-
-    revision: str
-    episodes: Mapping[str, tuple[bool, tuple[object, ...]]]
 
 
 class EventResource:
@@ -415,97 +367,47 @@ class EventResource:
         self._stopped.set()
 
     async def stream(self, request: Request) -> Response:
-        """``changed, grew, stage, metric, reset``."""
+        """``changed``: a store has; ``run``: its stages or curves have; ``reset``: there is more to show."""
         again = "last-event-id" in request.headers
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._events(again), media_type="text/event-stream", headers=headers)
 
     async def _events(self, again: bool) -> AsyncIterator[str]:
-        stores: dict[str, _Stored] = {}
-        _ = [event async for event in self._changes(stores)]
-        runs = await asyncio.to_thread(_look, self._sources.runs)
+        names, seen = self._sources.names(), await self._look({})
         yield f"retry: 1000\n{_event('open', {})}"
         if again:
-            yield _event("reset", {"why": "the connection was broken"})
-        quiet, names = 0.0, self._sources.names()
+            yield _event("reset", {})
         while not self._stopped.is_set():
-            events = [event async for event in self._changes(stores)]
+            now = await self._look(seen)
+            for kind, name in (each for each in now if now[each] != seen.get(each)):
+                yield _event(kind, {"name": name})
             if names != self._sources.names():
-                names = self._sources.names()
-                events.append(_event("reset", {"why": "there is more to show"}))
-            now = await asyncio.to_thread(_look, self._sources.runs)
-            events += [_event(kind, body) for kind, body in _happened(self._sources.runs, runs, now)]
-            runs = now
-            quiet = 0.0 if events else quiet + _PAUSE
-            if quiet >= _SILENCE:
-                events, quiet = [": alive\n\n"], 0.0
-            for event in events:
-                yield event
+                yield _event("reset", {})
+            names, seen = self._sources.names(), now
+            yield ": alive\n\n"
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _PAUSE)
 
-    async def _changes(self, stores: dict[str, _Stored]) -> AsyncIterator[str]:
-        for name, storage in list(self._sources.stores.items()):
-            before = stores.get(name)
-            # While a store is away, its pages say so; when it is back, it is compared with what it was.
-            with suppress(StorageError):
-                if before is None or await storage.revision() != before.revision:
-                    stores[name] = await _stored(storage)
-                    for kind, body in _changes_between(name, before, stores[name]) if before else ():
-                        yield _event(kind, body)
+    async def _look(self, before: Mapping[tuple[str, str], object]) -> dict[tuple[str, str], object]:
+        """The revision of each store, and of each run the sizes of its files of metrics and the time of its state."""
+        found: dict[tuple[str, str], object] = {}
+        for name, storage in self._sources.stores.items():
+            try:
+                found["changed", name] = await storage.revision()
+            except StorageError:  # its pages say so; when it is back, it is compared with what it was
+                found["changed", name] = before.get(("changed", name))
+        for name, directory in self._sources.runs.items():
+            found["run", name] = await asyncio.to_thread(_grown, directory)
+        return found
 
 
-async def _stored(storage: TrajectoryStorage) -> _Stored:
-    # What is written after the revision is seen by the next look, too.
-    revision = await storage.revision()
-    newest = TrajectoryFilter(finished=None, descending=True, limit=_NEWEST)
-    found = [each async for each in storage.summaries(newest)]
-    labels = Counter(label.trajectory_id for label in await labels_of(storage, [each.id for each in found]))
-    has = {each.id: (each.nodes, each.times, each.reward, labels[each.id]) for each in found}
-    return _Stored(revision, {each.id: (each.stop is StopReason.UNFINISHED, has[each.id]) for each in found})
-
-
-def _changes_between(store: str, before: _Stored, now: _Stored) -> Iterator[tuple[str, JsonObject]]:
-    """``grew``: open ones that have more; ``changed``: others that are new, have ended, or were judged."""
-    changes: dict[str, list[JsonValue]] = {"grew": [], "changed": []}
-    for identity, seen in now.episodes.items():
-        if seen != (known := before.episodes.get(identity)):
-            changes["grew" if known and known[0] and seen[0] else "changed"].append(identity)
-    for kind, ids in changes.items():
-        if ids:
-            yield kind, {"store": store, "ids": ids}
-    if not any(changes.values()):
-        yield "reset", {"store": store, "why": "an older episode, or an opinion, has changed"}
-
-
-def _look(runs: Mapping[str, Path]) -> dict[str, _Seen]:
-    """Run -> the sizes of its files of metrics, and the time of its state."""
-    found: dict[str, _Seen] = {}
-    for name, directory in runs.items():
-        seen: _Seen = {}
+def _grown(directory: Path) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for file in (STATE, *metrics_files(directory)):
         with suppress(OSError):
-            seen[STATE] = (directory / STATE).stat().st_mtime_ns
-        for file in metrics_files(directory):
-            with suppress(OSError):
-                seen[file] = (directory / file).stat().st_size
-        found[name] = seen
+            stat = (directory / file).stat()
+            found.append((stat.st_mtime_ns if file == STATE else 0, stat.st_size))
     return found
-
-
-def _happened(
-    runs: Mapping[str, Path], before: Mapping[str, _Seen], after: Mapping[str, _Seen]
-) -> Iterator[tuple[str, JsonObject]]:
-    for name, seen in after.items():
-        for file, state in seen.items():
-            if before.get(name, {}).get(file) == state:
-                continue
-            if file != STATE:
-                yield "metric", {"run": name, "file": file, "size": state}
-                continue
-            with suppress(StorageError, OSError):
-                records = LoopState.load(runs[name] / STATE).records
-                last = stage_of(records[-1]) if records else {}
-                yield "stage", {"run": name, "stages": len(records), **last}
 
 
 def _event(kind: str, body: JsonObject) -> str:

@@ -121,29 +121,22 @@ class Entrance:
         # One slash, so that no address of another server can stand there.
         clean = "/" + request.url.path.lstrip("/\\") + (f"?{urlencode(rest)}" if rest else "")
         response = RedirectResponse(clean, 303)
-        self._let_in(response, self._tickets.spend(token))
-        return response
+        return self._let_in(response) if self._tickets.same(token, self._tickets.token) else response
 
     async def sign_in(self, request: Request) -> Response:
-        """``{"key": ...}`` or ``{"token": ...}`` for a cookie."""
+        """``{"key": ...}``, the key or the link's token, for a cookie."""
         try:
-            body = await request.json()
-        except ValueError:
-            body = None
-        given = body if isinstance(body, dict) else {}
-        cookie = self._tickets.spend(str(given.get("token", "")))
-        if cookie is None and self._key and Tickets.same(str(given.get("key", "")), self._key):
-            cookie = self._tickets.open()
-        if cookie is None:
-            raise HTTPException(401, "The key or token is wrong, or the token was used before.")
-        response = Response(status_code=204)
-        self._let_in(response, cookie)
-        return response
+            given = str((await request.json())["key"])
+        except (ValueError, TypeError, KeyError):
+            given = ""
+        if not any(secret and Tickets.same(given, secret) for secret in (self._key, self._tickets.token)):
+            raise HTTPException(401, "The key or token is wrong.")
+        return self._let_in(Response(status_code=204))
 
-    def _let_in(self, response: Response, cookie: str | None) -> None:
+    def _let_in(self, response: Response) -> Response:
         response.headers["Cache-Control"] = "no-store"
-        if cookie is not None:
-            response.set_cookie(COOKIE, cookie, httponly=True, samesite="strict", path="/")
+        response.set_cookie(COOKIE, self._tickets.cookie, httponly=True, samesite="strict", path="/")
+        return response
 
 
 async def _healthy(_: Request) -> Response:
@@ -174,14 +167,14 @@ class _Headers:
 
 
 class RunningStudio(NamedTuple):
-    """``url``: without a token; ``link`` opens one browser."""
+    """``url``: without a token; ``link`` opens a browser."""
 
     url: str
     tickets: Tickets
 
     @property
     def link(self) -> str:
-        """The address for the next browser; it works once."""
+        """The address with the token."""
         return f"{self.url}/?token={self.tickets.token}"
 
 

@@ -8,18 +8,18 @@ import json
 import os
 import re
 import time
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from openhands_rl_plugin.apps.loop.run import STATE
-from openhands_rl_plugin.cli.options import TOKENIZER, load_tokenizer
+from openhands_rl_plugin.cli.options import TOKENIZER, is_folder, load_tokenizer, storage_at
+from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, unknown_name
 from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -36,27 +36,36 @@ if TYPE_CHECKING:
 
 _PAUSE = 2.0
 """Seconds between two looks for what has come."""
+Found = dict[str, list[Path]]
+"""Folders by kind: ``stores``, ``runs``, ``evaluations`` and ``adapters``."""
 
 
-class Growing[Value](UserDict[str, Value]):
-    """Names to which others may be added while somebody goes through them."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(tuple(self.data))
-
-
-@dataclass(frozen=True)
+@dataclass
 class StudioSources:
-    """Name -> store, or folder. The first store is meant where a request names none. ``look_again`` adds what has come
-    since, from a thread; ``waiting``: the folders in which nothing has been found so far.
+    """Name -> store, or folder. The first store is meant where a request names none. ``folders``: each with what has
+    been found in it so far, which is looked into again and again.
     """
 
-    stores: Mapping[str, TrajectoryStorage] = field(default_factory=dict)
-    runs: Mapping[str, Path] = field(default_factory=dict)
-    evaluations: Mapping[str, Path] = field(default_factory=dict)
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    look_again: Callable[[], None] | None = None
-    waiting: Callable[[], Sequence[str]] = tuple[str, ...]
+    stores: dict[str, TrajectoryStorage] = field(default_factory=dict)
+    runs: dict[str, Path] = field(default_factory=dict)
+    evaluations: dict[str, Path] = field(default_factory=dict)
+    adapters: dict[str, Path] = field(default_factory=dict)
+    folders: dict[Path, Found] = field(default_factory=dict)
+
+    def add(self, folder: Path, found: Found) -> None:
+        """Show what was found in a folder, by names that are short and differ."""
+        known = [(kind, path) for each in self.folders.values() for kind, paths in each.items() for path in paths]
+        self.folders[folder] = found
+        for kind, path in (
+            (kind, path) for kind, paths in found.items() for path in paths if (kind, path) not in known
+        ):
+            short = sayable((Path(folder.name) / path.relative_to(folder)).as_posix()).strip("/") or "root"
+            shown: dict[str, Any] = getattr(self, kind)
+            shown[free_name(short, shown)] = storage_at(str(path)) if kind == "stores" else path
+
+    def waiting(self) -> list[str]:
+        """The folders in which nothing has been found so far."""
+        return [folder.name for folder, found in self.folders.items() if not any(found.values())]
 
     def store(self, request: Request) -> TrajectoryStorage:
         """The store of ``?store=``, or the first one. Raises ``HTTPException`` 404 and ``ConfigError``."""
@@ -94,9 +103,10 @@ class StudioSources:
 
     async def watch(self) -> None:
         """Look again and again for what has come, for at most a twentieth of the time."""
-        while self.look_again is not None:
+        while self.folders:
             started = time.monotonic()
-            await asyncio.to_thread(self.look_again)
+            for folder in [*self.folders]:
+                self.add(folder, await asyncio.to_thread(look, folder))
             await asyncio.sleep(max(_PAUSE, 20 * (time.monotonic() - started)))
 
     async def close(self) -> None:
@@ -113,19 +123,20 @@ _TRAINING = ("trainer", "training")
 """Folders of a loop in which its metrics lie."""
 
 
-Found = dict[str, list[Path]]
-"""Folders by kind: ``stores``, ``runs``, ``evaluations`` and ``adapters``."""
-
-
-def discover(folder: Path) -> Found:
-    """``look`` into a folder. An empty one is that of a loop which has not begun. Raises ``ConfigError`` when there is
-    no folder, and when nothing of what is in it can be shown."""
-    there = folder.is_dir()
-    found = look(folder)
-    if not there or (not any(found.values()) and any(folder.iterdir())):
-        what = "there is nothing to show in it" if there else "there is no such folder"
-        raise ConfigError(f"{folder}: {what}; give the folder of a store, a run, an evaluation or adapters")
-    return found
+def sources_at(places: Sequence[str]) -> StudioSources:
+    """What lies there, and what comes there later. An empty folder is that of a loop which has not begun. Raises
+    ``ConfigError`` when there is no folder, and when nothing of what is in it can be shown."""
+    sources = StudioSources()
+    for where in places:
+        if not is_folder(where):
+            sources.stores[sayable(where)] = storage_at(where)
+            continue
+        folder = Path(where).expanduser().resolve()
+        found = look(folder)
+        if not folder.is_dir() or (not any(found.values()) and any(folder.iterdir())):
+            raise ConfigError(f"{folder}: give the folder of a store, a run, an evaluation or adapters")
+        sources.add(folder, found)
+    return sources
 
 
 def look(folder: Path) -> Found:
@@ -162,9 +173,6 @@ def _walk(folder: Path) -> Iterator[tuple[Path, set[str], list[str]]]:
             waiting += [(directory / name, depth + 1) for name in shown if not _VERSION.fullmatch(name)]
 
 
-_KEPT = 4
-
-
 class Opened(NamedTuple):
     """An episode, what was said of it, and the store that has it; ``revision`` is empty where the store has none."""
 
@@ -186,22 +194,16 @@ class EpisodeShelf:
 
     def __init__(self, sources: StudioSources) -> None:
         self._sources = sources
-        self._kept: OrderedDict[tuple[int, str], Opened] = OrderedDict()
+        self._last: Opened | None = None
 
     async def open(self, request: Request, identity: str | None = None) -> Opened:
         """The episode of the path, or another one. Raises ``HTTPException`` 404 and ``StorageError``."""
         asked = request.path_params["id"] if identity is None else identity
         storage = await self._sources.holding(request, asked)
-        revision = await storage.revision()
-        key = (id(storage), asked)
-        known = self._kept.get(key)
-        if known is None or known.revision != revision:
-            known = await read_episode(storage, asked, revision)
-        self._kept[key] = known
-        self._kept.move_to_end(key)
-        if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
-        return known
+        revision, last = await storage.revision(), self._last
+        if last is None or (last.storage, last.revision, last.trajectory.id) != (storage, revision, asked):
+            last = self._last = await read_episode(storage, asked, revision)
+        return last
 
 
 async def read_episode(storage: TrajectoryStorage, identity: str, revision: str = "") -> Opened:

@@ -32,7 +32,7 @@ def client() -> Iterator[Client]:
             named = sources or StudioSources({f"store {at}": each for at, each in enumerate(stores)})
             app = guarded(StudioConfig.model_validate(options), named, tickets)
             made = TestClient(app, base_url="http://127.0.0.1:8400", headers={"Sec-Fetch-Site": "same-origin"})
-            made.cookies.set(COOKIE, tickets.open())
+            made.cookies.set(COOKIE, tickets.cookie)
             return stack.enter_context(made)
 
         yield make

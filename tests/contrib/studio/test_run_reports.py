@@ -105,16 +105,10 @@ async def test_a_report_has_what_the_run_was_and_what_became_of_it(tmp_path: Pat
     for stage in ("warm-start", "iteration-000"):
         name = f"training/{stage}/metrics.jsonl"
         assert name in run["metrics"] and data[f"runs/night/metrics?{name}"]["rows"]["loss"][1] == 0.5
-
-
-async def test_the_samples_are_the_tasks_whose_reward_rose_most(tmp_path: Path) -> None:
-    data = data_of(await reported(tmp_path / "night"))
-    samples = data["runs/night"]["facts"]["samples"]
-    assert [each["task"] for each in samples] == ["goal-a", "goal-c", "goal-b"]
+    samples = facts["samples"]
+    assert [each["task"] for each in samples] == ["goal-a", "goal-c", "goal-b"], "whose reward rose most"
     assert data["episodes"]["total"] == 6
     for each in samples:
-        before, after = (data[f"episodes/{each[side]}"] for side in ("before", "after"))
-        assert before["task"]["id"] == after["task"]["id"] == each["task"]
         assert data[f"compare?{each['before']}&{each['after']}"]["same_task"]
         assert f"click[final & {each['task']}]" in json.dumps(data[f"episodes/{each['after']}/nodes"])
 
@@ -139,13 +133,11 @@ async def test_a_report_is_bounded_and_names_what_it_lacks(tmp_path: Path) -> No
     assert data["episodes"]["total"] == 6, "episodes come before curves"
 
 
-async def test_a_resumed_run_keeps_when_it_began_and_a_damaged_episode_costs_its_sample_only(tmp_path: Path) -> None:
+async def test_a_damaged_episode_costs_its_sample_only(tmp_path: Path) -> None:
     directory = tmp_path / "night"
     await reported(directory)
     before = RunFacts.load(directory)
     assert before is not None
-    again = RunFacts.begin(directory, PLAN, title="learns", stages=8)
-    assert (again.began, again.changes, again.command) == (before.began, before.changes, "")
     gone = before.samples[0].model_copy(update={"before": "gone"})
     before.model_copy(update={"samples": (gone, *before.samples[1:])}).save(directory)
     async with FileTrajectoryStorage(directory / "trajectories") as storage:

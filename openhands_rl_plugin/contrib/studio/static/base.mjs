@@ -362,7 +362,7 @@ export function query(params) {
 export const row = (table, at) => new Proxy(table, {get: (columns, name) => columns[name]?.[at] ?? null});
 export const cell = (table, name, at) => table[name]?.[at] ?? null;
 export const rowsOf = (table) => Math.max(0, ...Object.values(table).map((column) => column.length));
-const KINDS = ['changed', 'grew', 'stage', 'metric', 'reset'];
+const KINDS = ['changed', 'run', 'reset'];
 const GATHERED = 60;
 const listeners = new Set();
 let waiting = [];
@@ -381,16 +381,7 @@ export function useLive(heard) {
 function deliver() {
   const events = waiting;
   waiting = [];
-  for (const {kind, ids} of events) {
-    if (kind === 'metric' || kind === 'stage') forget('runs');
-    else {
-      forget('facets');
-      forget('groups');
-      forget('compare');
-      for (const id of ids ?? []) forget(`episodes/${encodeURIComponent(id)}`);
-      if (kind === 'reset') forget('');
-    }
-  }
+  for (const {kind} of events) forget(kind === 'run' ? 'runs' : '');
   for (const each of [...listeners]) each(events);
 }
 

@@ -1,6 +1,6 @@
 // The pages of episodes, groups, comparisons and the queue; what is at which address, and the key that leads there.
 import {useEffect, useMemo, useRef, useState} from 'preact/hooks';
-import {PAGE, Shown, ask, cell, count, exported, filters, fixed, go, html, label, link, listing, mark, marked, param, percent, plural, policy, put, query, reward, row, rowsOf, send, signedOut, useAnswer, useKeys, useLive} from 'studio/base';
+import {PAGE, Shown, ask, cell, count, exported, filters, fixed, go, html, label, link, listing, mark, marked, param, plural, policy, put, query, reward, row, rowsOf, send, signedOut, useAnswer, useKeys, useLive} from 'studio/base';
 import {modelOf, siblings, useBody} from 'studio/model';
 import {Answer, Body, Empty, EpisodeRow, Facts, Figures, HEAD, Narrow, Neighbours, OPINIONS, Outcome, Problem, Rows, Waiting, judged} from 'studio/parts';
 import {Adapters, Evaluations, Runs} from 'studio/runs';
@@ -10,11 +10,10 @@ export function SignIn() {
   const enter = (event) => {
     event.preventDefault();
     const given = event.target.elements.secret.value.trim();
-    const token = new URLSearchParams(given.split('?')[1] ?? '').get('token') ?? given;
-    send('session', {key: given, token}).then(() => { signedOut.value = false; location.reload(); }, failed);
+    send('session', {key: new URLSearchParams(given.split('?')[1] ?? '').get('token') ?? given}).then(() => { signedOut.value = false; location.reload(); }, failed);
   };
   return html`<section class="empty"><h1>Open the link that the terminal shows</h1>
-    <p><code>openhands-rl studio</code> prints a link that opens one browser. It prints another one after each use.</p>
+    <p><code>openhands-rl studio</code> prints a link with a token.</p>
     <form class="line" onSubmit=${enter}><label>Or paste the link or the key <input name="secret" type="password" autocomplete="off" required /></label>
       <button class="primary">Enter</button></form>
     ${error && html`<${Problem} error=${error} />`}</section>`;
@@ -30,18 +29,12 @@ export function Episodes() {
   const search = useRef(null);
   list.tick.value; // drawn again with every page that comes
   const [changes, changed] = useState(0);
-  const news = useRef(new Set()); // an episode that begins and ends is one
-  const refresh = () => { news.current.clear(); changed(0); list.refresh(); };
+  const refresh = () => { changed(0); list.refresh(); };
   // Rows do not move below somebody who has chosen one: the news wait until they are asked for.
   useLive((events) => {
-    const ids = new Set(events.flatMap(({kind, ids: named}) => (kind === 'grew' ? [] : named ?? [])));
-    if (!ids.size && !events.some(({kind}) => ['reset', 'open'].includes(kind))) return;
+    if (events.every(({kind}) => kind === 'run' || (kind === 'open' && at !== null))) return;
     if (at === null) refresh();
-    else if (!ids.size && events.every(({kind}) => kind === 'open')) return;
-    else {
-      for (const id of ids.size ? ids : ['']) news.current.add(id);
-      changed(news.current.size);
-    }
+    else changed((n) => n + 1);
   });
   const said = Object.keys(OPINIONS).filter((name) => list.has(name));
   const move = (by) => put({n: Math.min(Math.max(0, (at ?? (by > 0 ? -1 : 0)) + by), Math.max(0, (total ?? 1) - 1))});
@@ -129,7 +122,7 @@ export function Episode({id}) {
   const context = {store, sort: param('sort'), ...filters()};
   useSteps(id, context);
   // An episode that is being played grows on the page.
-  useLive((events) => events.some(({kind, ids}) => kind === 'reset' || ids?.includes(id)) && answer.again());
+  useLive((events) => events.some(({kind}) => kind === 'reset' || (kind === 'changed' && answer.data?.stop === 'unfinished')) && answer.again());
   return html`<div class="page episode">
     <${Neighbours} id=${id} context=${context} />
     <${Answer} answer=${answer} rows=${12}>${(header) => html`<${Opened} header=${header} store=${store} />`}</${Answer}>
@@ -282,10 +275,9 @@ function Samples({samples, store}) {
 }
 
 export function Compare() {
-  const [a, b, of] = [param('a'), param('b'), param('of')];
+  const [a, b] = [param('a'), param('b')];
   const store = param('store');
-  if (of === 'sets' || !a || !b) return html`<div class="page compare"><${Sets} a=${a} b=${b} store=${store} ready=${of === 'sets' && a && b} /></div>`;
-  return html`<div class="page compare"><${Pair} a=${a} b=${b} store=${store} /></div>`;
+  return html`<div class="page compare">${a && b ? html`<${Pair} a=${a} b=${b} store=${store} />` : html`<${Empty} title="Compare two episodes">Mark them in the list and press =.</${Empty}>`}</div>`;
 }
 const header = (id, store) => `episodes/${encodeURIComponent(id)}${query({store})}`;
 
@@ -343,45 +335,6 @@ function Side({model, node, store}) {
   const role = model.of('role')(node);
   return html`<div class=${`one ${role}`}><a class="muted" href=${link('e', model.header.id, {node, store})}>${role === 'assistant' ? `turn ${model.of('turn')(node) ?? '–'}` : role}</a>
     <${Body} body=${body} excerpt=${model.of('text')(node)} kind=${role === 'tool' ? 'code' : 'said'} place=${{id: model.header.id, node, store}} /></div>`;
-}
-
-function Sets({a, b, store, ready}) {
-  const answer = useAnswer(ready ? `compare${query({of: 'sets', a, b, store})}` : null, {keep: false});
-  const submit = (event) => {
-    event.preventDefault();
-    put({of: 'sets', a: event.target.elements.a.value.trim(), b: event.target.elements.b.value.trim()}, {push: true});
-  };
-  return html`<header class="title"><h1>Compare</h1><p class="muted">Two versions of adapters (NAME@VERSION) or two runs, on the same tasks: what the second one gained and lost. Two episodes: mark them in the list and press =.</p></header>
-    <form class="queries" onSubmit=${submit}>
-      <label>From <input name="a" required spellcheck="false" defaultValue=${a} placeholder="shop@7" /></label>
-      <label>to <input name="b" required spellcheck="false" defaultValue=${b} placeholder="shop@9" /></label>
-      <button class="primary">Compare</button></form>
-    ${ready && html`<${Answer} answer=${answer}>${(found) => html`<${Gains} found=${found} store=${store} />`}</${Answer}>`}`;
-}
-
-function Gains({found, store}) {
-  if (!found.tasks) return html`<${Empty} title="No task in common">The first one has ${plural(found.only_a, 'task')}, the second one ${plural(found.only_b, 'task')}, and none is the same.</${Empty}>`;
-  const {difference} = found;
-  const sure = difference && (difference.low > 0 || difference.high < 0);
-  return html`<div class="columns"><section class="middle">
-      <${Rows} total=${rowsOf(found.rows)} height=${34} label="Tasks" head=${html`<div class="row head tasks" role="row"><span role="columnheader">Task</span><span class="number" role="columnheader">From</span><span class="number" role="columnheader">To</span><span class="number" role="columnheader">Change</span></div>`}>
-        ${(number, style) => html`<${TaskRow} key=${number} row=${row(found.rows, number)} style=${style} store=${store} />`}</${Rows}></section>
-    <aside class="right" aria-label="Figures" tabindex="0"><h2>${difference ? `${difference.mean > 0 ? '+' : ''}${fixed(difference.mean * 100, 1)} points` : 'Not judged'}</h2>
-      <p class=${sure ? (difference.mean > 0 ? 'good' : 'bad') : 'muted'}>${!difference ? '' : sure ? 'More than chance.' : 'Chance alone could do this.'}</p>
-      <${Facts} rows=${[
-        ['Tasks in both', count(found.tasks)], ['Gained', count(found.gained)], ['Lost', count(found.lost)],
-        ['Success before', percent(found.rate_a)], ['Success after', percent(found.rate_b)],
-        ['95 % interval', difference ? `${fixed(difference.low * 100, 1)} to ${fixed(difference.high * 100, 1)}` : null],
-        ['p', found.p === null ? null : fixed(found.p, 3), found.test], ['Only in the first', count(found.only_a)], ['Only in the second', count(found.only_b)],
-      ]} /></aside></div>`;
-}
-
-function TaskRow({row: each, style, store}) {
-  const change = each.a === null || each.b === null ? null : each.b - each.a;
-  const words = html`<${Shown} text=${each.task} most=${120} />`;
-  return html`<div class="row tasks" role="row" style=${style}><span role="cell">${each.a_id && each.b_id ? html`<a href=${link('c', '', {a: each.a_id, b: each.b_id, store})}>${words}</a>` : words}</span>
-    <span class="number" role="cell">${percent(each.a)}</span><span class="number" role="cell">${percent(each.b)}</span>
-    <span class=${`number ${change > 0 ? 'good' : change < 0 ? 'bad' : 'muted'}`} role="cell">${change === null ? '–' : `${change > 0 ? '+' : ''}${fixed(change * 100, 0)}`}</span></div>`;
 }
 
 export function Queue() {

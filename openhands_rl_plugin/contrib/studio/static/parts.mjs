@@ -465,7 +465,7 @@ export function Narrow({store, chosen}) {
   const later = useRef(null);
   // Counting all values anew is dear, and nobody waits for it: once a second, after the rows.
   useLive((events) => {
-    if (later.current || !events.some(({kind, ids}) => ids && kind !== 'grew')) return;
+    if (later.current || !events.some(({kind}) => kind === 'changed')) return;
     later.current = setTimeout(() => { later.current = null; answer.again(); }, 1000);
   });
   useEffect(() => () => clearTimeout(later.current), []);

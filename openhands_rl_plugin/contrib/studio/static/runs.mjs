@@ -4,7 +4,7 @@ import {Shown, ask, count, exported, fixed, html, link, param, percent, plural, 
 import {About, Answer, Curve, Empty, Facts, LeftOut, Outcome, Overview, Patch, Problem, Rows, Sample, Success, Text, earned} from 'studio/parts';
 export function Adapters() {
   const answer = useAnswer('adapters');
-  useLive((events) => events.some(({kind}) => ['stage', 'changed', 'reset'].includes(kind)) && answer.again());
+  useLive((events) => events.some(({kind}) => kind !== 'open') && answer.again());
   return html`<div class="page scrolls" tabindex="0"><header class="heading"><h1>Adapters</h1></header><${Answer} answer=${answer}>${({folders}) => (folders.some((each) => each.adapters.length)
     ? folders.map((each) => html`<${Folder} key=${each.name} folder=${each} />`)
     : html`<${Empty} title="No adapters are open">Start the studio with a folder of adapters, or with a run: <code>openhands-rl studio ./my-run</code></${Empty}>`)}</${Answer}></div>`;
@@ -30,25 +30,18 @@ function Folder({folder}) {
   const lines = lineage(folder.adapters);
   const known = [...new Set(lines.flatMap((each) => Object.keys(each.metrics ?? {})))];
   const keys = [...FIRST.filter((key) => known.includes(key)), ...known.filter((key) => !FIRST.includes(key))].slice(0, 3);
-  const before = Object.fromEntries(lines.map((each) => [each.name, each]));
   return html`<section><h2><${Shown} text=${folder.name} most=${100} /></h2><div class="wide" tabindex="0" role="region" aria-label=${folder.name}><table class="plain lineage">
-    <thead><tr><th>Version</th><th>Made from</th><th class="chart">Held-out success, 95 % interval</th><th class="number">Tokens spent</th><th class="number">Step</th>${keys.map((key) => html`<th key=${key} class="number">${key.replaceAll('_', ' ')}</th>`)}<th title="first digits of the weights' sha256">Weights</th><th>Loaded</th><th class="number">Probe difference</th><th class="number">Made</th></tr></thead>
-    <tbody>${lines.map((each) => html`<${Version} key=${each.name} each=${each} keys=${keys} parent=${before[each.parent]} />`)}</tbody></table></div></section>`;
+    <thead><tr><th>Version</th><th>Made from</th><th class="chart">Held-out success, 95 % interval</th><th class="number">Step</th>${keys.map((key) => html`<th key=${key} class="number">${key.replaceAll('_', ' ')}</th>`)}<th title="first digits of the weights' sha256">Weights</th><th>Loaded</th><th class="number">Probe difference</th><th class="number">Made</th></tr></thead>
+    <tbody>${lines.map((each) => html`<${Version} key=${each.name} each=${each} keys=${keys} />`)}</tbody></table></div></section>`;
 }
 
-function Version({each, keys, parent}) {
+function Version({each, keys}) {
   const name = html`<span class="indent" style=${{width: `${each.depth * 16}px`}}></span><a href=${link('', '', {adapter: each.adapter, version: each.version, store: param('store')})}><b><${Shown} text=${each.name} most=${80} /></b></a>${each.current && html` <span class="chip good">current</span>`}`;
-  if (each.problem) return html`<tr><td>${name}</td><td colspan=${keys.length + 8} class="bad"><${Shown} text=${each.problem} /></td></tr>`;
-  return html`<tr><td>${name}</td><td><${Shown} text=${each.parent ?? each.base_model ?? '–'} most=${60} />${parent && html` <a class="also" href=${link('c', '', {of: 'sets', a: `${parent.adapter}@${parent.version}`, b: `${each.adapter}@${each.version}`, store: param('store')})}>compare</a>`}</td>
-    <td class="chart"><${Interval} found=${each.held_out} /></td><td class="number"><${Spent} found=${each.spent} /></td><td class="number">${count(each.step)}</td>
+  if (each.problem) return html`<tr><td>${name}</td><td colspan=${keys.length + 7} class="bad"><${Shown} text=${each.problem} /></td></tr>`;
+  return html`<tr><td>${name}</td><td><${Shown} text=${each.parent ?? each.base_model ?? '–'} most=${60} /></td>
+    <td class="chart"><${Interval} found=${each.held_out} /></td><td class="number">${count(each.step)}</td>
     ${keys.map((key) => html`<td key=${key} class="number">${typeof each.metrics?.[key] === 'number' ? fixed(each.metrics[key], 3) : '–'}</td>`)}
     <td><code>${each.sha256?.slice(0, 12) ?? '–'}</code></td><td>${each.loaded?.length ? each.loaded.map((url) => html`<small key=${url}><${Shown} text=${url} most=${60} /></small> `) : html`<span class="muted">${each.probe ? 'no, has a probe' : 'no'}</span>`}</td><td class="number"><${Probed} found=${each.probed} /></td><td class="number">${when(each.made)}</td></tr>`;
-}
-
-/** What the version's episodes took in the stores that are open. */
-function Spent({found}) {
-  if (!found) return html`<span class="muted">–</span>`;
-  return html`<span title=${`${plural(found.episodes, 'episode')}: ${count(found.prompt)} tokens of prompts, ${count(found.completion)} sampled`}>${count(found.prompt + found.completion)}</span>`;
 }
 
 /** The largest of the servers' differences from the trainer's logprobs, when the version was published. */
@@ -70,7 +63,7 @@ export const Runs = ({id}) => (id ? html`<${Run} key=${id} id=${id} />` : html`<
 
 function RunList() {
   const answer = useAnswer('runs');
-  useLive((events) => events.some(({kind}) => kind === 'stage') && answer.again());
+  useLive((events) => events.some(({kind}) => kind === 'run') && answer.again());
   return html`<div class="page scrolls" tabindex="0"><header class="heading"><h1>Runs</h1></header><${Answer} answer=${answer}>${({runs}) => (runs.length
     ? html`<table class="plain"><thead><tr><th>Run</th><th>Last stage</th><th class="number">Stages</th><th>Adapter</th><th class="number">Time</th><th class="number">Last change</th></tr></thead>
       <tbody>${runs.map((each) => html`<tr key=${each.name}><td><a href=${link('r', each.name)}><${Shown} text=${each.name} most=${100} /></a> <small class="muted">${each.kind}</small></td>
@@ -92,7 +85,7 @@ function Run({id}) {
 
 function OpenedRun({name}) {
   const answer = useAnswer(`runs/${path(name)}`);
-  useLive((events) => events.some(({kind, run}) => kind === 'stage' && run === name) && answer.again());
+  useLive((events) => events.some((each) => each.kind === 'run' && each.name === name) && answer.again());
   return html`<${Answer} answer=${answer} rows=${10}>${(run) => html`
     <header class="heading"><h1><${Shown} text=${name} most=${100} /></h1><p class="muted">${[run.facts?.title || run.kind, run.stage ? `after ${run.stage}` : 'before its first stage'].filter(Boolean).join(' · ')}</p></header>
     ${run.problem && html`<${Problem} error=${{message: run.problem}} />`}
@@ -147,7 +140,7 @@ const CURVES = ['tokens_per_second', 'seconds', 'turns', 'clip_share', 'grad_nor
 
 function OfFile({name, file}) {
   const {rows, keys, error, again} = useMetrics(name, file);
-  useLive((events) => events.some((each) => each.kind === 'metric' && each.run === name && each.file === file) && again());
+  useLive((events) => events.some((each) => each.kind === 'run' && each.name === name) && again());
   const step = STEPS.find((key) => keys.includes(key));
   const total = rowsOf(rows);
   const x = useMemo(() => (step ? rows[step] : Array.from({length: total}, (_, at) => at)), [rows]);
@@ -197,7 +190,7 @@ function Stream({run}) {
   const store = param('store');
   const newest = useAnswer(`episodes${query({contains: run, store, limit: 12})}`);
   const facets = useAnswer(`facets${query({contains: run, store})}`);
-  useLive((events) => { if (events.some(({ids}) => ids)) { newest.again(); facets.again(); } });
+  useLive((events) => { if (events.some(({kind}) => kind === 'changed')) { newest.again(); facets.again(); } });
   if (!newest.data?.total) return null;
   const failed = facets.data?.facets.failure ?? [];
   return html`<section><header class="line"><h2>Episodes</h2><a href=${link('', '', {contains: run, store})}>${plural(newest.data.total, 'episode')}</a>

@@ -10,7 +10,7 @@ from browser import needs_browser
 from seeded_run import seed_run
 from studio_pages import pages_of
 
-from openhands_rl_plugin.contrib.studio.command import sources_at
+from openhands_rl_plugin.contrib.studio.sources import sources_at
 
 PAGES = {
     "/?n=2&version=3": ".row:not(.head) a",
@@ -20,7 +20,6 @@ PAGES = {
     "/e/fix-orders-breaks?view=tokens&node=2&tokens=2.60": ".t.at",
     "/g/fix-cache%2F3": ".twig.forks",
     "/c?a=fix-cache-v3-1&b=fix-cache-v3-2": ".part.differs .one",
-    "/c?of=sets&a=shop@1&b=shop@3": ".row.tasks a",
     "/q?version=3": ".verdicts",
     "/r": "table",
     "/r/night": ".curve canvas",

@@ -13,7 +13,7 @@ from hostile import ACTED_UPON, CONTROLS, MARKUP, TEXT
 from seeded_store import hostile
 from studio_pages import Pages, pages_of
 
-from openhands_rl_plugin.contrib.studio.command import sources_at
+from openhands_rl_plugin.contrib.studio.sources import sources_at
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -13,7 +13,7 @@ from browser import missing_browser
 from seeded_run import seed_run
 from studio_pages import Pages, pages_of
 
-from openhands_rl_plugin.contrib.studio.command import sources_at
+from openhands_rl_plugin.contrib.studio.sources import sources_at
 from openhands_rl_plugin.core.records import EpisodeStart
 from openhands_rl_plugin.core.types import StopReason, Trajectory
 from openhands_rl_plugin.testing.storage import sample_episode

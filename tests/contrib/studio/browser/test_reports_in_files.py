@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from accessibility import found_by_axe
 from browser import Seen, needs_browser, opened
 from demo_episodes import played
 from hostile import ACTED_UPON, CONTROLS, MARKUP, TEXT
 from report_data import data_of
 
-from openhands_rl_plugin.contrib.studio.reports import write_evaluation_report, write_run_report
+from openhands_rl_plugin.contrib.studio.reports import write_run_report
 from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.report.figures import compare
-from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.run_files import RunRecord
-from openhands_rl_plugin.evals.swe.types import VerdictKind
 from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, SamplePair, StageChange, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -55,51 +49,6 @@ def run_report(folder: Path) -> Path:
             return await write_run_report(folder, storage, folder / "adapters")
 
     return asyncio.run(write())
-
-
-def evaluation_report(folder: Path) -> Path:
-    """Of two groups of two runs, whose every text is hostile."""
-    names = [*MARKUP, *CONTROLS]
-
-    def runs(name: str, solved: int) -> list[RunRecord]:
-        found: list[RunRecord] = []
-        for index in range(2):
-            directory = folder / str(solved) / f"RLAgent-run_{index}"
-            directory.mkdir(parents=True)
-            kinds = [VerdictKind.RESOLVED if at < solved else VerdictKind.UNRESOLVED for at in range(len(names))]
-            outcomes = [Outcome(instance_id=names[at], run=index, kind=kind) for at, kind in enumerate(kinds)]
-            rows = [{"instance_id": each, "test_result": {"git_patch": TEXT, "report": {TEXT: TEXT}}} for each in names]
-            (directory / "output.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-            said = {"start_time": TEXT, "agent_class": TEXT, "details": {"machine": TEXT, "command": TEXT}}
-            record = RunRecord(name=name, index=index, directory=directory, metadata=said, outcomes=tuple(outcomes))
-            found.append(record)
-        return found
-
-    first, second = runs(TEXT.replace("/", "|"), 3), runs("\u202e" + TEXT.replace("/", "|"), 20)
-    return write_evaluation_report(folder, [*first, *second], compare(first, second))
-
-
-@needs_browser
-@pytest.mark.slow
-def test_nothing_in_the_report_of_evaluations_does_anything(tmp_path: Path, page: Seen) -> None:
-    file = evaluation_report(tmp_path)
-    text = look(page, file, "", ".trend circle")
-    is_harmless(page, text)
-    assert "<script>window.owned=1</script>" in text and "\\u202e" in text
-    for part in ("Figures", "Comparison", "Runs", "Several attempts", "What became of the attempts"):
-        assert part in text
-    page.page.eval_on_selector("main table a", "each => each.click()")
-    page.page.wait_for_selector(".row.instances button")
-    page.page.eval_on_selector(".row.instances:not(.head) button", "each => each.click()")
-    page.page.wait_for_selector("aside .diff")
-    is_harmless(page, page.page.evaluate("() => document.getElementById('app').textContent"))
-    for scheme in ("light", "dark"):
-        options = {"color_scheme": scheme, "viewport": {"width": 390, "height": 844}, "bypass_csp": True}
-        shown = page.page.context.browser.new_page(**options)
-        shown.goto(file.as_uri())
-        shown.wait_for_selector(".trend circle")
-        assert shown.evaluate("() => document.querySelector('.page').scrollWidth") <= 390
-        assert found_by_axe(shown) == []
 
 
 @pytest.fixture(scope="module")
