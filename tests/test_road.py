@@ -226,7 +226,7 @@ def test_sessions_of_the_gateway_that_were_told_their_reward_become_the_adapter_
             before = [session(gateway, f"before-{seed}", seed) for seed in range(8)]
             assert {*before} == {YES, NO}
             words = ["train", store, "--model", str(model), "--adapters", adapters, "--algorithm", "grpo", *LEARN]
-            assert cli.main([*words, "--set", "training.num_epochs=12", "--publish", f"{url}/v1"]) == 0
+            assert cli.main([*words, "--set", "training.num_epochs=12", f"serving.base_url={url}/v1", "--publish"]) == 0
             assert "episodes: 8 used; left out: none" in capsys.readouterr().out
             after = [session(gateway, f"after-{seed}", seed) for seed in range(8)]
     assert after == [YES] * 8

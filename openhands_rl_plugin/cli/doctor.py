@@ -3,7 +3,7 @@
 examples:
   openhands-rl doctor --init --model model --base-url http://127.0.0.1:8100/v1 --workspace ./my-repository
   openhands-rl doctor
-  openhands-rl doctor --config config.toml --probe
+  openhands-rl doctor --config config.toml
   openhands-rl doctor --config config.toml --show
   openhands-rl doctor drift ~/.openhands/rl_trajectories
   openhands-rl doctor drift ~/.openhands/rl_trajectories --run demo --tokenizer ./Qwen3-0.6B
@@ -15,63 +15,36 @@ import argparse
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.text import Text
 
 from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, load_tokenizer, open_store
 from openhands_rl_plugin.config.build import check_plugins, open_storage
-from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, installed_hosts, version_of
+from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, host_of, version_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config
 from openhands_rl_plugin.config.work import DEFAULT_FILE
-from openhands_rl_plugin.core.errors import (
-    ConfigError,
-    EpisodeError,
-    InfrastructureError,
-    MissingExtraError,
-    RLError,
-    describe,
-)
+from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
-from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.openai import OpenAIEngine
 from openhands_rl_plugin.models.engines.server_models import listed_models
 from openhands_rl_plugin.trajectories.view import console, print_json, table
 
-REGISTRATION_SECONDS = 180.0
-"""Importing OpenHands takes 10 seconds, 20 before its files are compiled; slow disks need more."""
-SECONDS, PROBE_SECONDS = 10.0, 60.0
+SECONDS = 60.0
 
 _OWN = "openhands_rl_plugin"
 _OF_EXTRA = re.compile(r"(?P<package>[A-Za-z0-9._-]+).*;.*extra == ['\"](?P<extra>[\w-]+)['\"]")
 _NOT_LISTED = {"all", "openhands", "sdk"}
-# What each host's own lookup of the agent prints, and what helps where it fails.
-_REGISTRATION = {
-    "v0": (
-        "import openhands.agenthub\nfrom openhands.controller.agent import Agent\n"
-        "print('registered as', Agent.get_cls('RLAgent').__module__)",
-        'the line classpath = "openhands_rl_plugin.hosts.v0.agent.RLAgent" in [agent.RLAgent] works without it',
-    ),
-    "v1": (
-        "import openhands_rl_plugin.hosts.v1\nfrom openhands.sdk import AgentBase\n"
-        "agent = AgentBase.model_validate({'kind': 'RLAgent', 'llm': {'model': 'openai/m'}, 'tools': []})\n"
-        "print('registered as', type(agent).__module__)",
-        "install the package anew, in a clone of it: pip install --force-reinstall '.[sdk]'",
-    ),
-}
 
 
 class Finding(NamedTuple):
@@ -86,37 +59,32 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-async def check_all(config: Path | None, *, probe: bool = False, registration: bool = True) -> list[Finding]:
+async def check_all(config: Path | None) -> list[Finding]:
     """Every check. The model server is checked only with a ``config``; without it the others use the defaults."""
-    findings = list(check_installation(registration=registration))
-    settings = RLSettings()
+    findings, settings = [*check_installation()], RLSettings()
     if config is not None:
         try:
             settings = checked_settings(config)
         except ConfigError as error:
             return [*findings, *(Finding("fail", "configuration", line) for line in str(error).splitlines())]
         findings.append(Finding("ok", "configuration", str(config)))
-    findings += await check_storage(settings)
-    findings.append(check_adapters(settings.serving.adapters_directory, settings.serving.adapter))
+    findings.append(await _storage(settings))
     if config is not None and settings.serving.base_url:
-        findings += await check_model_server(settings.serving, probe=probe)
+        findings.append(await _model_server(settings.serving))
     return findings
 
 
 def checked_settings(config: Path) -> RLSettings:
     """The settings of a file that has some, whose plugins can be loaded. Raises ``ConfigError``."""
     settings = load_settings(config)
-    try:
-        if not has_settings(config):
-            raise ConfigError("there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl])")
-        check_plugins(settings)
-    except ConfigError as error:
-        raise ConfigError("\n".join(f"{config}: {line}" for line in str(error).splitlines())) from error
+    if not has_settings(config):
+        raise ConfigError(f"{config}: there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl])")
+    check_plugins(settings)
     return settings
 
 
-def check_installation(*, registration: bool = True) -> Iterator[Finding]:
-    """The package, its extras, OpenHands, bubblewrap. ``registration`` imports OpenHands, which takes 10 seconds."""
+def check_installation() -> Iterator[Finding]:
+    """The package, its extras, OpenHands, bubblewrap."""
     python = ".".join(map(str, sys.version_info[:3]))
     yield Finding("ok", "package", f"{_OWN} {version_of(_OWN) or 'from its sources'} on Python {python}")
     for extra, packages in _extras().items():
@@ -124,16 +92,23 @@ def check_installation(*, registration: bool = True) -> Iterator[Finding]:
             remedy = f"needed for this only: pip install 'openhands_rl_plugin[{extra}]'"
             yield Finding("warn", f"extra {extra}", f"{', '.join(missing)} not installed", remedy)
         else:
-            found = ", ".join(f"{package} {version_of(package)}" for package in packages)
-            yield Finding("ok", f"extra {extra}", found)
-    yield _host()
-    if registration and (hosts := installed_hosts()):
-        yield _registration(hosts[0])
+            yield Finding("ok", f"extra {extra}", _versions(packages))
+    try:
+        host = host_of(RLSettings())
+        yield Finding(
+            "ok", "host", f"OpenHands {host.upper()}: {_versions([V0_PACKAGE] if host == 'v0' else V1_PACKAGES)}"
+        )
+    except ConfigError as error:
+        yield Finding("warn", "host", str(error))
     try:
         yield Finding("ok", "bubblewrap", f"{find_bubblewrap()} makes sandboxes")
     except ConfigError as error:
         remedy = 'no agent works on files until it does; without isolation: [rl.workspace] isolation = "none"'
         yield Finding("warn", "bubblewrap", str(error), remedy)
+
+
+def _versions(packages: Sequence[str]) -> str:
+    return ", ".join(f"{package} {version_of(package)}" for package in packages)
 
 
 def _extras() -> dict[str, list[str]]:
@@ -145,117 +120,45 @@ def _extras() -> dict[str, list[str]]:
     return found
 
 
-def _host() -> Finding:
-    hosts, v0 = installed_hosts(), version_of(V0_PACKAGE)
-    sdk = ", ".join(f"{name} {version}" for name in V1_PACKAGES if (version := version_of(name)) is not None)
-    if hosts:  # V0 brings an old release of V1, which ``[rl] host = "v1"`` uses all the same
-        found = {"v0": f"OpenHands V0: {V0_PACKAGE} {v0}", "v1": f"OpenHands V1: {sdk}"}
-        return Finding("ok", "host", "; also ".join(found[host] for host in hosts))
-    if v0 is not None:
-        remedy = f"pip install '{V0_PACKAGE}==1.6.*': the last one with an agent registry and a controller"
-        return Finding("fail", "host", f"{V0_PACKAGE} {v0} is not 1.6", remedy)
-    install = "pip install 'openhands_rl_plugin[sdk]' (V1) or 'openhands_rl_plugin[openhands]' (V0)"
-    found = f"{sdk} alone or too old" if sdk else "OpenHands is not installed"
-    return Finding("warn", "host", found, f"to run inside OpenHands: {install}")
-
-
-def _registration(host: str) -> Finding:
-    """Look the agent up in a new process, as OpenHands does."""
-    program, remedy = _REGISTRATION[host]
-    quiet = f"import logging\nlogging.disable(logging.CRITICAL)\n{program}"
-    environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    command = [sys.executable, "-P", "-c", quiet]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=REGISTRATION_SECONDS, env=environ, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("fail", "registration", f"OpenHands cannot be imported: {describe(error)}", remedy)
-    if done.returncode == 0 and done.stdout.strip().startswith("registered as"):
-        return Finding("ok", "registration", f"RLAgent {done.stdout.strip()}")
-    printed = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-    return Finding("fail", "registration", f"OpenHands {host.upper()} does not know RLAgent ({printed})", remedy)
-
-
-async def check_storage(settings: RLSettings) -> list[Finding]:
+async def _storage(settings: RLSettings) -> Finding:
     """Whether the store can be written and read."""
-    findings, where = [], settings.storage_backend
+    where = settings.storage_backend
+    if where == "file":
+        folder = settings.storage.directory
+        place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not os.access(place, os.W_OK):
+            remedy = "change its permissions or choose another [rl.storage] path"
+            return Finding("fail", "storage", f"{place} cannot be written", remedy)
+        if place != folder:
+            return Finding("ok", "storage", f"{folder} will be created")
+        where = str(folder)
     try:
         storage = open_storage(settings)
-        if where == "file":
-            folder = settings.storage.directory
-            where = str(folder)
-            findings.append(_writable("storage", folder))
-            if not folder.exists():
-                return findings
-        finished = await storage.count(TrajectoryFilter())
-        unfinished = await storage.count(TrajectoryFilter(finished=False))
-        found = f"{finished:,} and {unfinished:,} unfinished in {where}"
-        findings.append(Finding("ok", "stored episodes", found))
+        count = await storage.count(TrajectoryFilter(finished=None))
         await storage.close()
-    except (RLError, MissingExtraError) as error:
-        findings.append(Finding("fail", "stored episodes", str(error)))
-    return findings
-
-
-def _writable(what: str, folder: Path) -> Finding:
-    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(place, os.W_OK):
-        return Finding("fail", what, f"{place} cannot be written", "change its permissions or choose another path")
-    return Finding("ok", what, f"{folder} can be written" + ("" if place == folder else " (it will be created)"))
-
-
-def check_adapters(root: Path, name: str) -> Finding:
-    """Which version is in use, and whether its weights are intact."""
-    what, store = f"adapter {name}", AdapterStore(root)
-    try:
-        if (current := store.current(name)) is None:
-            return Finding("ok", what, f"the base model is in use, as {root} says")
-        store.verify(current)
     except RLError as error:
-        return Finding("fail", what, str(error), "publish again, or remove the pointer to go back to the base model")
-    return Finding("ok", what, f"{current.name} is in use and undamaged")
+        return Finding("fail", "storage", str(error))
+    return Finding("ok", "storage", f"{count:,} episodes in {where}")
 
 
-async def check_model_server(serving: ServingSettings, *, probe: bool) -> list[Finding]:
-    """List the models; with ``probe`` also request one token, which must come with ids and logprobs."""
-    url, model = serving.base_url, serving.model
-    what = f"model server {url}"
-    start = "start it, for example with `openhands-rl serve`, or change [rl.serving] base_url"
+async def _model_server(serving: ServingSettings) -> Finding:
+    """Whether the server has the model, and a completion of one token comes with ids and logprobs."""
+    url, key = serving.base_url, serving.api_key()
+    what, remedy = f"model server {url}", "start it, for example with `openhands-rl serve`, or correct [rl.serving]"
     try:
-        listed = listed_models(url, serving.api_key(), SECONDS)
-    except RLError as error:
-        # A server of this machine that nobody has started yet is not an error of the file.
-        later = isinstance(error, InfrastructureError) and not probe and is_loopback(urlsplit(url).hostname or "")
-        return [Finding("warn" if later else "fail", what, str(error), start)]
-    if listed is None:
-        return [Finding("fail", what, "has no list of models", start)]
-    served = [each.id for each in listed]
-    names = ", ".join(served[:5]) + (" ..." if len(served) > 5 else "")
-    if model and model not in served:
-        remedy = "set [rl.serving] model to one of these"
-        return [Finding("fail", what, f"serves {names or 'nothing'}, not {model}", remedy)]
-    findings = [Finding("ok", what, f"serves {names}")]
-    if probe and (probed := model or next(iter(served), "")):
-        findings.append(await _probe(OpenAIEngine(probed, url, serving.api_key(), timeout=PROBE_SECONDS, retries=0)))
-    return findings
-
-
-async def _probe(engine: OpenAIEngine) -> Finding:
-    """Whether one completion of one token has ids and logprobs."""
-    what = f"token ids of {engine.model}"
-    remedy = "training needs both: use vLLM (return_token_ids) or `openhands-rl serve`"
-    try:
-        question = Message(role="user", content="Say yes.")
-        (completion,) = await engine.complete([question], sampling=SamplingParams(max_tokens=1))
-    except EpisodeError as error:
-        return Finding("fail", what, f"a request for one token fails: {error}", remedy)
-    finally:
+        served = [each.id for each in listed_models(url, key, SECONDS) or ()]
+        if (model := serving.model or next(iter(served), "")) not in served:
+            return Finding("fail", what, f"serves {', '.join(served) or 'no models'}, not {model}", remedy)
+        engine = OpenAIEngine(model, url, key, timeout=SECONDS, retries=0)
+        question = [Message(role="user", content="Say yes.")]
+        (completion,) = await engine.complete(question, sampling=SamplingParams(max_tokens=1))
         await engine.aclose()
+    except RLError as error:
+        return Finding("fail", what, str(error), remedy)
     if completion.tokens is None or completion.tokens.logprobs is None:
-        missing = "none" if completion.tokens is None else "ids, and no logprobs"
-        return Finding("fail", what, f"a completion has {missing}", remedy)
-    return Finding("ok", what, "come with every completion, and so do logprobs")
+        remedy = "training needs both: use vLLM (return_token_ids) or `openhands-rl serve`"
+        return Finding("fail", what, f"completions of {model} have no token ids, or no logprobs", remedy)
+    return Finding("ok", what, f"completions of {model} have token ids and logprobs")
 
 
 def print_findings(out: Console, findings: Sequence[Finding]) -> None:
@@ -291,11 +194,9 @@ def print_drift(out: Console, report: Mapping[str, Any]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The checks of the installation, a new configuration, or ``drift STORE``."""
-    file = "also check the paths and servers of this config.toml; with --init the file to write (default: config.toml)"
+    file = "check this config.toml, its store and its server too; with --init: write it (default: config.toml)"
     parser.add_argument("--config", type=Path, metavar="FILE", help=file)
     parser.add_argument("--show", action="store_true", help="print the effective settings of --config as JSON")
-    parser.add_argument("--probe", action="store_true", help="request one token and check for its ids and logprobs")
-    parser.add_argument("--quick", action="store_true", help="skip importing OpenHands (10 seconds)")
     new = parser.add_argument_group("a new configuration")
     new.add_argument("--init", action="store_true", help="write a config.toml to start from")
     new.add_argument("--model", default="model", metavar="NAME", help="name of the model on its server")
@@ -322,7 +223,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.show:
         print_json({"rl": checked_settings(args.config or DEFAULT_FILE).model_dump(mode="json")})
         return 0
-    findings = await check_all(args.config, probe=args.probe, registration=not args.quick)
+    findings = await check_all(args.config)
     print_findings(console(), findings)
     return int(any(each.level == "fail" for each in findings))
 

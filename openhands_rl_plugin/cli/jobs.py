@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from openhands_rl_plugin.cli.options import checked, open_backend, option_of
+from openhands_rl_plugin.cli.options import open_backend, option_of
 from openhands_rl_plugin.cli.terminal import typed
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
@@ -79,17 +79,6 @@ def starting_point(adapters: AdapterStore, name: str, start: str) -> Adapter | N
     if start == BASE or (start == LATEST and not adapters.versions(name)):
         return None
     return find_version(adapters, name, start, "--from")
-
-
-def publish_servers(serving: ServingSettings, urls: Sequence[str]) -> ServingSettings:
-    """``serving`` with these servers instead of its own; an empty URL stands for its own. Raises ``ConfigError``."""
-    given = [url for url in urls if url]
-    if not given:
-        if not serving.publish_urls:
-            raise ConfigError("--publish: there is no server to publish to: give its URL, or base_url in [rl.serving]")
-        return serving
-    names = {"base_urls": f"--publish {' '.join(given)}"}
-    return checked(ServingSettings, {**serving.model_dump(), "base_urls": given}, names)
 
 
 async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Adapter) -> None:

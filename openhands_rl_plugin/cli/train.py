@@ -5,7 +5,7 @@ examples:
   openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm rejection-sampling \\
       --set training.keep_best=2
   openhands-rl train ./trajectories --model ./model --adapters ./adapters --adapter webshop --algorithm dapo \\
-      --run night-3 --set training.learning_rate=1e-4 --publish http://127.0.0.1:8100/v1
+      --run night-3 --set training.learning_rate=1e-4 serving.base_url=http://127.0.0.1:8100/v1 --publish
   openhands-rl train ./trajectories --model ./model --config config.toml --from base --publish
   openhands-rl train ./trajectories --model ./model --adapters ./adapters --algorithm grpo --reward verifier \\
       --set reward.options.adapter=./adapters/verifier-v000001
@@ -28,13 +28,13 @@ import argparse
 import math
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from openhands_rl_plugin.cli.jobs import LATEST, given_weights, publish, publish_servers, starting_point
+from openhands_rl_plugin.cli.jobs import LATEST, given_weights, publish, starting_point
 from openhands_rl_plugin.cli.options import STORE_HELP, add_filters, add_settings, filter_of, open_store, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable
 from openhands_rl_plugin.config.build import make_reward
@@ -43,16 +43,14 @@ from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, from_extra
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
-from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.statistics import Estimate
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.trajectories.exchange.foreign import STRATEGY as IMPORTED
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.protocols import TrajectoryStorage
     from openhands_rl_plugin.core.types import Adapter
-    from openhands_rl_plugin.rewards.verifier.card import VerifierReport
+    from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample
     from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
@@ -69,16 +67,15 @@ VERIFIER_TRAINING = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The store, the model, the adapter, the settings and the filters."""
     parser.add_argument("store", metavar="STORE", nargs="?", help=f"{STORE_HELP}; optional with --dry-run")
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="the base model's weights, or smollm2-135m"
-    )
+    weights = "the base model's weights, or smollm2-135m"
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help=weights)
     parser.add_argument("--algorithm", metavar="NAME", help="how to train: [rl.training] algorithm")
     served = "the model's name on its server; needed if the store has episodes of several"
     parser.add_argument("--base-model", metavar="NAME", help=served)
     rewards = "return, recorded, command, success, verifier, ..., or module:Class (default: [rl.reward])"
     parser.add_argument("--reward", metavar="NAME", help=rewards)
-    servers = "publish the new version to this server (repeat it for each replica), or to those of [rl.serving]"
-    parser.add_argument("--publish", action="append", nargs="?", const="", metavar="URL", help=servers)
+    servers = "publish the new version to the servers of [rl.serving]"
+    parser.add_argument("--publish", action="store_true", help=servers)
     add_settings(parser)
     parser.add_argument("--dry-run", action="store_true", help="only print what would be trained on")
     tasks = "only episodes of these tasks (a .jsonl or swe-local), which must have passed `openhands-rl tasks check`"
@@ -97,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, or print the plan. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
+    from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+
     last = [f"training.algorithm={args.algorithm}"] if args.algorithm else []
     config = settings_of(args, *(VERIFIER_TRAINING if args.verifier else ()), last=last)
     config.training.check_engine()
@@ -106,12 +105,29 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("STORE: training needs a store of episodes; only --dry-run works without")
         print(memory_line(args.model, config.training))
         return 0
-    args.adapter = args.adapter or (VERIFIER if args.verifier else config.serving.adapter)
-    # Absolute paths: a server may have another working directory.
-    args.adapters = (args.adapters or config.serving.adapters_directory).resolve()
-    args.publish = publish_servers(config.serving, args.publish) if args.publish else None
+    name = check_name(args.adapter or (VERIFIER if args.verifier else config.serving.adapter))
+    # An absolute path: a server may have another working directory.
+    adapters = AdapterStore((args.adapters or config.serving.adapters_directory).resolve())
+    if args.publish:
+        config.training.check_servable()
+        if not config.serving.publish_urls:
+            raise ConfigError("--publish: there is no server to publish to: set base_url in [rl.serving]")
+    parent = starting_point(adapters, name, args.start)
     with join_processes() as ranks:
-        return (VerifierTraining if args.verifier else PolicyTraining)(args, ranks, config).run()
+        call = _Call(args, config, ranks, adapters, name, parent)
+        with from_extra("train"):
+            from openhands_rl_plugin.models.generator.threads import prepare_threads
+
+            prepare_threads()
+        adapter = _train_verifier(call) if args.verifier else _train_policy(call)
+        if adapter is not None and call.leads:
+            from openhands_rl_plugin.training.learn import CALL_FILE
+
+            if args.publish:
+                ENDING.run(publish(config.serving, adapters, adapter))
+            # The command is done, and may be repeated.
+            (call.folder / CALL_FILE).unlink(missing_ok=True)
+    return 0
 
 
 @contextmanager
@@ -125,12 +141,88 @@ def join_processes() -> Iterator[Ranks | None]:
 
         prepare_threads()
         from openhands_rl_plugin.training.distributed.ranks import join_ranks
-    with join_ranks() as ranks:
+    with join_ranks() as ranks, open(os.devnull, "w") as nowhere:
         if ranks.rank == 0:
             yield ranks
             return
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        with redirect_stdout(nowhere):
             yield ranks
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One ``openhands-rl train``, in one of its processes: what training a policy and a verifier have in common."""
+
+    args: argparse.Namespace
+    config: RLSettings
+    ranks: Ranks | None
+    adapters: AdapterStore
+    name: str
+    parent: Adapter | None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process reads, writes and reports."""
+        return self.ranks is None or self.ranks.rank == 0
+
+    @property
+    def folder(self) -> Path:
+        """Of metrics and checkpoints."""
+        return self.adapters.root / f"{self.name}.training"
+
+    def from_rank_0[T](self, make: Callable[[], T]) -> T:
+        """What ``make`` gives in rank 0, in all ranks."""
+        made = make() if self.leads else None
+        return cast("T", made if self.ranks is None else self.ranks.broadcast(made))
+
+    def read[T](self, load: Callable[[TrajectoryStorage, TrajectoryFilter], Coroutine[Any, Any, T]]) -> T:
+        """What rank 0 reads of the store: all ranks have the same dataset, even if the store is being written to."""
+
+        async def loaded() -> T:
+            async with _open_store(self.args) as (storage, where):
+                return await load(storage, where)
+
+        return self.from_rank_0(lambda: ENDING.run(loaded()))
+
+    def print_plan(self, how: str, used: str, left_out: Iterable[str], units: int, samples: Sequence[Sample]) -> None:
+        """``units``: what ``batch_size`` counts."""
+        causes, training = [f"\n    {sayable(each)}" for each in left_out], self.config.training
+        print(f"{self.name} from {self.parent.name if self.parent else 'the base model'}, {how}")
+        print(f"  {used}; left out:{''.join(causes) or ' none'}")
+        tokens, trained = sum(len(each.input_ids) for each in samples), sum(sum(each.mask) for each in samples)
+        steps = math.ceil(units / training.batch_size) * training.num_epochs
+        print_note(f"sequences: {len(samples)}; tokens: {tokens:,}, of them trained {trained:,}; steps: {steps}")
+        print_note(memory_line(self.args.model, training))
+
+    def written(self, samples: Sequence[Sample]) -> Adapter | None:
+        """The version that the same command wrote before it was killed."""
+        from openhands_rl_plugin.training.learn import call_of, version_written
+
+        found = (self.folder, call_of(samples, self.config.training), self.adapters, self.name, self.parent)
+        made = self.from_rank_0(lambda: version_written(*found))
+        if made is not None:
+            print_note(f"{made.name} is what this command wrote before it was ended: it is not trained on that again")
+        return made
+
+
+@asynccontextmanager
+async def _open_store(args: argparse.Namespace) -> AsyncIterator[tuple[TrajectoryStorage, TrajectoryFilter]]:
+    """The store, and which of its episodes are asked for.
+
+    Raises ``ConfigError`` when the tasks did not pass the quality gate, ``TrainingError`` when none has an episode.
+    """
+    where = filter_of(args)
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
+        if args.tasks:
+            from openhands_rl_plugin.evals.runs.suites import rows_file
+            from openhands_rl_plugin.evals.tasks.gate import require_checked
+
+            known = {task.instance_id for task in require_checked(rows_file(args.tasks))}
+            ids = tuple([each.id async for each in storage.summaries(where) if each.task_id in known])
+            if not ids:
+                raise TrainingError(f"no stored episode is of a task of {args.tasks}: roll out on it first")
+            where = where.model_copy(update={"ids": ids})
+        yield storage, where
 
 
 @contextmanager
@@ -164,198 +256,70 @@ def memory_line(model: Path, settings: TrainingSettings) -> str:
     )
 
 
-class TrainingRun:
-    """One ``openhands-rl train``, in one of its processes."""
+def _train_policy(call: _Call) -> Adapter | None:
+    """Train an adapter, or all weights with ``method = "full"``. ``None``: a dry run, or not rank 0."""
+    from openhands_rl_plugin.rewards.verifier.reward import forget_models
+    from openhands_rl_plugin.rollout.scoring import rescore
+    from openhands_rl_plugin.training.algorithms import algorithm_of
+    from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
+    from openhands_rl_plugin.training.learn import check_fits, learn, make_trainer, report_notes
+    from openhands_rl_plugin.training.teacher import taught_dataset
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks | None, config: RLSettings) -> None:
-        from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+    args, training, name = call.args, call.config.training, call.name
+    reward = make_reward(call.config.reward.overridden(args.reward))
+    algorithm = algorithm_of(training)
+    imitates = algorithm.kind != "reinforcement"
 
-        self._args = args
-        self._config = config
-        self._ranks = ranks
-        self._leads = ranks is None or ranks.rank == 0
-        self._training = config.training
-        self._name = check_name(args.adapter)
-        self._where = filter_of(args)
-        self._adapters = AdapterStore(args.adapters)
-        self._run_directory = self._adapters.root / f"{self._name}.training"
-        if args.publish:
-            self._training.check_servable()
-        self._parent = starting_point(self._adapters, self._name, args.start)
-
-    def run(self) -> int:
-        """Train in the main thread, which has the device of its rank and gets Ctrl-C; or print the plan."""
-        with from_extra("train"):
-            from openhands_rl_plugin.models.generator.threads import prepare_threads
-
-            prepare_threads()
-        # Rank 0 reads: all ranks have the same dataset, even if the store is being written to.
-        dataset = self._from_rank_0(lambda: ENDING.run(self._read()))
-        samples = self._plan(dataset)
-        print_note(memory_line(self._args.model, self._training))
-        if self._args.dry_run:
-            return 0
-        adapter = self._written(samples) or self._train(dataset)
-        if adapter is not None and self._leads:
-            self._report(adapter)
-            self._publish(adapter)
-        return 0
-
-    async def _read(self) -> Any:
-        """The dataset."""
-        raise NotImplementedError
-
-    def _plan(self, dataset: Any) -> Sequence[Sample]:
-        """Print what the dataset has; its samples. Raises ``TrainingError`` where it has none."""
-        raise NotImplementedError
-
-    def _train(self, dataset: Any) -> Adapter | None:
-        """The new version, which rank 0 alone has."""
-        raise NotImplementedError
-
-    def _report(self, adapter: Adapter) -> None:
-        raise NotImplementedError
-
-    def _print_plan(self, how: str, used: str, left_out: Iterable[str], units: int, samples: Sequence[Sample]) -> None:
-        """``units``: what ``batch_size`` counts."""
-        print(f"{self._name} from {self._parent.name if self._parent else 'the base model'}, {how}")
-        causes = list(left_out)
-        print(f"  {used}; left out:{'' if causes else ' none'}")
-        for cause in causes:
-            print(f"    {sayable(cause)}")
-        tokens, trained = sum(len(each.input_ids) for each in samples), sum(sum(each.mask) for each in samples)
-        steps = math.ceil(units / self._training.batch_size) * self._training.num_epochs
-        print_note(f"sequences: {len(samples)}; tokens: {tokens:,}, of them trained {trained:,}; steps: {steps}")
-
-    @asynccontextmanager
-    async def _open_store(self) -> AsyncIterator[TrajectoryStorage]:
-        """The store; ``--tasks`` limits the filter to episodes of its tasks.
-
-        Raises ``ConfigError`` when the tasks did not pass the quality gate, ``TrainingError`` when none has an episode.
-        """
-        async with open_store(self._args.store, skip_damaged=self._args.skip_damaged) as storage:
-            if suite := self._args.tasks:
-                from openhands_rl_plugin.evals.runs.suites import rows_file
-                from openhands_rl_plugin.evals.tasks.gate import require_checked
-
-                known = {task.instance_id for task in require_checked(rows_file(suite))}
-                ids = tuple([each.id async for each in storage.summaries(self._where) if each.task_id in known])
-                if not ids:
-                    raise TrainingError(
-                        f"no stored episode is of a task of {suite}: roll out on it first (openhands-rl evaluate)"
-                    )
-                self._where = self._where.model_copy(update={"ids": ids})
-            yield storage
-
-    def _from_rank_0[T](self, make: Callable[[], T]) -> T:
-        made = make() if self._leads else None
-        return cast("T", made if self._ranks is None else self._ranks.broadcast(made))
-
-    def _written(self, samples: Sequence[Sample]) -> Adapter | None:
-        """The version that the same command wrote before it was killed, which it then says."""
-        from openhands_rl_plugin.training.learn import call_of, version_written
-
-        call = call_of(samples, self._training)
-        found = (self._run_directory, call, self._adapters, self._name, self._parent)
-        made = self._from_rank_0(lambda: version_written(*found))
-        if made is not None:
-            print_note(f"{made.name} is what this command wrote before it was ended: it is not trained on that again")
-        return made
-
-    def _publish(self, adapter: Adapter) -> None:
-        """Bring the version into use where that is asked for; then the command is done, and may be repeated."""
-        from openhands_rl_plugin.training.learn import CALL_FILE
-
-        if self._args.publish:
-            ENDING.run(publish(self._args.publish, self._adapters, adapter))
-        (self._run_directory / CALL_FILE).unlink(missing_ok=True)
-
-
-class PolicyTraining(TrainingRun):
-    """Trains an adapter, or all weights with ``method = "full"``."""
-
-    def __init__(self, args: argparse.Namespace, ranks: Ranks | None, config: RLSettings) -> None:
-        super().__init__(args, ranks, config)
-        self._reward_settings = config.reward.overridden(args.reward)
-        make_reward(self._reward_settings)  # refuses a wrong one before the store is read
-
-    async def _read(self) -> tuple[str, TrainingDataset]:
-        from openhands_rl_plugin.rollout.scoring import rescore
-        from openhands_rl_plugin.training.algorithms import algorithm_of
-        from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
-        from openhands_rl_plugin.training.teacher import taught_dataset
-
-        kind = algorithm_of(self._training).kind
-        imitates = kind != "reinforcement"
-        async with self._open_store() as storage:
-            base_model = self._args.base_model or await _only_base_model(
-                storage, self._where, self._name, str(self._args.model) if imitates else None
-            )
-            reward = make_reward(self._reward_settings)
-            if not self._args.dry_run:
-                await rescore(storage, reward, self._where, sub_agents=False)
-            episodes = await load_episodes(
-                storage,
-                self._where,
-                base_model=base_model,
-                adapter=self._name,
-                reward=reward,
-                demonstrations=imitates,
-                presume=kind == "imitation",
-                unjudged=not algorithm_of(self._training).rewarded,
-            )
-            if imitates:
-                episodes = with_token_ids(episodes, self._args.model)
-            dataset = build_dataset(episodes, self._training)
-        if not self._args.dry_run:
-            dataset = await taught_dataset(dataset, episodes, self._training, self._args.model, self._parent)
+    async def load(storage: TrajectoryStorage, where: TrajectoryFilter) -> tuple[str, TrainingDataset]:
+        trained = str(args.model) if imitates else None
+        base_model = args.base_model or await _only_base_model(storage, where, name, trained)
+        if not args.dry_run:
+            await rescore(storage, reward, where, sub_agents=False)
+        episodes = await load_episodes(
+            storage,
+            where,
+            base_model=base_model,
+            adapter=name,
+            reward=reward,
+            demonstrations=imitates,
+            presume=algorithm.kind == "imitation",
+            unjudged=not algorithm.rewarded,
+        )
+        if imitates:
+            episodes = _with_token_ids(episodes, args.model)
+        dataset = build_dataset(episodes, training)
+        if not args.dry_run:
+            dataset = await taught_dataset(dataset, episodes, training, args.model, call.parent)
         return base_model, dataset
 
-    def _plan(self, dataset: tuple[str, TrainingDataset]) -> Sequence[Sample]:
-        from openhands_rl_plugin.rewards.verifier.reward import forget_models
-        from openhands_rl_plugin.training.learn import check_fits
-
-        forget_models()  # of a verifier that scored the episodes
-        forget_unused()
-        _, found = dataset
-        units = len(found.pairs) or found.used
-        used = f"episodes: {found.used} used"
-        self._print_plan(f"by {found.algorithm}", used, found.excluded.causes(), units, found.samples)
-        for warning in found.warnings():
-            print_note(f"warning: {sayable(warning)}")
-        if found.pairs:
-            print_note(f"pairs: {len(found.pairs)}, {sum(pair.said for pair in found.pairs)} of them chosen by people")
-        if not found.samples:
-            raise TrainingError(_nothing(self._training, found.excluded))
-        if self._training.method == "full" and self._ranks is None and not self._args.dry_run:
-            check_fits(self._args.model, self._training)
-        return found.samples
-
-    def _train(self, dataset: tuple[str, TrainingDataset]) -> Adapter | None:
-        from openhands_rl_plugin.training.learn import learn, make_trainer, report_notes
-
-        base_model, found = dataset
-        trainer = make_trainer(self._args.model, self._training, self._config, base_model, self._parent)
+    base_model, found = call.read(load)
+    forget_models()  # of a verifier that scored the episodes
+    forget_unused()
+    units, used = len(found.pairs) or found.used, f"episodes: {found.used} used"
+    call.print_plan(f"by {found.algorithm}", used, found.excluded.causes(), units, found.samples)
+    for warning in found.warnings():
+        print_note(f"warning: {sayable(warning)}")
+    if found.pairs:
+        print_note(f"pairs: {len(found.pairs)}, {sum(pair.said for pair in found.pairs)} of them chosen by people")
+    if not found.samples:
+        raise TrainingError(_nothing(training, found.excluded))
+    if args.dry_run:
+        return None
+    if training.method == "full" and call.ranks is None:
+        check_fits(args.model, training)
+    if (adapter := call.written(found.samples)) is None:
+        trainer = make_trainer(args.model, training, call.config, base_model, call.parent)
         report_notes(trainer, print_note)
+        parts = {"base_model": base_model, "parent": call.parent, "run": call.folder}
         with training_progress() as advanced:
-            _, adapter, _ = learn(
-                trainer,
-                found,
-                self._training,
-                self._adapters,
-                self._name,
-                base_model=base_model,
-                parent=self._parent,
-                on_progress=advanced,
-                run=self._run_directory,
-            )
-        return adapter
-
-    def _report(self, adapter: Adapter) -> None:
-        print(f"{adapter.path if self._training.method == 'full' else adapter.name}: {_listed(adapter.metrics)}")
+            _, adapter, _ = learn(trainer, found, training, call.adapters, name, on_progress=advanced, **parts)
+    if adapter is not None and call.leads:
+        metrics = ", ".join(f"{metric} {value:.4g}" for metric, value in adapter.metrics.items())
+        print(f"{adapter.path if training.method == 'full' else adapter.name}: {metrics}")
+    return adapter
 
 
-def with_token_ids(episodes: Episodes, model: Path) -> Episodes:
+def _with_token_ids(episodes: Episodes, model: Path) -> Episodes:
     """The episodes, those without token ids rendered with the chat template of ``model``; prints how many, and why
     others cannot be. Raises ``TrainingError``."""
     from openhands_rl_plugin.training.data.demonstrations import is_demonstration, load_tokenizer, tokenised
@@ -378,24 +342,18 @@ async def _only_base_model(
 ) -> str:
     """The one base model of the episodes, or ``trained`` (if given) where all are imported, whoever sampled those."""
     found: Counter[str] = Counter()
-    imported = 0
+    fallback = None
     async for summary in storage.summaries(where):
         if trained is not None and summary.strategy == IMPORTED:
-            imported += 1
+            fallback = trained
         elif summary.policy.adapter in (None, adapter):
             found[summary.policy.base_model] += 1
     if len(found) > 1:
         counts = ", ".join(f"{name} ({count})" for name, count in found.most_common())
         raise ConfigError(f"the episodes are of several base models: {counts}; choose one with --base-model")
-    if not found and imported and trained is not None:
-        return trained
-    if not found:
+    if (only := next(iter(found), fallback)) is None:
         raise TrainingError(f"no stored episode of {adapter} or a base model matches; see `openhands-rl list`")
-    return next(iter(found))
-
-
-def _listed(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    return only
 
 
 def _nothing(settings: TrainingSettings, excluded: ExcludedEpisodes) -> str:
@@ -403,117 +361,82 @@ def _nothing(settings: TrainingSettings, excluded: ExcludedEpisodes) -> str:
 
     if excluded.off_temperature and not excluded.no_signal:
         return off_temperature_message(excluded)
-    if not excluded.no_signal:
-        return f"nothing to train on; left out: {excluded.in_words()}"
-    held_out = excluded.held_out
-    aside = f" ({held_out} of held-out splits were left out: name one with --split)" if held_out else ""
+    what = "compare: no task has several episodes with different rewards, rolled out and sampled alike"
     if settings.algorithm in ("sft", "rejection-sampling"):
-        above = f"{settings.imitate_above:g}; see training.imitate_above"
-        return f"nothing to imitate: no episode has a reward above {above}{aside}"
-    return (
-        "nothing to compare: no task has episodes of one policy version, rolled out and sampled alike, with different "
-        f"rewards; roll out several episodes a task, or imitate the best with --algorithm rejection-sampling{aside}"
-    )
+        what = f"imitate: no episode has a reward above {settings.imitate_above:g} (training.imitate_above)"
+    return f"nothing to {what if excluded.no_signal else 'train on'}; left out: {excluded.in_words()}"
 
 
-class VerifierTraining(TrainingRun):
-    """Trains a verifier and evaluates it on held-out tasks."""
+def _train_verifier(call: _Call) -> Adapter | None:
+    """Train a verifier and evaluate it on held-out tasks. ``None``: a dry run, or not rank 0."""
+    from openhands_rl_plugin.rewards.verifier.card import REPORT_FILE, task_digest, tasks_trained_on
+    from openhands_rl_plugin.rewards.verifier.data import verifier_dataset
+    from openhands_rl_plugin.rewards.verifier.prompt import prompts_for
+    from openhands_rl_plugin.rewards.verifier.training import train_verifier
+    from openhands_rl_plugin.training.learn import report_notes
+    from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks | None, config: RLSettings) -> None:
-        from openhands_rl_plugin.rewards.verifier.card import tasks_trained_on
+    args, training, settings = call.args, call.config.training, call.config.verifier
+    if training.method != "lora":
+        raise ConfigError(f"training.method={training.method} trains no verifier; use lora")
+    if args.reward or args.algorithm:
+        raise ConfigError("a verifier is fine-tuned on verifier.label: leave out --reward and --algorithm")
+    reward = None if settings.label == "resolved" else build("rewards", settings.label)
+    before = tasks_trained_on(call.parent)
 
-        super().__init__(args, ranks, config)
-        if self._training.method != "lora":
-            raise ConfigError(f"training.method={self._training.method} trains no verifier; use lora")
-        if args.reward or args.algorithm:
-            raise ConfigError("a verifier is fine-tuned on verifier.label: leave out --reward and --algorithm")
-        label = config.verifier.label
-        self._reward: Reward | None = None if label == "resolved" else build("rewards", label)
-        self._seen = tasks_trained_on(self._parent)
+    async def load(storage: TrajectoryStorage, where: TrajectoryFilter) -> VerifierDataset:
+        prompts = prompts_for(str(args.model), settings.max_length)
+        return await verifier_dataset(
+            storage, where, prompts, settings, reward=reward, seed=training.seed, taught=before
+        )
 
-    async def _read(self) -> VerifierDataset:
-        from openhands_rl_plugin.rewards.verifier.data import verifier_dataset
-        from openhands_rl_plugin.rewards.verifier.prompt import prompts_for
-
-        settings = self._config.verifier
-        async with self._open_store() as storage:
-            return await verifier_dataset(
-                storage,
-                self._where,
-                prompts_for(str(self._args.model), settings.max_length),
-                settings,
-                reward=self._reward,
-                seed=self._training.seed,
-                taught=self._seen,
-            )
-
-    def _plan(self, dataset: VerifierDataset) -> Sequence[Sample]:
-        from openhands_rl_plugin.rewards.verifier.card import task_digest
-
-        samples = [example.sample() for example in dataset.training]
-        used = f"training: {_counts(dataset.training)}"
-        left_out = [f"{count} {why}" for why, count in dataset.left_out.items()]
-        self._print_plan("a verifier", used, left_out, len(samples), samples)
-        print_note(f"held out: {_counts(dataset.held_out)}")
-        again = {example.label.task for example in dataset.training if task_digest(example.label.task) in self._seen}
-        if self._parent is not None and again:
-            print_note(f"{len(again)} tasks trained {self._parent.name} or an earlier version and are not held out")
-        return samples
-
-    def _train(self, dataset: VerifierDataset) -> Adapter | None:
-        from openhands_rl_plugin.rewards.verifier.prompt import prompts_for
-        from openhands_rl_plugin.rewards.verifier.training import train_verifier
-        from openhands_rl_plugin.training.learn import report_notes
-        from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
-
-        trainer = LocalTrainer(self._args.model, self._training, adapter=self._parent)
+    dataset = call.read(load)
+    samples = [example.sample() for example in dataset.training]
+    left_out = [f"{count} {why}" for why, count in dataset.left_out.items()]
+    call.print_plan("a verifier", f"training: {_counts(dataset.training)}", left_out, len(samples), samples)
+    print_note(f"held out: {_counts(dataset.held_out)}")
+    again = {example.label.task for example in dataset.training if task_digest(example.label.task) in before}
+    if call.parent is not None and again:
+        print_note(f"{len(again)} tasks trained {call.parent.name} or an earlier version and are not held out")
+    if args.dry_run:
+        return None
+    if (adapter := call.written(samples)) is None:
+        trainer = LocalTrainer(args.model, training, adapter=call.parent)
         report_notes(trainer, print_note)
         with training_progress() as advanced:
-            return train_verifier(
+            adapter = train_verifier(
                 trainer,
                 dataset,
-                self._training,
-                self._config.verifier,
-                self._adapters,
-                self._name,
-                model=self._args.model,
-                base_model=self._args.base_model or self._args.model.resolve().name,
-                prompts=prompts_for(str(self._args.model), self._config.verifier.max_length),
-                parent=self._parent,
+                training,
+                settings,
+                call.adapters,
+                call.name,
+                model=args.model,
+                base_model=args.base_model or args.model.resolve().name,
+                prompts=prompts_for(str(args.model), settings.max_length),
+                parent=call.parent,
                 on_progress=advanced,
-                run=self._run_directory,
-                ranks=self._ranks,
+                run=call.folder,
+                ranks=call.ranks,
             )
-
-    def _report(self, adapter: Adapter) -> None:
-        from openhands_rl_plugin.rewards.verifier.card import REPORT_FILE, VerifierReport
-
-        report = VerifierReport.model_validate_json((Path(adapter.path) / REPORT_FILE).read_bytes())
-        print("\n".join([f"{adapter.name}:", *report_lines(report), f"  {adapter.path}/{REPORT_FILE}"]))
+    if adapter is not None and call.leads:
+        print(f"{adapter.name}: {_verifier_figures(Path(adapter.path) / REPORT_FILE)}")
+    return adapter
 
 
-def report_lines(report: VerifierReport) -> list[str]:
-    """The figures on held-out tasks, for a terminal."""
-    auc = "no episodes of both classes to rank" if report.auc is None else _interval(report.auc)
-    return [
-        f"  held out: {report.successes} of {report.episodes} episodes of {report.tasks} tasks succeeded",
-        f"  AUC {auc}; p(YES) + p(NO) {report.label_mass:.3f}",
-        f"  Brier {report.brier:.4f}, before calibration {report.raw_brier:.4f}",
-        *(
-            f"  Best@{one.k} {_interval(one.best_at_k)}, Pass@{one.k} {_interval(one.pass_at_k)}, "
-            f"mean {_interval(one.mean)} ({one.mean.n} tasks)"
-            for one in report.selection
-        ),
-    ]
+def _verifier_figures(file: Path) -> str:
+    """Those on held-out tasks that decide whether it can be used; ``file`` has all, with their intervals."""
+    from openhands_rl_plugin.rewards.verifier.card import VerifierReport
+
+    report = VerifierReport.model_validate_json(file.read_bytes())
+    found = {"AUC": report.auc.mean} if report.auc is not None else {}
+    found |= {"Brier": report.brier} | {f"Best@{one.k}": one.best_at_k.mean for one in report.selection}
+    figures = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+    return f"{figures} on {report.episodes} episodes of {report.tasks} held-out tasks; all figures: {file}"
 
 
-def _interval(estimate: Estimate) -> str:
-    return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
-
-
-def _counts(examples: tuple[VerifierExample, ...]) -> str:
+def _counts(examples: Sequence[VerifierExample]) -> str:
     successes = sum(example.label.success for example in examples)
     tasks = len({example.label.task for example in examples})
     truncated = sum(example.truncated for example in examples)
-    cut = f", {truncated} truncated" if truncated else ""
-    return f"{successes} successes and {len(examples) - successes} failures of {tasks} tasks{cut}"
+    return f"{successes} successes and {len(examples) - successes} failures of {tasks} tasks, {truncated} truncated"

@@ -103,7 +103,7 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],
         "demo": [["demo", "--model", url, "--run-dir", str(folder / "demo")]],
         "doctor": [
-            ["doctor", *configured, "--quick"],
+            ["doctor", *configured],
             ["doctor", *configured, "--show"],
             ["doctor", "--config", rows, "--show"],
             ["doctor", "drift", mongodb],
