@@ -28,7 +28,6 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NoReturn
 
-from openhands_rl_plugin.cli.options import finite, whole
 from openhands_rl_plugin.cli.terminal import ENDING, PATIENCE, sayable
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, UsageError, describe, unknown_name
@@ -84,12 +83,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line. Numbers are finite, and whole ones have at most 63 bits."""
+    """Errors are one line."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, **settings)
-        self.register("type", int, whole)
-        self.register("type", float, finite)
 
     def error(self, message: str) -> NoReturn:
         self.exit(WRONG_USAGE, f"error: {sayable(message)}; see `{self.prog} --help`\n")

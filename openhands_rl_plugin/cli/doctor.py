@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, load_tokenizer, open_store
-from openhands_rl_plugin.config.build import check_plugins, open_storage
+from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, host_of, version_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config
@@ -75,11 +75,10 @@ async def check_all(config: Path | None) -> list[Finding]:
 
 
 def checked_settings(config: Path) -> RLSettings:
-    """The settings of a file that has some, whose plugins can be loaded. Raises ``ConfigError``."""
+    """The settings of a file that has some. Raises ``ConfigError``."""
     settings = load_settings(config)
     if not has_settings(config):
         raise ConfigError(f"{config}: there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl])")
-    check_plugins(settings)
     return settings
 
 

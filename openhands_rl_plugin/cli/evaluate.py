@@ -37,8 +37,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
     from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
     from openhands_rl_plugin.evals.runs.run_files import RunRecord
-    from openhands_rl_plugin.evals.swe.types import InstanceBackend
 
 RESUME = "finished episodes are kept, and the same command continues"
 _SWE_GYM_TEMPERATURES = (0.0, 0.5)
@@ -82,15 +81,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--note", default="v1", metavar="TEXT", help=note)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: OUT/trajectories)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, roll out nothing")
-    _add_model(parser.add_argument_group("agent and model"))
+    group = parser.add_argument_group("agent and model")
+    agent = "RLAgent, an agent of OpenHands, or stock: its own (default)"
+    group.add_argument("--agent", default="stock", metavar="NAME", help=agent)
+    add_settings(group)
+    group.add_argument("--llm", metavar="NAME", help="section [llm.NAME] of the config.toml (or llm.NAME)")
+    group.add_argument("--model", metavar="NAME", help="model name, as in [llm]")
+    base = "base model of --model, if that is a version of an adapter (default: [rl.serving] model)"
+    group.add_argument("--base-model", metavar="NAME", help=base)
+    group.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, up to and including /v1")
+    group.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key")
+    native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
+    group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
     add_tasks(parser.add_argument_group("tasks"))
-    _add_runs(parser.add_argument_group("runs"))
+    group = parser.add_argument_group("runs")
+    group.add_argument("--runs", type=positive, default=1, metavar="RUNS", help="runs over all tasks")
+    add_bounds(group)
+    retries = "retries of an episode after an infrastructure failure"
+    group.add_argument("--retries", type=natural, default=2, metavar="RETRIES", help=retries)
+    failed = "roll out episodes again that ended with an infrastructure failure"
+    group.add_argument("--retry-failed", action="store_true", help=failed)
+    add_repositories(group)
+    group.add_argument("--network", action="store_true", help="let tests use the network")
+    group.add_argument("--no-grade", action="store_true", help="do not grade: leave that to `openhands-rl grade`")
     group = parser.add_argument_group("finished runs, in place of SUITE")
     group.add_argument("--report", nargs="+", type=Path, metavar="RUN", help="show the figures of these runs")
     compared = "whether the second is better than the first, over the tasks of both"
     group.add_argument("--compare", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help=compared)
-    version = "prefix of the version of a verifier's scores in --store, for best@k"
-    group.add_argument("--verifier", default="verifier", metavar="VERSION", help=version)
     group.add_argument("--json", action="store_true", help="print report.json instead of tables")
 
 
@@ -111,32 +128,6 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("LOG_LEVEL", "ERROR")
     ENDING.run(_evaluate(args, plan))
     return _report(plan, graded=not args.no_grade)
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    agent = "RLAgent, an agent of OpenHands, or stock: its own (default)"
-    group.add_argument("--agent", default="stock", metavar="NAME", help=agent)
-    add_settings(group)
-    group.add_argument("--llm", metavar="NAME", help="section [llm.NAME] of the config.toml (or llm.NAME)")
-    group.add_argument("--model", metavar="NAME", help="model name, as in [llm]")
-    base = "base model of --model, if that is a version of an adapter (default: [rl.serving] model)"
-    group.add_argument("--base-model", metavar="NAME", help=base)
-    group.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, up to and including /v1")
-    group.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key")
-    native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
-    group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
-
-
-def _add_runs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--runs", type=positive, default=1, metavar="RUNS", help="runs over all tasks")
-    add_bounds(group)
-    retries = "retries of an episode after an infrastructure failure"
-    group.add_argument("--retries", type=natural, default=2, metavar="RETRIES", help=retries)
-    failed = "roll out episodes again that ended with an infrastructure failure"
-    group.add_argument("--retry-failed", action="store_true", help=failed)
-    add_repositories(group)
-    group.add_argument("--network", action="store_true", help="let tests use the network")
-    group.add_argument("--no-grade", action="store_true", help="do not grade: leave that to `openhands-rl grade`")
 
 
 def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
@@ -201,12 +192,18 @@ def _entries(args: argparse.Namespace, plan: EvaluationPlan) -> tuple[EvalTask, 
 
 
 async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
+    from openhands_rl_plugin.config.build import check_environment_server
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
+    from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
+    from openhands_rl_plugin.models.engines.server_models import check_model_server
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
-        if evaluation.left:
-            _check_parts(plan)
+        serving = plan.settings.serving
+        if evaluation.left:  # refuses what all episodes would fail of
+            check_model_server(serving.base_url, plan.model, serving.api_key())
+            if plan.suite.name == ENVIRONMENT:
+                check_environment_server(plan.settings)
         bar = shown.enter_context(progress_bar("evaluating", evaluation.left))
 
         def finished(outcome: Outcome) -> None:
@@ -215,9 +212,12 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
 
         return finished
 
-    entries = _entries(args, plan)
-    store = args.store or str(plan.out / STORE)
-    async with open_store(store, create=True) as storage, _backend(args, entries) as backend:
+    entries, store = _entries(args, plan), args.store or str(plan.out / STORE)
+    instances = [entry.instance for entry in entries]
+    async with (
+        open_store(store, create=True) as storage,
+        open_backend(args, instances, network=args.network) as backend,
+    ):
         with ExitStack() as shown:
             await evaluate(
                 plan,
@@ -231,39 +231,15 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
             )
 
 
-def _check_parts(plan: EvaluationPlan) -> None:
-    """Raise for what all episodes would fail of: the model server, the environment."""
-    from openhands_rl_plugin.config.build import check_environment_server
-    from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
-    from openhands_rl_plugin.models.engines.server_models import check_model_server
-
-    serving = plan.settings.serving
-    check_model_server(serving.base_url, plan.model, serving.api_key())
-    if plan.suite.name == ENVIRONMENT:
-        check_environment_server(plan.settings)
-
-
-@asynccontextmanager
-async def _backend(args: argparse.Namespace, entries: Sequence[EvalTask]) -> AsyncIterator[InstanceBackend | None]:
-    instances = [entry.instance for entry in entries if entry.instance is not None]
-    if not instances:
-        yield None
-        return
-    async with open_backend(args, instances, network=args.network) as backend:
-        yield backend
-
-
 def _describe(plan: EvaluationPlan, args: argparse.Namespace) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
     from openhands_rl_plugin.evals.runs.run_files import check_same_settings, finished_instances, metadata_of
     from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 
     suite, settings, limits = plan.suite, plan.settings, plan.limits()
-    known = None if suite.on_hub and args.dataset_file is None else _entries(args, plan)
+    on_hub = suite.on_hub and args.dataset_file is None
+    count = f"instances of {suite.dataset}" if on_hub else f"{len(_entries(args, plan))} instances"
     strategy = f" with {settings.rollout_strategy}" if plan.agent == RL_AGENT else ""
-    count = (
-        f"{len(known)} instances" if known is not None else f"instances of {suite.dataset} ({suite.split}), on the hub"
-    )
     adapts = f" on {settings.serving.model}" if plan.served else ""
     prompt = "as the server takes" if limits.max_prompt_length is None else f"{limits.max_prompt_length:,}"
     lines = [
@@ -289,7 +265,7 @@ def _read(args: argparse.Namespace) -> int:
 
     async def judged(runs: tuple[RunRecord, ...]) -> tuple[RunRecord, ...]:
         async with open_store(args.store) as storage:
-            return await with_verifier(runs, storage, args.verifier)
+            return await with_verifier(runs, storage, "verifier")
 
     sides = [read_runs(tuple(paths)) for paths in (args.report and [args.report]) or [[each] for each in args.compare]]
     sides = [ENDING.run(judged(runs)) if args.store else runs for runs in sides]
@@ -335,11 +311,6 @@ def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     expected = set() if graded else {VerdictKind.UNGRADED}
     unknown = [outcome for outcome in outcomes if outcome.kind in UNKNOWN - expected]
     if unknown:
-        why = commonest((each.instance_id, each.reason or each.kind.value) for each in unknown)
-        kinds = {each.kind for each in unknown}
-        again = "; run them again with --retry-failed" if VerdictKind.INFRASTRUCTURE in kinds else ""
-        print(
-            f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent{sayable(why)}{again}",
-            file=sys.stderr,
-        )
+        why = sayable(commonest((each.instance_id, each.reason or each.kind.value) for each in unknown))
+        print(f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent{why}", file=sys.stderr)
     return int(len(unknown) == len(outcomes))

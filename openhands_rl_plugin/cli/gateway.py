@@ -59,14 +59,10 @@ async def run(args: argparse.Namespace) -> int:
 
 def _known_from(settings: RLSettings) -> dict[str, object]:
     serving, reward = settings.serving, settings.reward
-    found: dict[str, object] = {
-        "upstream": serving.base_url,
-        "base_model": serving.model,
-        "adapters_path": serving.adapters_directory,
-        "upstream_key_env": serving.api_key_env,
-    }
-    found = {name: value for name, value in found.items() if value}
-    return found | {"reward_min": reward.gateway_min, "reward_max": reward.gateway_max}
+    found = {"upstream": serving.base_url, "base_model": serving.model, "upstream_key_env": serving.api_key_env}
+    bounds = {"reward_min": reward.gateway_min, "reward_max": reward.gateway_max}
+    known = {name: value for name, value in found.items() if value}
+    return {**known, **bounds, "adapters_path": serving.adapters_directory}
 
 
 async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str, settings: RLSettings | None) -> None:

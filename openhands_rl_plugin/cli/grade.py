@@ -31,35 +31,20 @@ RESUME = "the same command continues where it stopped"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The predictions, the instances, and where and how to grade."""
-    parser.add_argument(
-        "predictions",
-        metavar="PREDICTIONS",
-        help="a .jsonl or .json file, also of several models; gold: the rows' own patches",
-    )
-    parser.add_argument(
-        "--instances", type=Path, required=True, metavar="ROWS", help="the tasks: a .jsonl, .json or .parquet file"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder for logs and for MODEL.RUN_ID.json, the report of a model",
-    )
+    predictions = "a .jsonl or .json file, also of several models; gold: the rows' own patches"
+    parser.add_argument("predictions", metavar="PREDICTIONS", help=predictions)
+    rows = "the tasks: a .jsonl, .json or .parquet file"
+    parser.add_argument("--instances", type=Path, required=True, metavar="ROWS", help=rows)
+    out = "folder for logs and for MODEL.RUN_ID.json, the report of a model"
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=out)
     add_repositories(parser)
     parser.add_argument("--workers", type=positive, default=1, metavar="INSTANCES", help="instances graded at a time")
-    parser.add_argument(
-        "--timeout", type=positive, default=1800, metavar="SECONDS", help="for the tests of one instance"
-    )
-    parser.add_argument(
-        "--run-id",
-        default="run",
-        metavar="NAME",
-        help="RUN_ID in the names of reports and of the logs' folder (default: run)",
-    )
-    parser.add_argument(
-        "--ids", nargs="+", default=[], metavar="ID", help="grade only these ids or patterns ('psf__*')"
-    )
+    seconds = "for the tests of one instance"
+    parser.add_argument("--timeout", type=positive, default=1800, metavar="SECONDS", help=seconds)
+    name = "RUN_ID in the names of reports and of the logs' folder"
+    parser.add_argument("--run-id", default="run", metavar="NAME", help=name)
+    ids = "grade only these ids or patterns ('psf__*')"
+    parser.add_argument("--ids", nargs="+", default=[], metavar="ID", help=ids)
     parser.add_argument("--network", action="store_true", help="let tests use the network")
 
 
@@ -79,6 +64,8 @@ async def run(args: argparse.Namespace) -> int:
     asked = {each.instance_id for each in predictions}
     graded_rows = [instance for instance in instances if instance.instance_id in asked]
     async with open_backend(args, graded_rows, network=args.network) as backend:
+        if backend is None:
+            raise ConfigError(f"{args.predictions}: no prediction is of a row of {args.instances}")
         await backend.check()
         with progress_bar("grading", len(predictions)) as bar:
 

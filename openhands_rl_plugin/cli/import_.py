@@ -36,9 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a file of the format, or a folder of such files")
     parser.add_argument("--format", metavar="FORMAT", help="one of the formats below (default: recognised)")
     parser.add_argument("--into", required=True, metavar="STORE", help=f"{STORE_HELP}; created if it does not exist")
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="bad records are no error; in either case the others are stored"
-    )
+    bad = "bad records are no error; in either case the others are stored"
+    parser.add_argument("--skip-bad", action="store_true", help=bad)
 
 
 async def run(args: argparse.Namespace) -> int:

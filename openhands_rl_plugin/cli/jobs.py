@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 
-from openhands_rl_plugin.cli.options import open_backend, option_of
+from openhands_rl_plugin.cli.options import add_bounds, add_repositories, open_backend, option_of
 from openhands_rl_plugin.cli.terminal import typed
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from openhands_rl_plugin.apps.loop.run import LoopJob
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
     from openhands_rl_plugin.core.types import Adapter
@@ -90,7 +87,7 @@ async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Ada
     print(f"{adapter.name} is in use at {', '.join(serving.publish_urls)} after {report.seconds:.1f} s")
 
 
-@contextlib.contextmanager
+@contextmanager
 def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: float = 1800.0) -> Iterator[str]:
     """Run ``openhands-rl ARGUMENTS --port PORT`` until the block ends; yields its URL once ``/health`` answers.
 
@@ -132,7 +129,7 @@ def _await_health(child: subprocess.Popen[bytes], url: str, log: Path, deadline:
     while time.monotonic() < deadline:
         if child.poll() is not None:
             raise InfrastructureError(f"{url} did not come up: {_last_line(log)} (log: {log})")
-        with contextlib.suppress(httpx.TransportError):
+        with suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5).is_success:
                 return
         time.sleep(0.1)
@@ -174,7 +171,7 @@ def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
 def loop_job(
     args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path, kind: str = "loop"
 ) -> LoopJob:
-    """The job with the options that all such commands have: ``--timeout`` and ``--processes``; ``kind``: of its id."""
+    """The job with the options of ``add_episodes``; ``kind``: of its id."""
     from openhands_rl_plugin.apps.loop.checks import run_id_of
     from openhands_rl_plugin.apps.loop.run import LoopJob
     from openhands_rl_plugin.evals.runs.evaluate import process_count
@@ -188,31 +185,22 @@ def loop_job(
         limits=settings.limits().model_copy(update={"timeout": args.timeout}),
         processes=process_count(settings.max_workers) if args.processes is None else args.processes,
         command=typed(args),
-    )
-
-
-def add_native(group: argparse._ActionsContainer) -> None:
-    """Where tool calls are."""
-    native = "tool calls by the server's API (default); --no-...: calls in the text"
-    group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
-
-
-def graded_job(args: argparse.Namespace, job: LoopJob) -> LoopJob:
-    """The job with the options of ``add_bounds`` and ``add_native``."""
-    return replace(
-        job,
         graders=os.cpu_count() or 1,
         test_timeout=args.test_timeout,
         native_tool_calling=args.native_tool_calling,
     )
 
 
+def add_episodes(group: argparse._ActionsContainer) -> None:
+    """How episodes of a suite are rolled out."""
+    add_bounds(group)
+    add_repositories(group)
+    native = "tool calls by the server's API (default); --no-...: calls in the text"
+    group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
+
+
 @asynccontextmanager
 async def with_backend(args: argparse.Namespace, job: LoopJob) -> AsyncIterator[LoopJob]:
     """The job with the back end of its repository tasks, if it has any, until the block ends."""
-    if not job.tasks.suite.software:
-        yield job
-        return
-    instances = [entry.instance for entry in job.tasks.entries if entry.instance is not None]
-    async with open_backend(args, instances) as backend:
+    async with open_backend(args, [entry.instance for entry in job.tasks.entries]) as backend:
         yield replace(job, backend=backend)

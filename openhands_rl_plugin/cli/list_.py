@@ -21,7 +21,6 @@ from collections import Counter
 
 from openhands_rl_plugin.cli.options import (
     add_filters,
-    add_reward,
     add_store,
     filter_of,
     finite,
@@ -51,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=positive, default=DEFAULT_LIMIT, metavar="EPISODES", help="at most so many episodes"
     )
     parser.add_argument("--offset", type=natural, default=0, metavar="EPISODES", help="skip the first ones")
-    add_reward(parser)
+    scores = (
+        "take the scores of this reward: human, verifier, tests, ... (default: the newest judgement, else the return)"
+    )
+    parser.add_argument("--reward", metavar="NAME", help=scores)
     by = "statistics by run, environment, split, strategy, version or task, separated by commas"
     parser.add_argument("--by", nargs="?", const="run,environment,strategy,version", metavar="NAMES", help=by)
     at = "with --by: reward from which an episode counts as a success (default: its environment's criterion, else 1)"
@@ -108,18 +110,9 @@ async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> i
         print_json(groups)
     elif groups:
         console().print(view.stats_table(groups, by))
-        _print_segments(sum((Counter(group["segments"]) for group in groups), Counter()))
         gaps = sum((Counter(group["gaps"]) for group in groups), Counter())
         print("".join(f"{count:,} x {cause}\n" for cause, count in gaps.most_common()), end="")
         print(f"{view.REMEDY}\n" if gaps else "", end="")
     else:
         print("no episodes match")
     return 0
-
-
-def _print_segments(counts: Counter[str]) -> None:
-    """Only where an episode has more than one."""
-    first = counts.pop(view.BEGINNING, 0)
-    if counts:
-        causes = ", ".join(f"{count:,} by {cause}" for cause, count in counts.most_common())
-        print(f"{first + counts.total():,} segments in {first:,} episodes: {causes} (see doctor drift)")

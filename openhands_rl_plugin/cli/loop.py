@@ -36,33 +36,25 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.jobs import (
     BASE,
-    add_native,
+    add_episodes,
+    free_port,
     given_weights,
-    graded_job,
     loop_job,
+    running_command,
     served_policy,
     starting_point,
     with_backend,
 )
-from openhands_rl_plugin.cli.options import (
-    add_bounds,
-    add_repositories,
-    add_settings,
-    add_tasks,
-    checked,
-    given_fields,
-    settings_of,
-)
+from openhands_rl_plugin.cli.options import add_settings, add_tasks, checked, given_fields, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.loop.reporting import ProgressListener
-    from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
-    from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource
-    from openhands_rl_plugin.core.types import Adapter, JsonObject
+    from openhands_rl_plugin.apps.loop.run import LoopResult
+    from openhands_rl_plugin.apps.loop.tasks import LoopTasks
+    from openhands_rl_plugin.core.types import Adapter
 
 RESUME = "finished stages are kept, and the same command continues"
 
@@ -84,68 +76,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tasks(tasks)
     held_out = "rows of the held-out tasks, which are evaluated only"
     tasks.add_argument("--held-out-file", type=Path, metavar="FILE", help=held_out)
-    episodes = parser.add_argument_group("episodes")
-    add_bounds(episodes)
-    add_repositories(episodes)
-    add_native(episodes)
+    add_episodes(parser.add_argument_group("episodes"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Start or resume a run. Raises ``RLError`` when an option, a task, a server, the store or the disk is unusable."""
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.loop.checks import held
+    from openhands_rl_plugin.apps.loop.checks import claim, forget, held, identity_of
 
-    settings = settings_of(args)
+    settings, directory = settings_of(args), args.run_dir.absolute()
     with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.checks import check_trainable
-        from openhands_rl_plugin.apps.loop.tasks import loop_tasks
+        from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
+        from openhands_rl_plugin.apps.loop.run import run_loop
+        from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     check_trainable(settings)
     if not settings.serving.base_url:
         given_weights(args.model)
-    tasks = loop_tasks(_source(args), settings)
-    start = _start(args, settings)
+    chosen = {"rows": args.dataset_file, "held_out_rows": args.held_out_file, "count": args.tasks}
+    source = checked(TaskSource, given_fields(args, TaskSource) | chosen, {"count": "--tasks"})
+    tasks, start = loop_tasks(source, settings), _start(args, settings)
     if args.dry_run:
         print(sayable("\n".join(_describe(args, settings, tasks, start))))
         return 0
-    with held(args.run_dir.absolute()):
-        return _play(args, settings, tasks, start)
 
+    async def rolled_out(listener: ProgressListener, found: tuple[RLSettings, Path]) -> LoopResult:
+        job = replace(loop_job(args, *found, tasks, directory), start=start)
+        async with with_backend(args, job) as whole:
+            return await run_loop(whole, listener)
 
-def _source(args: argparse.Namespace) -> TaskSource:
-    from openhands_rl_plugin.apps.loop.tasks import TaskSource
-
-    chosen = {"rows": args.dataset_file, "held_out_rows": args.held_out_file, "count": args.tasks}
-    return checked(TaskSource, given_fields(args, TaskSource) | chosen, {"count": "--tasks"})
-
-
-def _play(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> int:
-    from openhands_rl_plugin.apps.loop.checks import claim, forget
-    from openhands_rl_plugin.apps.loop.reporting import ProgressListener
-
-    directory = args.run_dir.absolute()
-    if args.fresh:
-        forget(directory)
-    claim(directory, _identity(args, settings))
-    started = time.monotonic()
-    with ProgressListener(settings.loop.stages) as listener, _served(args, settings, tasks, directory) as found:
-        job = replace(graded_job(args, loop_job(args, *found, tasks, directory)), start=start)
-        result = ENDING.run(_run(args, job, listener))
-    _report(result, listener)
-    minutes = (time.monotonic() - started) / 60
-    listener.console.print(
-        f"{minutes:.1f} minutes; in use: {result.state.adapter or 'the base model'}; report: {result.report}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    with held(directory):
+        if args.fresh:
+            forget(directory)
+        begun_at = args.start if args.start != BASE else ""
+        own = source.model_dump(mode="json")
+        claim(directory, identity_of(settings, own, model=args.model, timeout=args.timeout, start=begun_at))
+        started = time.monotonic()
+        with ProgressListener(settings.loop.stages) as listener, _served(args, settings, tasks, directory) as found:
+            result = ENDING.run(rolled_out(listener, found))
+    listener.console.print(final_table(result.state))
+    minutes, used = (time.monotonic() - started) / 60, result.state.adapter or "the base model"
+    lines = [
+        *(change.sentence() for change in result.changes),
+        f"{minutes:.1f} minutes; in use: {used}; report: {result.report}",
+    ]
+    listener.console.print("\n".join(lines), highlight=False, soft_wrap=True)
     return 0
-
-
-async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> LoopResult:
-    from openhands_rl_plugin.apps.loop.run import run_loop
-
-    async with with_backend(args, job) as whole:
-        return await run_loop(whole, listener)
 
 
 def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
@@ -170,7 +147,6 @@ def _served(
     args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
 ) -> Iterator[tuple[RLSettings, Path]]:
     """The settings with all addresses, and the weights of the base model. Servers that are not named are started."""
-    from openhands_rl_plugin.cli.jobs import free_port, running_command
     from openhands_rl_plugin.evals.runs.suites import own_suite
 
     with ExitStack() as opened:
@@ -184,14 +160,6 @@ def _served(
         yield opened.enter_context(served_policy(settings, args.model, directory))
 
 
-def _identity(args: argparse.Namespace, settings: RLSettings) -> JsonObject:
-    from openhands_rl_plugin.apps.loop.checks import identity_of
-
-    start = args.start if args.start != BASE else ""
-    tasks = _source(args).model_dump(mode="json")
-    return identity_of(settings, tasks, model=args.model, timeout=args.timeout, start=start)
-
-
 def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
     """The output of a dry run."""
     from openhands_rl_plugin.apps.loop.checks import evaluated_by
@@ -199,28 +167,20 @@ def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, 
     from openhands_rl_plugin.training.loop.plan import LoopState
 
     loop, serving = settings.loop, settings.serving
-    done = len(LoopState.load(args.run_dir / STATE).records)
+    done, held_out = len(LoopState.load(args.run_dir / STATE).records), (evaluated_by(settings) or settings)
     scripted = f", {len(tasks.demonstrations)} for demonstrations" if tasks.demonstrations else ""
     ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
-    turns, other = loop.training_max_turns or settings.max_turns, evaluated_by(settings)
-    apart = f"; held-out tasks: {(other or settings).rollout_strategy}, at most {settings.max_turns} turns"
-    held_out = apart if other is not None or turns != settings.max_turns else ""
-    policy = f"{serving.model or 'the base model'} at {serving.base_url}"
+    turns = loop.training_max_turns or settings.max_turns
+    model = f"{serving.model or 'the base model'} at {serving.base_url}"
+    if not serving.base_url:
+        model = f"{given_weights(args.model)}, by the embedded server"
     return [
         f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
         f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
         f"{loop.samples_per_task} episodes, {loop.kind}{ahead}",
         f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
-        f"  agent: {settings.rollout_strategy}, at most {turns} turns, {settings.max_workers} at a time{held_out}",
-        f"  model: {policy if serving.base_url else f'{given_weights(args.model)}, by the embedded server'}",
+        f"  agent: {settings.rollout_strategy}, at most {turns} turns; held-out tasks: {held_out.rollout_strategy}, "
+        f"at most {settings.max_turns} turns",
+        f"  model: {model}, starting from {start.name if start is not None else 'the base model'}",
         f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {args.run_dir.absolute()}",
-        f"  starts from {start.name if start is not None else 'the base model'}",
     ]
-
-
-def _report(result: LoopResult, listener: ProgressListener) -> None:
-    from openhands_rl_plugin.apps.loop.reporting import final_table
-
-    listener.console.print(final_table(result.state))
-    for change in result.changes:
-        listener.console.print(change.sentence(), highlight=False, soft_wrap=True)

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import json
 import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
+from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import (
-    CaughtFailure,
-    ConfigError,
-    DamagedError,
-    UsageError,
-    boundary,
-    from_extra,
-    problems,
-)
+from openhands_rl_plugin.core.errors import ConfigError, DamagedError, UsageError, describe, from_extra, problems
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import SEARCHED, DamagedRecord, TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind, JsonObject, StopReason
+from openhands_rl_plugin.core.types import FailureKind, StopReason
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,53 +33,23 @@ if TYPE_CHECKING:
 
 def finite(text: str) -> float:
     """Any number but NaN and infinity."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r:.40}")
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
     return number
 
 
-def whole(text: str) -> int:
-    """A whole number of at most 63 bits, which stores, seeds and servers can keep."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = sys.maxsize + 1
-    if abs(number) > sys.maxsize:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at most {sys.maxsize}, got {text!r:.40}")
+def at_least[Number: (int, float)](least: Number, read: Callable[[str], Number]) -> Callable[[str], Number]:
+    """The type of an option with a lower bound; stores and seeds keep 63 bits."""
+
+    def number(text: str) -> Number:
+        if not least <= (found := read(text)) <= sys.maxsize:
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}, got {text:.40}")
+        return found
+
     return number
 
 
-def at_least[Number: (int, float)](
-    least: Number, read: Callable[[str], Number], most: float = math.inf
-) -> Callable[[str], Number]:
-    """The type of an option with a lower bound, and maybe an upper one."""
-
-    def bounded(text: str) -> Number:
-        if not least <= (number := read(text)) <= most:
-            low = "must be above 0" if 0 < least < 1 else f"must be at least {least:g}"
-            raise argparse.ArgumentTypeError(low if number < least else f"must be at most {most:g}")
-        return number
-
-    return bounded
-
-
-positive, natural, port = at_least(1, whole), at_least(0, whole), at_least(0, whole, 65535)
-not_negative, above_zero = at_least(0.0, finite), at_least(sys.float_info.min, finite)
-
-_METAVARS = {
-    "url": "URL",
-    "env": "VARIABLE",
-    "timeout": "SECONDS",
-    "host": "ADDRESS",
-    "listen": "ADDRESS",
-    "path": "DIR",
-}
-"""What a value is, by the last word of its field's name; a number is named by the last word itself."""
-_LONGEST_CHOICES = 24
+positive, natural, above_zero = at_least(1, int), at_least(0, int), at_least(sys.float_info.min, float)
 
 
 def add_fields(
@@ -97,20 +59,20 @@ def add_fields(
 
     ``from_file``: a configuration file may give what is required, so that only ``checked`` can refuse its absence.
     """
-    for name, field in model.model_fields.items():
-        if name in without:
-            continue
-        several = get_origin(field.annotation) is tuple
-        # A switch may be given alone.
-        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-        group.add_argument(
-            option_of(name),
-            required=field.is_required() and not from_file,
-            default=argparse.SUPPRESS,
-            metavar="NAME" if several else _metavar(name, field),
-            help=_help(field),
-            **({"nargs": "*", "action": "extend"} if several else switch),
-        )
+    for name in [each for each in model.model_fields if each not in without]:
+        field = model.model_fields[name]
+        how: dict[str, Any] = {"metavar": name.rpartition("_")[2].upper()}
+        if get_origin(field.annotation) is tuple:
+            how = {"metavar": "NAME", "nargs": "*", "action": "extend"}
+        elif get_origin(field.annotation) is Literal:
+            how = {"choices": get_args(field.annotation)}
+        elif field.annotation is bool:  # a switch may be given alone
+            how = {"metavar": "true|false", "nargs": "?", "const": "true"}
+        default = field.get_default()
+        shown = "" if field.is_required() or default in ("", None, ()) else f" (default: {default})"
+        text = f"{field.description or ''}{shown}".replace("%", "%%")
+        required = field.is_required() and not from_file
+        group.add_argument(option_of(name), required=required, default=argparse.SUPPRESS, help=text, **how)
 
 
 def given_fields(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, object]:
@@ -139,42 +101,10 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _metavar(name: str, field: FieldInfo) -> str:
-    last = name.rpartition("_")[2]
-    if get_origin(field.annotation) is Literal:
-        return _choices(field) or last.upper()
-    if (meant := _METAVARS.get(last)) is not None:
-        return meant
-    kinds = {field.annotation, *get_args(field.annotation)}
-    return "true|false" if bool in kinds else last.upper()
-
-
-def _choices(field: FieldInfo) -> str:
-    """The values of a choice, where they are few and short."""
-    shown = "|".join(map(str, get_args(field.annotation)))
-    return shown if len(shown) <= _LONGEST_CHOICES else ""
-
-
-def _help(field: FieldInfo) -> str:
-    parts = [field.description.rstrip(".")] if field.description else []
-    if get_origin(field.annotation) is Literal and not _choices(field):
-        parts.append(f"one of {', '.join(map(str, get_args(field.annotation)))}")
-    text = "; ".join(parts)
-    default = field.get_default()
-    if not field.is_required() and default not in ("", None, ()):
-        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
-    return text.strip().replace("%", "%%")
-
-
-_MOST_NAMED = 20
-
 STORE_HELP = (
     "folder of a file store, mongodb://host/database, env:NAME of a variable that holds such a URI, or a config.toml"
 )
-
-_CONTENTS = ("trajectories.sqlite", "trajectories")
 _MONGODB = ("mongodb://", "mongodb+srv://")
-_VARIABLE = "env:"
 _CONFIGURATION = ".toml"
 
 
@@ -183,14 +113,9 @@ def storage_at(where: str) -> TrajectoryStorage:
 
     Raises ``ConfigError``.
     """
-    from openhands_rl_plugin.config.build import open_storage
-    from openhands_rl_plugin.config.registry import build
-    from openhands_rl_plugin.config.toml import load_settings
-
     if where.endswith(_CONFIGURATION):
         return open_storage(load_settings(Path(where).expanduser()))
-    uri = _mongodb_uri(where)
-    if uri is None:
+    if (uri := _mongodb_uri(where)) is None:
         return build("storages", "file", {"path": where})
     name = urlsplit(uri).path.strip("/")
     return build("storages", "mongodb", {"connection_string": uri, **({"database_name": name} if name else {})})
@@ -210,8 +135,9 @@ async def open_store(
     storage = storage_at(where)
     lost: list[DamagedRecord] = []
     try:
-        if is_folder(where):
-            _check_folder(where, create)
+        parts = [Path(where).expanduser() / name for name in ("trajectories.sqlite", "trajectories")]
+        if not create and is_folder(where) and not any(part.exists() for part in parts):
+            raise ConfigError(f"{where}: this is no folder with trajectories; give the folder in [rl.storage] path")
         if skip_damaged is not None and isinstance(storage, FileTrajectoryStorage):
             await storage.check()
         if skip_damaged:
@@ -222,19 +148,9 @@ async def open_store(
             raise
         raise DamagedError(f"{error}. --skip-damaged reads everything else") from error
     finally:
-        _print_lost(lost)
+        for record in lost:
+            print(f"left out, as it cannot be read: {record.in_words()}", file=sys.stderr)
         await storage.close()
-
-
-def _print_lost(lost: Sequence[DamagedRecord]) -> None:
-    """What was left out, by id, row and cause."""
-    if not lost:
-        return
-    print(f"left out, because {len(lost)} stored record(s) cannot be read:", file=sys.stderr)
-    for record in lost[:_MOST_NAMED]:
-        print(f"  {record.in_words()}", file=sys.stderr)
-    if len(lost) > _MOST_NAMED:
-        print(f"  and {len(lost) - _MOST_NAMED} more", file=sys.stderr)
 
 
 def is_folder(where: str) -> bool:
@@ -242,36 +158,18 @@ def is_folder(where: str) -> bool:
     return not where.endswith(_CONFIGURATION) and _mongodb_uri(where) is None
 
 
-def _check_folder(where: str, create: bool) -> None:
-    folder = Path(where).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{where}: this is a file; give the folder of a store" + _meant(folder))
-    if not create and not any((folder / name).exists() for name in _CONTENTS):
-        cause = "has no trajectories in it" if folder.is_dir() else "does not exist"
-        raise ConfigError(f"{where}: this folder {cause}; give the folder in [rl.storage] path")
-
-
-def _meant(file: Path) -> str:
-    return f", here {file.parent}" if file.name in _CONTENTS else ""
-
-
 def _mongodb_uri(where: str) -> str | None:
     """The URI, or ``None`` for a path. Refuses a password, as other users can see the command line."""
-    if where.startswith(_VARIABLE):
-        name = where.removeprefix(_VARIABLE)
-        if (uri := os.environ.get(name)) is None:
-            raise ConfigError(f"the environment variable {name} is not set")
-        if not uri.startswith(_MONGODB):
-            raise ConfigError(f"the environment variable {name} does not begin with {' or '.join(_MONGODB)}")
+    variable, _, name = where.partition(":")
+    if variable == "env":
+        if not (uri := os.environ.get(name, "")).startswith(_MONGODB):
+            raise ConfigError(f"the environment variable {name} is not set to a URI that begins with {_MONGODB[0]}")
         return uri
-    if not where.startswith(_MONGODB):
-        return None
-    if urlsplit(where).password is not None:
+    if where.startswith(_MONGODB) and urlsplit(where).password is not None:
         raise ConfigError(
-            f"a password on the command line is visible to other users; put the URI into an environment variable, give "
-            f"{_VARIABLE}ITS_NAME"
+            "other users can see a password here: put the URI into an environment variable, give env:NAME"
         )
-    return where
+    return where if where.startswith(_MONGODB) else None
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -288,15 +186,12 @@ def add_skip_damaged(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_TIMES = "2025-01-31T12:00 (local), or seconds since 1970"
-
-
 def _time(text: str) -> float:
-    """Seconds since 1970, or a local date and time."""
-    for read in (finite, lambda text: datetime.fromisoformat(text).timestamp()):
-        with suppress(argparse.ArgumentTypeError, ValueError, OverflowError, OSError):
-            return read(text)
-    raise argparse.ArgumentTypeError(f"must be like {_TIMES}; got {text!r}")
+    """A local date and time, as seconds since 1970."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"must be like 2025-01-31T12:00, got {text:.40}") from error
 
 
 _SEARCHED = ", ".join(name.removesuffix("_id").replace("_", " ") for name in SEARCHED)
@@ -310,16 +205,11 @@ _FILTERS: Sequence[tuple[str, str, dict[str, Any], str]] = (
     ("adapter", "adapter", {"metavar": "NAME"}, "sampled from a version of this adapter"),
     ("policy-version", "policy_version", {"type": natural, "metavar": "VERSION"}, "sampled from this version number"),
     ("stop", "stop", {"choices": [each.value for each in StopReason]}, "why the episode ended"),
-    (
-        "failed",
-        "failed",
-        {"action": argparse.BooleanOptionalAction},
-        "only failed episodes, or only the others",
-    ),
+    ("failed", "failed", {"action": argparse.BooleanOptionalAction}, "only failed episodes, or only the others"),
     ("failure", "failure_kind", {"choices": [each.value for each in FailureKind]}, "what the episode failed of"),
     ("min-reward", "reward_at_least", {"type": finite, "metavar": "REWARD"}, "lowest reward"),
     ("max-reward", "reward_at_most", {"type": finite, "metavar": "REWARD"}, "highest reward"),
-    ("since", "since", {"type": _time, "metavar": "TIME"}, f"ended at this time or later: {_TIMES}"),
+    ("since", "since", {"type": _time, "metavar": "TIME"}, "ended at this local time or later: 2025-01-31T12:00"),
     ("until", "until", {"type": _time, "metavar": "TIME"}, "ended at this time or before"),
     ("contains", "contains", {"metavar": "TEXT"}, f"with this text in one of {_SEARCHED}"),
     ("labelled", "label", {"metavar": "TEXT"}, "with this tag, or a label of this kind, such as verdict"),
@@ -340,27 +230,12 @@ def add_filters(parser: argparse.ArgumentParser) -> None:
 
 
 def filter_of(args: argparse.Namespace) -> TrajectoryFilter:
-    """The filter that the options give. Raises ``ConfigError`` when nothing can match."""
+    """The filter that the options give."""
     # A command may have an option of its own in the place of a filter, as ``train --adapter``.
     given: dict[str, Any] = {field: getattr(args, f"where_{field}", None) for _, field, _, _ in _FILTERS}
     # An episode that has not ended stopped as "unfinished", whatever else is asked for.
     unfinished = args.unfinished or given["stop"] == StopReason.UNFINISHED
-    where = TrajectoryFilter(**given, finished=False if unfinished else None if args.all else True)
-    for low, high, options in (
-        (where.reward_at_least, where.reward_at_most, "--min-reward and --max-reward"),
-        (where.since, where.until, "--since and --until"),
-    ):
-        if low is not None and high is not None and low > high:
-            raise ConfigError(f"{options}: nothing lies between {low:g} and {high:g}; swap them")
-    return where
-
-
-def add_reward(parser: argparse.ArgumentParser) -> None:
-    """``--reward``: which scores stand as rewards."""
-    about = (
-        "take the scores of this reward as the rewards: human, verifier, tests, ... (default: the newest judgement of "
-    )
-    parser.add_argument("--reward", metavar="NAME", help=f"{about}the outcome, or else the return)")
+    return TrajectoryFilter(**given, finished=False if unfinished else None if args.all else True)
 
 
 def add_settings(parser: argparse._ActionsContainer, *, required: bool = False) -> None:
@@ -387,17 +262,6 @@ def author() -> str:
         return ""
 
 
-def json_object(text: str) -> JsonObject:
-    """The options of a plugin, as an option's type."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError('must be a JSON object, such as {"threshold": 0.5}')
-    return found
-
-
 def add_tasks(group: argparse._ActionsContainer) -> None:
     """Which tasks of the suite."""
     group.add_argument("--dataset-file", type=Path, metavar="FILE", help="the suite's rows: .jsonl, .json or .parquet")
@@ -411,12 +275,9 @@ def add_bounds(group: argparse._ActionsContainer) -> None:
     """Processes and times."""
     about = "processes that roll out the episodes (0: this one only)"
     group.add_argument("--processes", type=natural, metavar="PROCESSES", help=about)
-    for option, kind, seconds, what in (
-        ("--timeout", above_zero, 7200.0, "an episode"),
-        ("--test-timeout", above_zero, 1800.0, "a patch's tests"),
-    ):
-        text = f"seconds for {what}"
-        group.add_argument(option, type=kind, default=seconds, metavar="SECONDS", help=text)
+    group.add_argument("--timeout", type=above_zero, default=7200.0, metavar="SECONDS", help="seconds for an episode")
+    tests = "seconds for a patch's tests"
+    group.add_argument("--test-timeout", type=above_zero, default=1800.0, metavar="SECONDS", help=tests)
 
 
 def add_repositories(group: argparse._ActionsContainer) -> None:
@@ -430,14 +291,18 @@ def add_repositories(group: argparse._ActionsContainer) -> None:
 
 @asynccontextmanager
 async def open_backend(
-    args: argparse.Namespace, instances: Iterable[Instance], *, network: bool = False
-) -> AsyncIterator[InstanceBackend]:
-    """The back end that ``add_repositories`` chose, for these instances, until the block ends; ``network``: tests may
-    use it.
+    args: argparse.Namespace, instances: Iterable[Instance | None], *, network: bool = False
+) -> AsyncIterator[InstanceBackend | None]:
+    """The back end that ``add_repositories`` chose, for these instances, until the block ends; ``None`` without any.
+
+    ``network``: tests may use it.
     """
     from openhands_rl_plugin.evals.runs.backends import make_backend
 
-    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network, instances=instances)
+    if not (found := [each for each in instances if each is not None]):
+        yield None
+        return
+    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network, instances=found)
     try:
         yield backend
     finally:
@@ -455,7 +320,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not file.is_file():
         raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a {TOKENIZER}")
     try:
-        with boundary(FailureKind.MODEL, "tokenizer"):
-            return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except CaughtFailure as error:
-        raise ConfigError(f"--tokenizer: {file} cannot be read: {error.failure.message}") from error
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"--tokenizer: {file} cannot be read: {describe(error)}") from error

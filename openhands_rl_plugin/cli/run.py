@@ -42,7 +42,6 @@ from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node
-from openhands_rl_plugin.models.engines.openai_wire import parse_object
 
 PATIENCE, _COMMAND_SECONDS = 35.0, 10.0
 """Seconds after a signal: in all, and for the command to end."""
@@ -55,20 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task = parser.add_mutually_exclusive_group()
     task.add_argument("-t", "--task", metavar="TEXT", help="what is to be done")
     task.add_argument("-f", "--file", metavar="FILE", help="a file with the task; -: standard input")
-    parser.add_argument(
-        "--workspace",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="folder that the agent works in (default: this one)",
-    )
+    folder = "folder that the agent works in (default: this one)"
+    parser.add_argument("--workspace", type=Path, default=Path(), metavar="DIR", help=folder)
     parser.add_argument("--create", action="store_true", help="make the folder of --workspace where there is none")
     several = "roll out the task so many times, each in a copy of the folder: a group that can be trained on"
     parser.add_argument("--attempts", type=positive, default=1, metavar="COUNT", help=several)
     add_settings(parser)
-    parser.add_argument(
-        "--store", default="", metavar="DIR", help="folder of the episodes (default: [rl.storage] path)"
-    )
+    store = "folder of the episodes (default: [rl.storage] path)"
+    parser.add_argument("--store", default="", metavar="DIR", help=store)
     model = "the model's name on its server; over [llm] and [rl.serving]"
     parser.add_argument("--model", default="", metavar="NAME", help=model)
     server = "OpenAI-compatible server of the model, up to and including /v1"
@@ -160,12 +153,11 @@ class _Watched:
 
 
 def _task(args: argparse.Namespace) -> str:
-    text = args.task
-    if text is None:
-        try:
+    try:
+        if (text := args.task) is None:
             text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--file: {args.file} cannot be read: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--file: {args.file} cannot be read: {error}") from error
     if not text.strip():
         raise ConfigError("the task is empty; say what is to be done")
     return text
@@ -233,19 +225,13 @@ async def _executed(words: Sequence[str], folder: Path, environ: dict[str, str])
 
 
 def _show_answer(answer: Message) -> None:
-    """Print its text and its calls: what is thought and where it ends in words."""
-    lines = [answer.content or ""]
-    for call in answer.tool_calls:
-        given = parse_object(call.arguments.encode()) or {}
-        if call.name == "think":
-            lines.append(f"({one_line(str(given.get('thought')), _LONGEST)})")
-        elif call.name == "finish":
-            lines.append(str(given.get("message") or ""))
-        else:
-            what = " ".join(str(given[name]) for name in ("command", "path") if given.get(name)) or call.arguments
-            lines.append(f"[{call.name}: {one_line(what, _LONGEST)}]")
-    for line in filter(None, lines):
-        _show(line)
+    """Print its text and its calls."""
+    for text in (
+        answer.content,
+        *(f"[{each.name}: {one_line(each.arguments, _LONGEST)}]" for each in answer.tool_calls),
+    ):
+        if text:
+            _show(text)
 
 
 def _show(line: str) -> None:

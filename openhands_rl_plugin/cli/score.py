@@ -6,9 +6,10 @@ examples:
   openhands-rl score ./trajectories --id 3f2a --better-than 77b0 --note "a smaller change"
   openhands-rl score ./trajectories --reward human
   openhands-rl score ./trajectories --reward success
-  openhands-rl score ./trajectories --reward success --options '{"threshold": 0.5}' --run night-3
+  openhands-rl score ./trajectories --reward success --set threshold=0.5 --run night-3
   openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001
-  openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001 --base-url http://127.0.0.1:8100/v1
+  openhands-rl score ./trajectories --verifier ./adapters/verifier-v000001 \\
+      --set base_url=http://127.0.0.1:8100/v1
 
 Scores are appended. Episodes that already have a score of the same version are skipped. Listings, and the rewards
 return, success and recorded, go by the newest judgement of the outcome; what a verifier says, and what people labelled
@@ -28,28 +29,20 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 
-from openhands_rl_plugin.cli.options import (
-    add_filters,
-    add_store,
-    author,
-    filter_of,
-    finite,
-    json_object,
-    open_store,
-    option_of,
-)
+from openhands_rl_plugin.cli.options import add_filters, add_store, author, filter_of, finite, open_store
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.config.toml import changed
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import asked_in_common
-from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import LabelKind
 from openhands_rl_plugin.core.types import StopReason, Trajectory
-from openhands_rl_plugin.rollout.scoring import ScoreReport, add_label, give_score, rescore, undo
+from openhands_rl_plugin.rollout.scoring import add_label, give_score, rescore, undo
 from openhands_rl_plugin.trajectories.view import find_episode, progress_bar
 
 RESUME = "finished scores are kept; the same command goes on with the rest"
-_SHOWN, _WITHDRAW = 5, "none"
+_WITHDRAW = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,13 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", action="append", dest="ids", metavar="ID", help=own)
     parser.add_argument("--note", default="", metavar="TEXT", help="why, kept with --value or --better-than")
     parser.add_argument("--author", default=author(), metavar="NAME", help="who judges (default: the user's name)")
-    parser.add_argument("--options", type=json_object, default={}, metavar="JSON", help="the reward's options")
-    parser.add_argument("--model", metavar="DIR", help="verifier: folder of its base model, if it has moved")
-    parser.add_argument("--base-url", metavar="URL", help="verifier: query this server instead of loading the model")
-    parser.add_argument(
-        "--served-model", metavar="NAME", help="verifier: its model name on the server (default: the folder's name)"
-    )
-    parser.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key")
+    about = "options of the reward, such as threshold=0.5; of a verifier: model=DIR, or base_url=URL of a server"
+    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=about)
     parser.add_argument("--dry-run", action="store_true", help="only print how many episodes would be scored")
     add_filters(parser)
 
@@ -83,21 +71,25 @@ async def run(args: argparse.Namespace) -> int:
     """Score. Exit code 1 when no episode could be scored. Raises ``RLError`` for wrong options, stores and servers."""
     if (args.ids or args.note) and (args.value is None and not args.better_than):
         raise ConfigError("--id and --note go with a score by hand: give --value REWARD too, or choose by filters")
-    reward = _reward(args) if args.reward or args.verifier else None
+    reward = None
+    if args.reward or args.verifier:
+        chosen = {"adapter": args.verifier} if args.verifier else {}
+        reward = build("rewards", args.reward or "verifier", {**chosen, **changed(args.set)})
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         if args.value is not None:
             return await _give(args, storage)
         if reward is None:
             return await _undo(args, storage) if args.undo else await _prefer(args, storage)
         with progress_bar("scoring") as bar:
-            report = await rescore(
-                storage,
-                reward,
-                filter_of(args),
-                on_progress=bar.update,
-                dry_run=args.dry_run,
-            )
-    _print_report(report, reward, dry_run=args.dry_run)
+            report = await rescore(storage, reward, filter_of(args), on_progress=bar.update, dry_run=args.dry_run)
+    done = ("to score", "to withdraw") if args.dry_run else ("scored", "withdrawn")
+    withdrawn = f", {report.withdrawn} {done[1]}" if report.withdrawn else ""
+    print(f"{reward.version}: {report.scored} {done[0]}, {report.already_scored} already{withdrawn}")
+    reasons = Counter(
+        f"{failure.kind}: {failure.message.removeprefix('GraderError: ')}" for _, failure in report.unscored
+    )
+    for reason, count in reasons.most_common():
+        print(f"  {count} x without a score: {sayable(reason)}")
     return 0 if report.scored or report.already_scored or report.withdrawn or not report.unscored else 1
 
 
@@ -108,9 +100,6 @@ async def _give(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     # All are looked up first, so that a wrong id leaves nothing half done.
     found = [(await find_episode(storage, each))[0] for each in args.ids]
     _refuse_unjudgeable(found)
-    if args.dry_run:
-        print(f"{len(found)} to score")
-        return 0
     for episode in found:
         await give_score(storage, episode.id, value, note=args.note, author=args.author)
         print(f"{episode.id}: {'score withdrawn' if value is None else f'{value:g}'}")
@@ -119,32 +108,6 @@ async def _give(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
 
 def _verdict(text: str) -> str:
     return text if text == _WITHDRAW else str(finite(text))
-
-
-def _reward(args: argparse.Namespace) -> Reward:
-    names = ("model", "base_url", "served_model", "api_key_env")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.verifier:
-        return build("rewards", "verifier", {"adapter": args.verifier, **given, **args.options})
-    if given:
-        option = option_of(min(given))
-        raise ConfigError(f"{option} is for a verifier: give --verifier DIR, or put a reward's options into --options")
-    return build("rewards", args.reward, args.options)
-
-
-def _print_report(report: ScoreReport, reward: Reward, *, dry_run: bool) -> None:
-    withdrawn = f", {report.withdrawn} {'to withdraw' if dry_run else 'withdrawn'}" if report.withdrawn else ""
-    scored = f"{report.scored} {'to score' if dry_run else 'scored'}"
-    print(f"{reward.version}: {scored}, {report.already_scored} already{withdrawn}")
-    if report.unscored:
-        print(f"{len(report.unscored)} without a score:")
-        reasons = Counter(
-            f"{failure.kind}: {failure.message.removeprefix('GraderError: ')}" for _, failure in report.unscored
-        )
-        for reason, count in reasons.most_common(_SHOWN):
-            print(f"  {count} x {sayable(reason)}")
-        if len(reasons) > _SHOWN:
-            print(f"  and {len(reasons) - _SHOWN} other reasons")
 
 
 async def _undo(args: argparse.Namespace, storage: TrajectoryStorage) -> int:

@@ -17,24 +17,6 @@ from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward, S
 from openhands_rl_plugin.core.types import StrategySpec
 
 
-def check_plugins(settings: RLSettings) -> None:
-    """Load every plugin that the settings name, and build none. Raises ``ConfigError`` with a line for each problem."""
-    named: tuple[tuple[registry.Kind, str, str], ...] = (
-        ("strategies", settings.rollout_strategy, "[rl] rollout_strategy"),
-        ("environments", settings.env_name, "[rl] env_name"),
-        ("storages", settings.storage_backend, "[rl] storage_backend"),
-        ("rewards", settings.reward.name, "[rl.reward] name"),
-    )
-    problems: list[str] = []
-    for kind, name, key in named:
-        try:
-            registry.load(kind, name)
-        except ConfigError as error:
-            problems.append(f"{key}: {error}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
 def make_environment(settings: RLSettings) -> Environment:
     """A new environment of ``[rl] env_name``, at the configured address.
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
-
-from openhands_rl_plugin.core.redaction import redacting_logger
-
-_LOG = redacting_logger(__name__)
 
 
 def _variable_name(value: str) -> str:
@@ -49,9 +44,3 @@ class Settings(BaseModel):
     """Base of the sections: frozen, strict about types (TOML has its own), no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Log a warning, each message once in a process."""
-    _LOG.warning("%s", message)

@@ -56,7 +56,7 @@ def host_of(settings: RLSettings) -> HostName:
         raise ConfigError(f"[rl] host: {_missing(settings.host)}")
     if installed:
         return installed[0]
-    raise ConfigError(f"[rl] host: {_missing('v1')}; or V0: pip install 'openhands_rl_plugin[{_EXTRAS['v0']}]'")
+    raise ConfigError(f"[rl] host: {_missing('v1')}; or V0: pip install '.[{_EXTRAS['v0']}]'")
 
 
 def need_sdk() -> None:
@@ -89,6 +89,5 @@ def _missing(host: HostName) -> str:
     packages = (V0_PACKAGE,) if host == "v0" else V1_PACKAGES
     has = ", ".join(f"{package} {found}" for package in packages if (found := version_of(package)) is not None)
     wanted = "openhands-ai 1.6" if host == "v0" else "openhands-sdk and openhands-tools 1.15 or newer"
-    own = "in an environment of its own, in a clone of the package: " if host == "v0" or version_of(V0_PACKAGE) else ""
-    how = f"{own}pip install '{'.' if own else 'openhands_rl_plugin'}[{_EXTRAS[host]}]'"
+    how = f"in an environment of its own, in a clone of the package: pip install '.[{_EXTRAS[host]}]'"
     return f"OpenHands {host.upper()} needs {wanted} ({has or 'not'} installed); {how}"

@@ -55,9 +55,8 @@ class VerifierSettings(Settings):
     label: str = Field(
         default="resolved",
         min_length=1,
-        description="target: resolved (from the evidence), or a reward's name (its stored scores)",
+        description="target: resolved (from the evidence), or a reward's name: its stored scores of at least 1",
     )
-    label_at: float = Field(default=1.0, description="for a reward: a score of at least this is a success")
     max_length: int = Field(
         default=10_240,
         ge=1,
@@ -103,10 +102,6 @@ class LoopSettings(Settings):
     )
     held_out: int = Field(
         default=50, ge=1, description="tasks to evaluate on before and after training, never trained on"
-    )
-    success_at: float = Field(
-        default=0.999,
-        description="least reward of a success; at 0.999: a threshold of [rl.reward], or the environment's own",
     )
     demonstrations: int = Field(
         default=0,
@@ -307,8 +302,15 @@ class RLSettings(Settings):
         except ValidationError as error:
             lines += [f"{section_of(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
             raise ConfigError("\n".join(lines)) from error
-        if lines := [*lines, *_wrong_options(settings)]:
+        if lines:
             raise ConfigError("\n".join(lines))
+        # A plugin is imported only if it has options here; a reward also if it was chosen, as it may require some.
+        if settings.strategy:
+            registry.check_options("strategies", settings.rollout_strategy, settings.strategy)
+        if settings.environment:
+            registry.check_options("environments", settings.env_name, settings.environment)
+        if settings.reward != RewardSettings():
+            registry.check_options("rewards", settings.reward.name, settings.reward.options)
         return settings
 
     def section[S: Settings](self, name: str, kind: type[S]) -> S:
@@ -359,25 +361,6 @@ def _with_sections(data: Any, model: type[BaseModel]) -> tuple[Any, list[str]]:
             lines += [f"{section_of((name, *at))} {at[-1] if at else ''}: {what}" for at, what in problems(error, kind)]
             del found[name]
     return found, lines
-
-
-def _wrong_options(settings: RLSettings) -> Iterator[str]:
-    """One line per wrong option of a plugin.
-
-    A plugin is imported only if it has options here; a reward also if it was chosen, as it may require some.
-    """
-    reward = settings.reward
-    plugins: tuple[tuple[str, registry.Kind, str, JsonObject, bool], ...] = (
-        ("strategy", "strategies", settings.rollout_strategy, settings.strategy, False),
-        ("environment", "environments", settings.env_name, settings.environment, False),
-        ("reward.options", "rewards", reward.name, reward.options, reward != RewardSettings()),
-    )
-    for section, kind, name, options, always in plugins:
-        try:
-            if options or always:
-                registry.check_options(kind, name, options)
-        except ConfigError as error:
-            yield from (f"[rl.{section}] {line}" for line in str(error).splitlines())
 
 
 def _secrets(data: object, prefix: Location = ()) -> Iterator[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.fields import Settings, VariableName, warn_once
+from openhands_rl_plugin.config.fields import Settings
 from openhands_rl_plugin.core.errors import ConfigError
 
 AlgorithmName = Literal[
@@ -30,24 +30,6 @@ LOCAL = "local"
 """The training engine of this machine."""
 
 
-_IMITATION = ("sft", "rejection-sampling")
-_OF_REINFORCEMENT = {
-    *("clip_low", "clip_high", "kl", "kl_coefficient", "entropy_coefficient", "old_logprobs"),
-    *("step_rewards", "discount", "state_weight"),
-    *("teacher", "teacher_model", "opd_weight"),
-    *("correction", "correction_high"),
-}
-_ONLY: dict[str, tuple[str, ...]] = {
-    **{name: tuple({*get_args(AlgorithmName)} - {*_IMITATION, "dpo"}) for name in _OF_REINFORCEMENT},
-    "aggregation": tuple({*get_args(AlgorithmName)} - {"dpo"}),
-    "tree": tuple({*get_args(AlgorithmName)} - {*_IMITATION}),
-    "hint": ("opsd",),
-    "keep_best": ("rejection-sampling",),
-    "dpo_beta": ("dpo",),
-}
-"""The algorithms that a key has an effect on; a key that is not here has one on all."""
-
-
 def _probed_targets(value: tuple[str, ...]) -> tuple[str, ...]:
     if found := sorted({name.rpartition(".")[2] for name in value} & {"lm_head", "embed_tokens"}):
         raise ValueError(
@@ -61,7 +43,7 @@ class TrainingSettings(Settings):
     """``[rl.training]``: the algorithm, its options, the adapter and its optimiser.
 
     0 or "auto" for a clip bound or the aggregation takes the value of the algorithm's paper; see
-    ``training/algorithms.py``. A key without an effect on the algorithm is named in one warning.
+    ``training/algorithms.py``.
     """
 
     engine: Annotated[str, registry.registered("training_engines", besides=(LOCAL,))] = Field(
@@ -124,7 +106,6 @@ class TrainingSettings(Settings):
         "or an adapter; opsd without one: the version that training starts from",
     )
     teacher_model: str = Field(default="", description="the teacher's name on its server")
-    teacher_key_env: VariableName = Field(default="", description="environment variable with the teacher's API key")
     opd_weight: float = Field(
         default=1.0, gt=0, description="weight of the KL to the teacher beside the reward's advantage"
     )
@@ -193,17 +174,6 @@ class TrainingSettings(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        changed = {
-            name for name in self.model_fields_set if getattr(self, name) != type(self).model_fields[name].default
-        }
-        idle = {name for name, only in _ONLY.items() if self.algorithm not in only}
-        if self.step_rewards == "episode" and not self.state_weight:
-            idle.add("discount")
-        if self.tree == "proposals":
-            idle |= {"step_rewards", "state_weight"}
-        if idle := changed & idle:
-            how = f'algorithm = "{self.algorithm}", method = "{self.method}", tree = "{self.tree}"'
-            warn_once(f"[rl.training] {', '.join(sorted(idle))}: no effect with {how}")
         if self.old_logprobs == "recorded" and self.correction != "none":
             raise ValueError(
                 'old_logprobs = "recorded" leaves no importance weights to correct by: leave "auto", or set correction '

@@ -8,7 +8,7 @@ import pwd
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from openhands_rl_plugin.config.fields import Settings
 
@@ -16,11 +16,11 @@ from openhands_rl_plugin.config.fields import Settings
 _NEVER = ("/dev", "/proc", "/run", "/sys", "/var/run")
 
 
-def checked_path(text: str, *, whole_home: bool = False) -> Path:
+def checked_path(text: str) -> Path:
     """The absolute path that ``text`` names, ``~`` expanded and links followed.
 
-    Raises ``ValueError`` in words for its author: for a relative path, ``/`` or a folder above a home, a folder of the
-    kernel or of sockets, a whole home without ``whole_home``, and what does not exist.
+    Raises ``ValueError`` in words for its author: for a relative path, ``/``, a home or a folder above one, a folder of
+    the kernel or of sockets, and what does not exist.
     """
     path = Path(text).expanduser()
     if not path.is_absolute():
@@ -30,10 +30,10 @@ def checked_path(text: str, *, whole_home: bool = False) -> Path:
     real = path if _forbidden(path) else Path(os.path.realpath(path))
     if (inside := _forbidden(real)) is not None:
         raise ValueError(f"{text!r} lies in {inside}, which sandboxes never show: it leads to the host")
-    if real == Path("/") or any(real in home.parents for home in _homes()):
-        raise ValueError(f"{text!r} holds whole homes; name the folders below it that are needed")
-    if real in _homes() and not whole_home:
-        raise ValueError(f"{text!r} is a whole home, with keys in it; name folders in it, or add whole_home = true")
+    if any(real in (home, *home.parents) for home in _homes()):
+        raise ValueError(
+            f"{text!r} is or holds a whole home, with keys in it; name the folders below it that are needed"
+        )
     if not real.exists():
         raise ValueError(f"{text!r} does not exist")
     return real
@@ -65,7 +65,6 @@ class WorkspaceSettings(Settings):
         default="standard",
         description="compact: RLAgent's own short instructions and tools (under 700 tokens), for small models",
     )
-    whole_home: bool = Field(default=False, description="allow a whole home in visible and writable, with its keys")
     visible: tuple[str, ...] = Field(
         default=(), strict=False, description="folders and files of the host that commands may read, by their own paths"
     )
@@ -74,8 +73,6 @@ class WorkspaceSettings(Settings):
     )
     network: bool = Field(default=False, description="let commands use the host's network")
     memory: int = Field(default=8192, ge=64, description="MiB of memory of all processes of a session")
-    processes: int = Field(default=4096, ge=16, description="processes of a session at a time")
-    temporary: int = Field(default=2048, ge=1, description="MiB of /tmp, and of /dev/shm")
 
     @property
     def is_compact(self) -> bool:
@@ -85,16 +82,16 @@ class WorkspaceSettings(Settings):
     @property
     def visible_paths(self) -> tuple[Path, ...]:
         """``visible`` as real paths."""
-        return tuple(checked_path(text, whole_home=self.whole_home) for text in self.visible)
+        return tuple(checked_path(text) for text in self.visible)
 
     @property
     def writable_paths(self) -> tuple[Path, ...]:
         """``writable`` as real paths."""
-        return tuple(checked_path(text, whole_home=self.whole_home) for text in self.writable)
+        return tuple(checked_path(text) for text in self.writable)
 
     @field_validator("visible", "writable")
     @classmethod
-    def _check_paths(cls, texts: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    def _check_paths(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
         for text in texts:
-            checked_path(text, whole_home=info.data.get("whole_home", False))
+            checked_path(text)
         return texts

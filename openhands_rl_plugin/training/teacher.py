@@ -17,7 +17,6 @@ from pathlib import Path
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.arrays import Floats, Mask
 from openhands_rl_plugin.core.errors import ConfigError, PublishError, TrainingError
-from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Adapter, Sample, Trajectory
 from openhands_rl_plugin.models.adapters.publisher import ModelServer, RefusedByServer
 from openhands_rl_plugin.training.algorithms import ALGORITHMS
@@ -109,8 +108,7 @@ def teacher_of(settings: TrainingSettings, model: Path, parent: Adapter | None) 
     """
     named = settings.teacher
     if named.startswith(("http://", "https://")):
-        key = named_key(settings.teacher_key_env, "teacher_key_env")
-        return ServedTeacher(named, settings.teacher_model or model.name, key)
+        return ServedTeacher(named, settings.teacher_model or model.name)
     if not named:
         return LocalTeacher(model, Path(parent.path) if parent is not None else None, dtype=settings.dtype)
     folder = Path(named).expanduser()

@@ -1,23 +1,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 from openhands_rl_plugin import cli
-
-ROOT = Path(__file__).parents[2]
 
 
 def command_that(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int], **extra: Any) -> None:
@@ -40,15 +33,10 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert "examples:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["score"], ["tasks", "chekc"], ["env", "atari"], ["list", "store", "--dsc"]])
+@pytest.mark.parametrize("words", [["lst"], ["score"], ["tasks", "chekc"], ["list", "store", "--dsc"]])
 def test_wrong_usage_is_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["lst", "store"]) == 2
-    assert "unknown command 'lst'; did you mean 'list'?" in capsys.readouterr().err
 
 
 def test_the_list_of_commands_imports_none_of_them() -> None:
@@ -79,23 +67,3 @@ def test_an_unforeseen_error_is_one_line_unless_the_place_is_asked_for(
     monkeypatch.setenv(cli.DEBUG, "1")
     assert cli.main(["try"]) == 1
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_doctor_prints_what_it_read_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--show", "--config", str(ROOT / "config.toml.example")]) == 0
-    text = re.sub(r"# (seed = 0 +# of the run)", r"\1", (ROOT / "config.toml.example").read_text())
-    assert json.loads(capsys.readouterr().out) == {"rl": tomllib.loads(text)["rl"]}
-
-
-def test_the_shop_serves_until_it_is_stopped() -> None:
-    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "env", "webshop", "--port", "0", "--products", "50"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
-        assert server.stdout is not None and server.stderr is not None
-        line = server.stdout.readline()
-        assert line.startswith("webshop at http://127.0.0.1:")
-        url = line.split()[2].removesuffix(":")
-        answer = httpx.post(f"{url}/reset", json={"idx": 0}, trust_env=False).json()
-        assert {"state", "reward", "done"} <= answer.keys()
-        server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=20) == 0
-        assert server.stderr.read() == ""

@@ -90,19 +90,16 @@ COMMANDS: dict[str, list[str]] = {
     "list": ["list", "STORE"],
     "show": ["show", "STORE", "hostile-0"],
     "show the tree": ["show", "STORE", "hostile-0", "--tree"],
-    "show a failed one": ["show", "STORE", "hostile-3"],
     "show what is not there": ["show", "STORE", TEXT],
     "statistics": ["list", "STORE", "--by"],
     "score": ["score", "STORE", "--reward", "test_hostile_terminal:HostileReward"],
     "score by hand": ["score", "STORE", "--id", "hostile-1", "--value", "1", "--note", TEXT],
     "export": ["export", "STORE", "--format", "sft", "--out", "OUT.jsonl"],
     "doctor": ["doctor", "drift", "STORE"],
-    "a filter": ["list", "STORE", "--task", TEXT],
     "an unknown command": [TEXT],
     "an unknown option": ["list", "STORE", f"--{TEXT}"],
     "a wrong value": ["list", "STORE", "--min-reward", TEXT],
 }
-COMMANDS["tasks"] = ["tasks", "list", "ROWS"]
 COMMANDS["graded rows that are wrong"] = ["grade", "ROWS", "--instances", "ROWS", "--out", "OUT"]
 COMMANDS["an import that is wrong"] = ["import", "ROWS", "--into", "OUT", "--skip-bad"]
 COMMANDS["an evaluation"] = ["evaluate", "ROWS", "--model", TEXT, "--base-url", "http://127.0.0.1:1/v1", "--dry-run"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import httpx
 import pytest
 import torch
 from counted_reward import ASKED, CountedReward
-from needs import CONTRIB, needs_contrib
+from needs import needs_contrib
 from scripted_model import says as answer
 from scripted_model import serve
 from shopping_loop import MODEL, write_talker
@@ -25,10 +24,8 @@ from train_store import stored
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.apps.loop.checks import held
-from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.evals.runs.suites import local_rows
-from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.data.batch import off_policy_sampling
@@ -172,18 +169,6 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
 
 @pytest.mark.timeout(400)
-def test_a_loop_learns_from_a_teacher(served: tuple[str, str], tmp_path: Path) -> None:
-    config = write_config(tmp_path, shop=served[0], server=served[1])
-    teacher = f'[rl.training]\nalgorithm = "opd"\nteacher = "{served[1]}"\nteacher_model = "{MODEL}"'
-    config.write_text(config.read_text().replace("[rl.training]", teacher))
-    assert cli.main(words(config)) == 0
-    first, second = (record.metrics for record in LoopState.load(tmp_path / "run" / "state.json").records[1:3])
-    assert first["episodes_used"] == second["episodes_used"] == 6, "whatever their rewards are"
-    assert abs(first["kl"]) < 1e-4, "the policy begins as its teacher"
-    assert first["steps"] == second["steps"] == 1
-
-
-@pytest.mark.timeout(400)
 def test_a_run_goes_on_from_an_adapter_that_is_there(
     served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,7 +183,7 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
 
     command = [*learnt, "--run-dir", str(tmp_path / "next"), "--from", "latest"]
     assert cli.main([*command, "--dry-run"]) == 0
-    assert f"starts from {first}" in capsys.readouterr().out
+    assert f"starting from {first}" in capsys.readouterr().out
     assert cli.main(command) == 0
     state = LoopState.load(tmp_path / "next" / "state.json")
     assert state.start == first and state.records[0].adapter == first
@@ -212,36 +197,19 @@ def test_a_run_goes_on_from_an_adapter_that_is_there(
     # A run that goes on has its own beginning, whatever is the latest by now.
     assert cli.main(command) == 0
     assert LoopState.load(tmp_path / "next" / "state.json") == state
-    made = Path(adapters.get(first).path)
-
-    def copied(folder: Path) -> None:
-        for file in ("adapter_config.json", WEIGHTS_FILE):
-            shutil.copyfile(made / file, folder / file)
-
-    foreign = adapters.create(name, copied, base_model="another-model")
     capsys.readouterr()
-    for number, alpha, says in (
-        ("99", 8, "--from 99: "),
-        (str(foreign.version), 8, "was trained on 'another-model', and"),
-        ("1", 16, "lora_alpha = 8, and [rl.training] has 16: set lora_alpha = 8"),
-    ):
-        config.write_text(config.read_text().replace("lora_alpha = 8", f"lora_alpha = {alpha}"))
-        run = ["--run-dir", str(tmp_path / f"from-{number}"), "--from", number]
-        assert cli.main([*learnt, *run]) == 1
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-        assert says in line
-        assert not (tmp_path / f"from-{number}" / "state.json").exists()
+    config.write_text(config.read_text().replace("lora_alpha = 8", "lora_alpha = 16"))
+    assert cli.main([*learnt, "--run-dir", str(tmp_path / "other"), "--from", "1"]) == 1
+    assert "lora_alpha = 8, and [rl.training] has 16: set lora_alpha = 8" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "state.json").exists()
 
 
 WRONG = [
     ([], "", "no model is given: give its folder with --model, or its server as base_url in [rl.serving]"),
     (["--model", "nowhere"], "", "--model nowhere: this is not the folder of a model"),
     (["--model", "MODEL", "--set", "loop.held_out=6"], "", "too few tasks: 0 to train on, 6 held out"),
-    (["--model", "MODEL", "--set", "loop.demonstrations=2"], "", "environment has no scripted ones, only repair-1"),
     (["--model", "MODEL", "--set", "rollout_strategy=BestOfN"], "", 'set [rl.training] tree = "proposals"'),
-    (["--model", "MODEL"], '[rl.training]\nalgorithm = "dpo"', '"dpo" learns from pairs'),
     (["--model", "MODEL"], '[rl.training]\nmethod = "full"', "which no running server loads: `train` it"),
-    (["--model", "MODEL"], '[rl.training]\nlora_variant = "dora"', "nor vLLM can serve it"),
     (["--model", "MODEL"], '[rl.reward]\nname = "verifier"', "reward 'verifier': adapter: is required"),
 ]
 
@@ -322,29 +290,9 @@ def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys:
     assert "1195 tasks to train on, 2 held out, 5 for demonstrations" in said
     assert "stages: 7, 0 done" in said and "async, at most 1 versions behind" in said
     assert "by the embedded server" in said and "'counted_reward:CountedReward'" in said
-    assert "agent: StandardReAct, at most 2 turns, 6 at a time\n" in said
     assert cli.main([*command, "--set", "loop.training_max_turns=4", "loop.evaluation_strategy=BestOfN"]) == 0
-    also = "agent: StandardReAct, at most 4 turns, 6 at a time; held-out tasks: BestOfN, at most 2 turns\n"
+    also = "agent: StandardReAct, at most 4 turns; held-out tasks: BestOfN, at most 2 turns\n"
     assert also in capsys.readouterr().out
     assert cli.main(["loop", "swe-local", *command[2:]]) == 0
     assert "swe-local: 52 tasks to train on, 2 held out" in capsys.readouterr().out
     assert not (tmp_path / "run").exists() and not (tmp_path / "trajectories").exists()
-
-
-def test_tasks_that_are_held_out_have_a_split_of_their_own(tmp_path: Path) -> None:
-    rows = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
-    for file, numbers in zip(rows, ((1, 2, 3), (4, 5)), strict=True):
-        file.write_text("".join(f'{{"goal": {number}}}\n' for number in numbers))
-    software = local_rows()
-    settings = load_settings(write_config(tmp_path))
-    for source, split in (
-        (TaskSource(suite="environment", count=6), "test"),
-        (TaskSource(suite="environment", rows=rows[0], held_out_rows=rows[1]), "test"),
-        (TaskSource(suite="swe-gym", rows=software), "train"),
-        (TaskSource(suite=str(software)), "train"),
-        (TaskSource(suite="swe-local"), "train"),
-        *([(TaskSource(suite="webshop"), "train")] if CONTRIB else []),
-    ):
-        tasks = loop_tasks(source, settings)
-        assert [entry.task.split for entry in tasks.held_out] == ["heldout", "heldout"]
-        assert {entry.task.split for entry in tasks.training} == {split}

@@ -102,24 +102,17 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "adapters": [["adapters", what, *configured] for what in ("list", "publish", "rollback")],
         "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],
         "demo": [["demo", "--model", url, "--run-dir", str(folder / "demo")]],
-        "doctor": [
-            ["doctor", *configured],
-            ["doctor", *configured, "--show"],
-            ["doctor", "--config", rows, "--show"],
-            ["doctor", "drift", mongodb],
-        ],
+        "doctor": [["doctor", *configured], ["doctor", *configured, "--show"], ["doctor", "drift", mongodb]],
         "env": [["env", "webshop", "--host", url, "--port", "0"]],
         "evaluate": [
             ["evaluate", rows, *play, "--out", str(folder / "out")],
             ["evaluate", "environment", *play, "--agent", "RLAgent", "--tasks", "2", "--out", str(folder / "out2")],
-            ["evaluate", rows, *play, "--dry-run", "--store", mongodb],
             ["evaluate", rows, *model, "--api-key-env", "MY_SERVER_KEY", "--out", str(folder / "out3")],
             ["evaluate", "--compare", rows, url],
             ["evaluate", "--report", rows, "--store", mongodb],
         ],
         "export": [
-            ["export", store, "--format", "sft", "--out", str(folder / "sft.jsonl")],
-            ["export", mongodb, "--format", "sft", "--out", str(folder / "sft.jsonl")],
+            ["export", each, "--format", "sft", "--out", str(folder / "sft.jsonl")] for each in (store, mongodb)
         ],
         "gateway": [["gateway", "--upstream", url, "--store", mongodb, "--port", "0"]],
         "grade": [["grade", rows, "--instances", rows, "--out", str(folder / "graded"), "--mirror", url]],
@@ -130,7 +123,6 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "rollouts": [
             ["rollouts", "serve", *model, "--listen", url, "--store", str(folder / "queue")],
             ["rollouts", "serve", *configured, "--api-key-env", KEYS["prompt"], "--port", "0"],
-            ["rollouts", "serve", "--base-url", url, "--model", "planted", "--store", rows],
         ],
         "run": [
             ["run", "-t", KEYS["prompt"], *configured],
@@ -138,22 +130,16 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
             ["run", "-t", "Think.", *configured, "--set", f"serving.api_key_env={KEYS['prompt']}"],
         ],
         "score": [
-            ["score", store, "--reward", "return"],
-            ["score", store, "--reward", "matching", "--options", json.dumps({"api_key": KEYS["prompt"]})],
+            ["score", store, "--reward", "matching", "--set", f"api_key={KEYS['prompt']}"],
             ["score", mongodb, "--reward", "return"],
         ],
         "serve": [
-            ["serve", "--model", url],
             ["serve", "--model", "planted", "--host", url],
             ["serve", "--base-url", url, "--model", "planted", "--tools", url, "--port", "0"],
         ],
         "show": [["show", store, "x"], ["show", mongodb, "x"]],
         "studio": [["studio", rows], ["studio", mongodb], ["studio", store, "--host", url]],
-        "tasks": [
-            ["tasks", "list", rows],
-            ["tasks", "check", rows],
-            ["tasks", "make", url, "--out", str(folder / "t")],
-        ],
+        "tasks": [["tasks", "check", rows], ["tasks", "make", url, "--out", str(folder / "t")]],
         "train": [["train", store, "--model", url, *configured], ["train", mongodb, "--model", "planted", *configured]],
         "watch": [["watch", *configured, "--once"], ["watch", "status", *configured]],
     }

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from scripted_model import call, says, serve
 
 from openhands_rl_plugin.cli import main
+from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.config.work import work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -102,21 +102,15 @@ def test_a_key_is_read_from_the_environment_and_never_among_the_settings(
     ("words", "said"),
     [
         (["run", "-t", "Think."], "error: which model? give --model NAME --base-url URL"),
-        (["run", "-t", " "], "error: the task is empty; say what is to be done"),
         (["run", "-f", "absent.md"], "error: --file: absent.md cannot be read"),
         (["run", "-t", "Think.", "--config", "absent.toml"], "error: absent.toml: there is no such file"),
-        (["run", "-t", "Think.", "--model", "m", "--base-url", "here"], "[rl.serving] base_url: must be an http://"),
-        (["run", "-t", "Think.", "--model", "m", "--set", "rollout_strategy=Best"], "'Best'"),
-        (["run"], "error: give either a task (-t TEXT, -f FILE) or a command after --"),
         (["run", "-t", "Think.", "--", "true"], "error: give either a task (-t TEXT, -f FILE) or a command after --"),
         (["run", "--", "true"], "error: which model server? give --base-url URL"),
         ([*COMMAND, "--set", "rollout_strategy=MCTS", "--", "true"], "MCTS needs an environment that can fork"),
         ([*COMMAND, "--", "./absent"], "error: ./absent cannot be started in .: No such file or directory"),
-        ([*COMMAND, "--workspace", "./typo", "--", "true"], "error: --workspace: there is no folder typo; --create"),
         ([*COMMAND, "--attempts", "2", "--", "true"], "error: --attempts: of a task;"),
         (["run", "-t", "Think.", "--workspace", "./typo"], "error: --workspace: there is no folder typo; --create"),
         (["run", "-t", "Think.", "--model", "nosuch"], "does not serve nosuch. It has: m; name one with"),
-        ([*COMMAND[:1], "-t", "Think.", "--model", "m", "--set", "rollout_strategy=MCTS"], "a workspace pays none"),
         (["run", "-t", "Think.", "--model", "m", "--base-url", "http://127.0.0.1:9/v1"], "no model server answers at"),
     ],
 )
@@ -141,7 +135,7 @@ def counts(body: Any) -> Any:
     return says("two" if "Go on." in str(body["messages"]) else "one")
 
 
-@pytest.mark.parametrize(("code", "options"), [(0, []), (7, []), (3, ["--set", "max_turns=2"])])
+@pytest.mark.parametrize(("code", "options"), [(7, []), (3, ["--set", "max_turns=2"])])
 async def test_another_agents_command_is_recorded_and_its_exit_code_returned(
     tmp_path: Path, code: int, options: list[str]
 ) -> None:
@@ -168,10 +162,8 @@ async def test_another_agents_command_is_recorded_and_its_exit_code_returned(
         done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done.stdout + done.stderr
     counted, recorded = done.stdout.splitlines()
-    assert counted == "counted to two" and re.match(
-        r"recorded in store as \w{8}: 2 completions; token ids: yes; reward: not scored",
-        recorded,
-    )
+    assert counted == "counted to two"
+    assert re.match(r"recorded in store as \w{8}: 2 completions; token ids: yes; reward: not scored", recorded)
     async with FileTrajectoryStorage(tmp_path / "store") as storage:
         [episode] = [each async for each, _ in storage.find(TrajectoryFilter())]
     assert (episode.stop, episode.evidence["exit_code"]) == (StopReason.TERMINATED, code)
@@ -179,29 +171,18 @@ async def test_another_agents_command_is_recorded_and_its_exit_code_returned(
     assert (episode.strategy.name, episode.usage.calls > 2) == (("BestOfN", True) if options else ("gateway", False))
 
 
-def has_v0() -> bool:
-    try:
-        return version("openhands-ai").startswith("1.6.")
-    except PackageNotFoundError:
-        return False
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(800)
-@pytest.mark.skipif(not has_v0(), reason="needs OpenHands V0")
+@pytest.mark.skipif("v0" not in installed_hosts(), reason="needs OpenHands V0")
 @pytest.mark.shows("openhands-rl run")
 def test_run_rolls_out_a_task_with_openhands_v0(tmp_path: Path) -> None:
     answers = [
         says("I write.", call("execute_bash", {"command": "echo hello > greeting.txt", "security_risk": "LOW"})),
         says("Done.", call("finish", {"message": "It is written."})),
     ]
-    environ = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "TMPDIR": str(tmp_path),
-        "MY_KEY": "sk-secret",
-        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-    }
+    environ = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "MY_KEY": "sk-secret"}
+    environ |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environ |= {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     for name in ("openhands", "json", "modal"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was executed')\n")
     with serve() as server:

@@ -23,7 +23,6 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     ("installed", "asked", "used"),
     [
         (V0, "auto", "v0"),
-        (V1, "auto", "v1"),
         (V0_WITH_ITS_SDK, "auto", "v0"),
         (V0_WITH_ITS_SDK, "v1", "v1"),
         ({"openhands-ai": "1.11.0", **V1}, "auto", "v1"),
@@ -39,7 +38,6 @@ def test_the_host_that_is_used(packages: dict[str, str], installed: dict[str, st
     [
         ({}, "auto", r"needs openhands-sdk and openhands-tools 1\.15 or newer \(not installed\).*\[sdk\]"),
         (V1, "v0", r"OpenHands V0 needs openhands-ai 1\.6 \(not installed\); in an environment of its own"),
-        ({"openhands-ai": "1.7.0"}, "v0", r"needs openhands-ai 1\.6 \(openhands-ai 1\.7\.0 installed\)"),
         ({"openhands-sdk": "1.11.0", "openhands-tools": "1.11.0"}, "v1", r"openhands-sdk 1\.11\.0"),
         (V0, "v1", r"in an environment of its own, in a clone of the package: pip install '\.\[sdk\]'"),
     ],

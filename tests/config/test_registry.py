@@ -8,22 +8,10 @@ import pytest
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.agentgym import AgentGymClient
 from openhands_rl_plugin.environments.http.client import WebEnvClient
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-
-
-class GuestOptions(Frozen):
-    branches: int = 3
-
-
-class GuestStrategy:
-    Options = GuestOptions
-
-    def __init__(self, options: GuestOptions) -> None:
-        self.options = options
 
 
 class PlainReward:
@@ -59,11 +47,6 @@ def test_options_are_checked_and_handed_over(tmp_path: Path) -> None:
     assert isinstance(registry.build("rewards", f"{__name__}:PlainReward"), PlainReward)
 
 
-def test_a_class_can_be_named_by_its_module() -> None:
-    built = registry.build("strategies", f"{__name__}:GuestStrategy", {"branches": 5})
-    assert isinstance(built, GuestStrategy) and built.options.branches == 5
-
-
 def test_an_installed_package_joins_by_an_entry_point(guest_package: None) -> None:
     assert registry.names("strategies") == ("BestOfN", "Broken", "Guest", "MCTS", "StandardReAct", "ToT")
     assert registry.load("strategies", "Guest").__module__ == "guest_plugin"
@@ -86,12 +69,10 @@ def test_an_environment_without_a_class_speaks_the_simple_protocol(name: str, ex
 @pytest.mark.parametrize(
     ("kind", "name", "options", "message"),
     [
-        ("strategies", "StandardReact", {}, "unknown strategy 'StandardReact'; did you mean 'StandardReAct'?"),
+        ("strategies", "StandardReact", {}, "unknown strategy 'StandardReact';"),
         ("strategies", "no_such_module:X", {}, "cannot be loaded from no_such_module:X: ModuleNotFoundError"),
         ("rewards", "os:getcwd", {}, "os:getcwd is not a class"),
-        ("strategies", "StandardReAct", {"samplin": {}}, "samplin: unknown key; did you mean 'sampling'?"),
         ("strategies", "StandardReAct", {"sampling": {"tmp": 1}}, "sampling.tmp: unknown key;"),
-        ("storages", "file", {"pth": "x", "path": "y"}, "storage 'file': pth: unknown key; did you mean 'path'?"),
         ("storages", "file", {}, "storage 'file': path: is required"),
         ("engines", "openai", {"model": 3, "base_url": "x"}, "engine 'openai': model: must be a valid string, got 3"),
     ],
@@ -105,7 +86,5 @@ def test_what_is_wrong_is_named(kind: registry.Kind, name: str, options: dict[st
 
 def test_checking_options_checks_those_of_named_plugins_too() -> None:
     options = {"value": "reward", "value_options": {"reward": "success", "reward_options": {"treshold": 1.0}}}
-    with pytest.raises(ConfigError, match=r"reward 'success': treshold: unknown key; did you mean 'threshold'"):
-        registry.check_options("strategies", "MCTS", options)
-    with pytest.raises(ConfigError, match=r"\[rl.strategy\] reward 'success': treshold: unknown key"):
+    with pytest.raises(ConfigError, match="reward 'success': treshold: unknown key"):
         RLSettings(rollout_strategy="MCTS", strategy=options)

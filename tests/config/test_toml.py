@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin import FileTrajectoryStorage, RLAgentConfig
-from openhands_rl_plugin.config import fields, registry
+from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -96,42 +96,19 @@ def test_the_port_is_added_unless_the_address_has_one(base: str, url: str) -> No
     assert RLSettings(env_server_base=base).environment_url == url
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_name_and_its_section(tmp_path: Path) -> None:
-    (line,) = refusal(tmp_path, "[rl]\nmax_turn = 3\n")
-    assert line.startswith("[rl] max_turn: unknown key; did you mean 'max_turns'? available: engine, engine_options, ")
-    (line,) = refusal(tmp_path, "[rl]\nmax_turns = 3\n[extended.rl.training]\nlearning_rat = 1.0\n")
-    assert line.startswith("[rl.training] learning_rat: unknown key; did you mean 'learning_rate'?")
-
-
 WRONG = [
-    ("[rl]\nmax_turns = 0", "[rl] max_turns: must be greater than or equal to 1, got 0"),
+    ("[rl]\nmax_turn = 3", "[rl] max_turn: unknown key;"),
     ('[rl]\nmax_turns = "3"', "[rl] max_turns: must be a valid integer, got '3'"),
-    ('[rl]\nenv_name = "a\\u0000b"', "[rl] env_name: "),
     ('[rl]\nenv_server_base = "127.0.0.1"', "[rl] env_server_base: must be an http:// or https:// URL"),
     ('[rl]\nrollout_strategy = "Greedy"', "[rl] rollout_strategy: unknown strategy 'Greedy'; available: BestOfN, MCTS"),
     ('[rl.storage]\nuri_env = "mongodb://h/"', "[rl.storage] uri_env: must be the NAME of an environment variable"),
-    ('[rl.training]\nalgorithm = "ppo"', "[rl.training] algorithm: must be 'sft', 'rejection-sampling', "),
     ("[agent.RLAgent.rl.sampling]\ntop_p = 0", "[rl.sampling] top_p: must be greater than 0, got 0"),
     ('[rl.serving]\nadapter = "../evil"', "[rl.serving] adapter: may hold letters, digits"),
-]
-
-
-TOT, MCTS = (f'[rl]\nrollout_strategy = "{name}"\n' for name in ("ToT", "MCTS"))
-WRONG += [
     (
-        f"{TOT}[rl.strategy]\nnum_branche = 1",
-        "[rl.strategy] strategy 'ToT': num_branche: unknown key; did you mean 'num_branches'?",
+        '[rl]\nrollout_strategy = "MCTS"\n[rl.strategy]\nexploration_weight = -1.0',
+        "strategy 'MCTS': exploration_weight: must",
     ),
-    (
-        f"{MCTS}[rl.strategy]\nexploration_weight = -1.0",
-        "[rl.strategy] strategy 'MCTS': exploration_weight: must be greater than or",
-    ),
-    ('[rl.reward]\nname = "verifier"', "[rl.reward.options] reward 'verifier': adapter: is required"),
-    (
-        '[rl.reward]\nname = "success"\noptions = {treshold = 1.0}',
-        "[rl.reward.options] reward 'success': treshold: unknown key; did you",
-    ),
-    ('[rl]\nrollout_strategy = "no.where:At"\nstrategy = {a = 1}', "[rl.strategy] strategy 'no.where:At' cannot be"),
+    ('[rl.reward]\nname = "verifier"', "reward 'verifier': adapter: is required"),
 ]
 
 
@@ -141,14 +118,9 @@ def test_a_wrong_value_gives_one_line(tmp_path: Path, text: str, expected: str) 
     assert line.startswith(expected)
 
 
-def test_options_that_do_not_apply_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fields.warn_once.cache_clear()
-    text = 'algorithm = "dpo"\nkl = "k3"\nclip_low = 0.1\ncorrection = "none"\ndpo_beta = 0.2'
-    text += '\ntree = "proposals"\ndiscount = 0.9'
-    assert load(tmp_path, f"[rl.training]\n{text}\n").training.kl == "k3"
-    assert caplog.messages == [
-        '[rl.training] clip_low, discount, kl: no effect with algorithm = "dpo", method = "lora", tree = "proposals"'
-    ]
+def test_every_wrong_value_is_reported(tmp_path: Path) -> None:
+    lines = refusal(tmp_path, "[rl]\nmax_turns = 0\nmax_workers = 0\n[agent.RLAgent.rl]\nmax_workers = -1\n")
+    assert [line.partition(": ")[0] for line in lines] == ["[rl] max_turns", "[rl] max_workers"]
 
 
 def test_a_strategy_of_ones_own_has_options_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +129,7 @@ def test_a_strategy_of_ones_own_has_options_of_its_own(tmp_path: Path, monkeypat
     text = '[rl]\nrollout_strategy = "careful:Careful"\nstrategy = {votes = 5}\n'
     assert load(tmp_path, text).strategy == {"votes": 5}
     (line,) = refusal(tmp_path, text.replace("votes", "vote"))
-    assert line == "[rl.strategy] strategy 'careful:Careful': vote: unknown key; did you mean 'votes'? available: votes"
-
-
-def test_every_wrong_value_is_reported(tmp_path: Path) -> None:
-    lines = refusal(tmp_path, "[rl]\nmax_turns = 0\nmax_workers = 0\n[agent.RLAgent.rl]\nmax_workers = -1\n")
-    assert [line.partition(": ")[0] for line in lines] == ["[rl] max_turns", "[rl] max_workers"]
+    assert line.startswith("strategy 'careful:Careful': vote: unknown key;")
 
 
 SECRETS = [
@@ -197,12 +164,7 @@ def test_a_key_is_read_from_the_variable_that_is_named(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing.toml: there is no such file; write one with: openhands-rl doctor"):
         load_settings(tmp_path / "missing.toml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        load_settings(tmp_path)
     assert refusal(tmp_path, "[rl")[0].startswith("is not valid TOML: ")
-    (tmp_path / "config.toml").write_bytes(b"[rl]\nenv_name = '\xff'")
-    with pytest.raises(ConfigError, match="is not valid TOML"):
-        load_settings(tmp_path / "config.toml")
 
 
 class LabelledStorage(FileTrajectoryStorage):

@@ -33,10 +33,10 @@ def test_a_folder_of_a_home_is_shown_by_its_real_path(home: Path):
     ("text", "said"),
     [
         ("projects", "must be absolute, or begin with ~"),
-        ("/", "holds whole homes"),
-        ("{home}/..", "holds whole homes"),
-        ("~", "is a whole home, with keys in it; name folders in it, or add whole_home = true"),
-        ("{home}/self", "is a whole home"),
+        ("/", "holds a whole home"),
+        ("{home}/..", "holds a whole home"),
+        ("~", "is or holds a whole home, with keys in it"),
+        ("{home}/self", "is or holds a whole home"),
         ("/run", "lies in /run, which sandboxes never show"),
         ("/var/run", "run, which sandboxes never show"),
         ("/proc/1/root", "lies in /proc, which sandboxes never show"),
@@ -50,18 +50,3 @@ def test_what_may_not_be_shown_is_refused_in_one_line(home: Path, key: str, text
         workspace(**{key: [text.format(home=home)]})
     assert re.fullmatch(rf"\[rl\.workspace\] {key}: '[^']+' .*", str(caught.value)), caught.value
     assert said.format(home=home) in str(caught.value)
-
-
-def test_a_whole_home_is_shown_where_that_is_said(home: Path):
-    assert workspace(visible=["~"], whole_home=True).visible_paths == (home,)
-
-
-def test_a_key_that_does_not_exist_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"\[rl\.workspace\] visable: unknown key; did you mean 'visible'\?"):
-        workspace(visable=["/data"])
-
-
-def test_the_network_is_off_or_on_and_no_list():
-    assert workspace().network is False and workspace(network=True, isolation="none").network is True
-    with pytest.raises(ConfigError, match=r"^\[rl\.workspace\] network: must be a valid boolean"):
-        workspace(network=["pypi", "*.example.com"])

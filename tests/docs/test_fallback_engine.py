@@ -5,12 +5,10 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from scripted_model import ScriptedModel, refusal, says, serve
+from scripted_model import ScriptedModel, says, serve
 
-from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -42,35 +40,11 @@ def server() -> Iterator[ScriptedModel]:
         yield model
 
 
-def settings(server: ScriptedModel, tmp_path: Path, **more: Any) -> RLSettings:
-    return RLAgentConfig.model_validate(
-        {
-            "engine": "fallback",
-            "engine_options": {"second_url": server.url},
-            "env_name": "openhands_rl_plugin.testing:GridEnvironment",
-            "storage": {"path": str(tmp_path / "trajectories")},
-            "serving": {"model": "m", "adapters_path": str(tmp_path / "adapters")},
-            **more,
-        }
-    )
-
-
 async def test_it_is_an_engine(installed: None, server: ScriptedModel) -> None:
     options = {"model": "m", "base_url": AWAY, "second_url": server.url, "timeout": 5.0}
     engine = registry.build("engines", "fallback", options)
     await check_engine(engine, away=registry.build("engines", "fallback", {**options, "second_url": AWAY}))
     await engine.aclose()
-
-
-def test_an_agent_samples_with_the_engine_of_its_settings(
-    installed: None, server: ScriptedModel, tmp_path: Path
-) -> None:
-    with serve() as busy:
-        busy.policies["m"] = lambda _: refusal(503, "busy")
-        with RLAgent(busy.url, config=settings(server, tmp_path)) as agent:
-            (episode,) = agent.run("Walk.")
-    assert episode["reward"] == 1.0
-    assert len(busy.requests["m"]) == 2 * len(server.requests["m"]), "the engine of the plugin tries twice"
 
 
 def test_openhands_refuses_an_engine_that_it_would_not_use(installed: None) -> None:

@@ -83,9 +83,9 @@ class Unable:
 
 
 async def test_a_reward_says_it_from_its_threshold_on() -> None:
-    settings = VerifierSettings(label="return", label_at=0.3)
+    settings = VerifierSettings(label="return")
     one = episode(1, 1, success=None)
-    scores = [score(0.1, "return-1"), score(0.1 + 0.2, "return-1"), score(0.0, "other")]
+    scores = [score(0.1, "return-1"), score(0.1 + 0.2 + 0.7, "return-1"), score(0.0, "other")]
     assert await label_of(one, scores, settings, ReturnReward()) is True
     assert await label_of(one, scores[:1], settings, ReturnReward()) is False
     assert await label_of(one, [], settings, ReturnReward()) is None, "its steps have no rewards"

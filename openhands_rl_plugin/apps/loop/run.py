@@ -11,7 +11,7 @@ from openhands_rl_plugin.apps.loop.checks import CHECKOUTS, EVALUATION, check_tr
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, demonstrator_of, open_demonstrator
 from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
-from openhands_rl_plugin.config.rl import LoopSettings, RewardSettings, RLSettings
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
 from openhands_rl_plugin.config.training import TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
@@ -144,10 +144,9 @@ def _warm_start(settings: RLSettings) -> TrainingSettings:
 
 
 def _criterion(job: LoopJob) -> SuccessRule | None:
-    """The environment's or the reward's criterion, unless ``[rl.loop] success_at`` says another."""
+    """The environment's or the reward's criterion, where the reward is a function of the return."""
     settings = job.settings
-    changed = settings.loop.success_at != LoopSettings.model_fields["success_at"].default
-    if changed or job.tasks.suite.software or not judged_by_return(settings.reward):
+    if job.tasks.suite.software or not judged_by_return(settings.reward):
         return None
     return success_rule(job.tasks.held_out[0].task.environment, settings.reward)
 

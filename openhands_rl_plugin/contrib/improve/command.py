@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import sys
@@ -212,7 +211,6 @@ def _train(
     claim(directory, identity_of(settings, source.model_dump(mode="json"), model=model, timeout=args.timeout))
     job = replace(
         loop_job(args, served, model, loop_tasks(source, served), directory),
-        graders=os.cpu_count() or 1,
         test_timeout=max(_GRADING, 2 * args.test_timeout),
         native_tool_calling=choice.native,
     )

@@ -21,8 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import add_native, at_server, graded_job, loop_job, with_backend
-from openhands_rl_plugin.cli.options import add_bounds, add_repositories
+from openhands_rl_plugin.cli.jobs import add_episodes, at_server, loop_job, with_backend
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
@@ -48,10 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, do nothing")
     parser.add_argument("--to", metavar="VERSION", help="rollback: a number, a name or base (default: the one before)")
-    held_out = parser.add_argument_group("held-out suite")
-    add_bounds(held_out)
-    add_repositories(held_out)
-    add_native(held_out)
+    add_episodes(parser.add_argument_group("held-out suite"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,7 +102,7 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     if args.dry_run:
         print(sayable(_plan(settings, folder, len(tasks.held_out))))
         return 0
-    job = graded_job(args, loop_job(args, settings, model, tasks, folder, "watch"))
+    job = loop_job(args, settings, model, tasks, folder, "watch")
 
     async def look() -> bool:
         storage = open_storage(settings)

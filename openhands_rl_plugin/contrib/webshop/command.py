@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options import port, positive
+from openhands_rl_plugin.cli.options import natural, positive
 from openhands_rl_plugin.cli.terminal import wait_until_stopped
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.servers import API_KEY, required_key
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("environment", choices=["webshop"], help="the environment")
     host = "address to listen on; any but loopback needs a key"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
-    parser.add_argument("--port", type=port, default=8000, metavar="PORT", help="port; 0 takes a free one")
+    parser.add_argument("--port", type=natural, default=8000, metavar="PORT", help="port; 0 takes a free one")
     key = "environment variable with the key that clients must send; unset: no key is required"
     parser.add_argument("--api-key-env", default=API_KEY, metavar="VARIABLE", help=key)
     parser.add_argument("--products", type=positive, default=1000, metavar="PRODUCTS", help="size of the catalogue")

@@ -232,8 +232,8 @@ def adapter_in_use(serving: ServingSettings, model: str, url: str, key: str | No
     if listed:
         log.warning(
             "%s is not loaded on %s at %s, so that model itself is sampled; load it with: openhands-rl adapters "
-            "publish --adapters %s --adapter %s --version %s --base-url %s",
-            *(current.name, model, url, serving.adapters_directory, serving.adapter, current.version, url),
+            "publish --adapters %s --version %s --set serving.adapter=%s serving.base_url=%s",
+            *(current.name, model, url, serving.adapters_directory, current.version, serving.adapter, url),
         )
     return None
 

@@ -77,12 +77,7 @@ class SandboxedWorkspace:
             check_bubblewrap()
         private = temporary_folder("workspace")
         self._protected = protected
-        self._limits = SandboxLimits(
-            memory=settings.memory * _MEBIBYTE,
-            processes=settings.processes,
-            temporary=settings.temporary * _MEBIBYTE,
-            output=output,
-        )
+        self._limits = SandboxLimits(memory=settings.memory * _MEBIBYTE, output=output)
         self.variables = dict(task.variables) if task is not None else {}
         root = (task.root if task is not None else folder or private / "workspace").expanduser().resolve()
         root.mkdir(parents=True, exist_ok=True)

@@ -275,7 +275,7 @@ class AdapterPublisher:
     ) -> None:
         urls = (base_url,) if isinstance(base_url, str) else base_url
         if not urls:
-            raise ConfigError("there is no server to publish to: give --base-url, or base_url in [rl.serving]")
+            raise ConfigError("there is no server to publish to: set [rl.serving] base_url")
         self._servers = [ModelServer(url, api_key=api_key, timeout=timeout, kind=server) for url in urls]
         self._store = store
         self._keep = keep

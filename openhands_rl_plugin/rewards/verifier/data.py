@@ -145,7 +145,7 @@ async def label_of(
             value = (known or await reward(trajectory)).reward
     except CaughtFailure:
         return None
-    return None if value is None else value >= settings.label_at - _ROUNDING
+    return None if value is None else value >= 1 - _ROUNDING
 
 
 def split_by_task(

@@ -18,11 +18,14 @@ from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.statistics import Estimate, wilson
 from openhands_rl_plugin.core.types import Frozen, PolicyRef, StopReason, Task, Trajectory
 
+_SUCCESS = 0.999
+"""Rewards are sums of floats."""
+
 
 class LoopPlan(Frozen):
     """A whole run, by its ``settings``.
 
-    ``success``: the criterion on the return that takes the place of ``[rl.loop] success_at``. ``probe_ids``: the token
+    ``success``: the criterion on the return; without it a reward of 1 is a success. ``probe_ids``: the token
     ids on whose logprobs server and trainer must agree after each publication.
     """
 
@@ -42,7 +45,7 @@ class LoopPlan(Frozen):
     def is_success(self, total: float | None, stop: StopReason, reward: float) -> bool:
         """Whether an episode with this return (``None``: unknown), end and reward is one."""
         if self.success is None or total is None:
-            return reward >= self.settings.loop.success_at
+            return reward >= _SUCCESS
         return self.success.holds(total, stop)
 
     @property

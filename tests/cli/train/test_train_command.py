@@ -50,9 +50,7 @@ def scores_in(store: Path) -> list[str]:
     return [score.reward_version for _, scores in stored(store) for score in scores]
 
 
-def test_versions_follow_each_other(
-    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_versions_follow_each_other(store: Path, model: Path, tmp_path: Path, capsys: Capture) -> None:
     adapters = tmp_path / "adapters"
     words = ["train", str(store), "--model", str(model), "--adapters", str(adapters), "--adapter", "shop", *TINY]
     assert cli.main([*words, "--algorithm", "dapo", "--reward", "success"]) == 0
@@ -74,23 +72,6 @@ def test_versions_follow_each_other(
     assert versions[1].base_model == "tiny" and versions[1].step == 2
     lines = (adapters / "shop.training" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["done"] for line in lines] == [1]
-
-
-TURNS = "training.step_rewards=environment"
-
-
-@pytest.mark.parametrize(("more", "spread"), [("", 0.0), (TURNS, 0.0), (f"{TURNS} training.kl=k3", 0.0)])
-def test_a_call_without_a_gradient_makes_no_version(
-    more: str, spread: float, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rewarded = store_of(tmp_path / "store", *(episode(number, spread * (number % 2)) for number in range(4)))
-    words = ["train", str(rewarded), "--adapters", str(tmp_path / "adapters"), *TINY, *more.split()]
-    words += ["--algorithm", "reinforce++"]
-    assert cli.main([*words, "--model", str(tmp_path / "typo")]) == 1
-    assert _said(capsys).endswith("this is not the folder of a model (it has no config.json)")
-    assert cli.main([*words, "--model", str(model)]) == 1
-    assert "nothing to compare" in (said := _said(capsys)) or "nothing was learnt" in said
-    assert AdapterStore(tmp_path / "adapters").versions("policy") == ()
 
 
 _ENDS_AT = """
@@ -133,7 +114,7 @@ def test_what_a_killed_command_wrote_is_not_trained_on_the_same_episodes_again(
 
 
 def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
-    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Path, model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
     assert cli.main([*words, "--algorithm", "rejection-sampling", "--set", "training.keep_best=5"]) == 0
@@ -146,9 +127,7 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     assert not (tmp_path / "adapters").exists() and scores_in(store) == []
 
 
-def test_greedy_episodes_are_counted_and_not_reinforced(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_greedy_episodes_are_counted_and_not_reinforced(model: Path, tmp_path: Path, capsys: Capture) -> None:
     def greedy(number: int) -> Trajectory:
         made = episode(number, float(number % 2))
         asked = SamplingParams(temperature=0.0)
@@ -165,32 +144,21 @@ def test_greedy_episodes_are_counted_and_not_reinforced(
     assert "2 episodes were sampled with temperature = 0, which is not the policy" in _said(capsys)
 
 
-def test_a_configuration_file_is_read_and_overridden(
-    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text('[rl.training]\nalgorithm = "sft"\nnum_epochs = 7\nbatch_size = 1\n')
-    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
-    assert cli.main([*words, "--config", str(config), "--set", "training.num_epochs=2"]) == 0
-    printed = capsys.readouterr().out
-    assert "by sft" in printed and "steps: 4" in printed
-
-
 def test_the_reward_comes_from_the_configuration_or_from_options(
-    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Path, model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[rl.reward]\nname = "success"\noptions = { threshold = 2.0 }\n')
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
     assert cli.main([*words, "--config", str(config)]) == 1
     assert "nothing to compare" in _said(capsys) and scores_in(store) == ["success-1@2"] * 5
-    assert cli.main([*words, "--config", str(config), "--set", "reward.options.threshold=0.5"]) == 0
+    assert cli.main([*words, "--config", str(config), "--set", "reward.options.threshold=0.5"]) == 0, "over the file"
     assert cli.main([*words, "--config", str(config), "--reward", "return"]) == 0
     assert sorted(set(scores_in(store))) == ["return-1", "success-1@0.5", "success-1@2"]
 
 
 def test_a_version_is_published_to_all_servers_of_the_configuration(
-    store: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """With the key that they ask for, below the directory and under the name that ``[rl.serving]`` says."""
     monkeypatch.setenv("KEY_OF_A_TEST", "a-key-of-a-test")
@@ -213,7 +181,7 @@ def test_a_version_is_published_to_all_servers_of_the_configuration(
 
 @pytest.mark.parametrize("algorithm", ["sft", "reinforce++"])
 def test_what_only_measures_is_not_learnt_from_unless_it_is_named(
-    algorithm: str, store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    algorithm: str, store: Path, model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     splits = ("heldout", "held-out", "validation", "test", "heldout")
     measured = (
@@ -232,37 +200,27 @@ def test_what_only_measures_is_not_learnt_from_unless_it_is_named(
 
 
 WRONG = [
-    (["--publish"], 1, "--publish: there is no server to publish to: set base_url in [rl.serving]"),
-    (["--reward", "verifier"], 1, "adapter: is required"),
-    (["--set", "training.learning_rate=fast"], 1, "[rl.training] learning_rate: must be a valid number"),
-    (["--algorithm", "ppo"], 1, "[rl.training] algorithm: must be 'sft'"),
-    (["--set", "training.lora_variant=dora", "--publish"], 1, "nor vLLM can serve it"),
-    (["--set", "training.max_tokens=0"], 1, "[rl.training] max_tokens: unknown key; did you mean 'max_tokens_per_"),
-    (["--set", "fast"], 1, "--set fast: give KEY=VALUE"),
-    (["--from", "9"], 1, "--from 9: policy has no such version"),
-    (["--adapter", "../policy"], 1, "is no adapter name"),
-    (["--reward", "retrun"], 1, "unknown reward 'retrun'; did you mean 'return'?"),
-    (["--run", "no-such-run"], 1, "no stored episode of policy or a base model matches"),
-    (["--algorithm", "grpo", "--min-reward", "0.5"], 1, "nothing to compare"),
-    (["--algorithm", "sft", "--set", "training.imitate_above=1"], 1, "nothing to imitate"),
-    (["--model", "no-such-model"], 1, "--model no-such-model: this is not the folder of a model"),
+    (["--publish"], "--publish: there is no server to publish to: set base_url in [rl.serving]"),
+    (["--set", "training.learning_rate=fast"], "[rl.training] learning_rate: must be a valid number"),
+    (["--set", "training.lora_variant=dora", "--publish"], "nor vLLM can serve it"),
+    (["--set", "fast"], "--set fast: give KEY=VALUE"),
+    (["--from", "9"], "--from 9: policy has no such version"),
+    (["--reward", "retrun"], "unknown reward 'retrun'; did you mean 'return'?"),
+    (["--run", "no-such-run"], "no stored episode of policy or a base model matches"),
+    (["--algorithm", "grpo", "--min-reward", "0.5"], "nothing to compare"),
+    (["--algorithm", "sft", "--set", "training.imitate_above=1"], "nothing to imitate"),
+    (["--model", "no-such-model"], "--model no-such-model: this is not the folder of a model"),
 ]
 
 
-@pytest.mark.parametrize(("options", "code", "says"), WRONG, ids=[" ".join(options) for options, *_ in WRONG])
+@pytest.mark.parametrize(("options", "why"), WRONG, ids=[" ".join(options) for options, _ in WRONG])
 def test_wrong_input_is_one_line(
-    options: list[str],
-    code: int,
-    says: str,
-    store: Path,
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], why: str, store: Path, model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *options]
-    assert cli.main(words) == code
+    assert cli.main(words) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and says in line
+    assert line.startswith("error: ") and why in line
 
 
 @pytest.mark.slow
@@ -293,7 +251,7 @@ def default_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsys: Capture) -> None:
     mixed = store_of(tmp_path / "mixed", episode(0, 1.0), episode(1, 0.0), episode(2, 1.0, base_model="another"))
     words = ["train", str(mixed), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
     assert cli.main(words) == 1
@@ -302,9 +260,7 @@ def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsy
     assert "episodes: 2 used; left out:\n    1 by other models" in capsys.readouterr().out
 
 
-def test_tasks_have_to_have_passed_the_gate(
-    store: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_have_to_have_passed_the_gate(store: Path, model: Path, tmp_path: Path, capsys: Capture) -> None:
     store_of(store, episode(6, 1.0, task=Task(id="other", environment="shop")))
     file = tmp_path / "tasks.jsonl"
     row = Instance(instance_id="task", repo="a/b", base_commit="c0ffee", fail_to_pass=("t.py::one",))
@@ -319,5 +275,5 @@ def test_tasks_have_to_have_passed_the_gate(
     assert "no stored episode is of a task of swe-local" in _said(capsys)
 
 
-def _said(capsys: pytest.CaptureFixture[str]) -> str:
+def _said(capsys: Capture) -> str:
     return " ".join(capsys.readouterr().err.split())

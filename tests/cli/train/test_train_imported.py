@@ -57,10 +57,3 @@ def test_an_import_becomes_an_adapter(model: Path, tmp_path: Path, capsys: pytes
     assert "3 used" in printed, "the unresolved one is not imitated"
     assert "policy-v000001: steps 1, " in printed
     assert (tmp_path / "adapters" / "policy-v000001" / "adapter_model.safetensors").exists()
-
-
-def test_preferences_of_others_are_pairs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    better = row(1, True) | {"run_id": "a"}
-    worse = row(1, False, '{"command": "rm"}') | {"run_id": "b"}
-    assert train(imported(tmp_path, better, worse), model, "--algorithm", "dpo") == 0
-    assert "2 used" in capsys.readouterr().out

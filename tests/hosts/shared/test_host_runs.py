@@ -105,7 +105,7 @@ def test_the_published_adapter_is_sampled_from_when_the_server_has_it(
     assert used(server, tmp_path, **at) is None
     adapter = published(tmp_path)
     assert used(server, tmp_path, **at) is None
-    assert f"--adapters {tmp_path}/adapters --adapter policy --version 1 --base-url {server.url}" in warnings.text
+    assert f"--adapters {tmp_path}/adapters --version 1 --set serving.adapter=policy" in warnings.text
     server.adapters = {adapter.name: "another"}
     assert used(server, tmp_path, **at) is None
     server.adapters = {adapter.name: "base"}
