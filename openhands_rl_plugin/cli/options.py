@@ -20,7 +20,7 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import ConfigError, DamagedError, UsageError, describe, from_extra, problems
+from openhands_rl_plugin.core.errors import ConfigError, DamagedError, UsageError, boundary, from_extra, problems
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import SEARCHED, DamagedRecord, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, StopReason
@@ -313,13 +313,11 @@ TOKENIZER = "tokenizer.json"
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Of a folder's ``tokenizer.json``, or of that file. Raises ``ConfigError`` and ``MissingExtraError``."""
+    """Of a folder's ``tokenizer.json``, or of that file. Raises ``RLError``."""
     with from_extra("train", "tokenizers"):
         from tokenizers import Tokenizer
     file = folder / TOKENIZER if folder.is_dir() else folder
     if not file.is_file():
         raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a {TOKENIZER}")
-    try:
+    with boundary(FailureKind.MODEL, "--tokenizer"):
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"--tokenizer: {file} cannot be read: {describe(error)}") from error

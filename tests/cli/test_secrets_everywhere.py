@@ -141,7 +141,7 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "studio": [["studio", rows], ["studio", mongodb], ["studio", store, "--host", url]],
         "tasks": [["tasks", "check", rows], ["tasks", "make", url, "--out", str(folder / "t")]],
         "train": [["train", store, "--model", url, *configured], ["train", mongodb, "--model", "planted", *configured]],
-        "watch": [["watch", *configured, "--once"], ["watch", "status", *configured]],
+        "watch": [["watch", *configured], ["watch", "status", *configured]],
     }
 
 

@@ -280,7 +280,7 @@ def test_the_command_lists_publishes_and_goes_back(
     assert "policy-v000001 is in use" in capsys.readouterr().out
     assert store.current("policy") == store.get("policy-v000001")
     assert cli.main(["adapters", "list", *where]) == 0
-    assert re.search(r"policy-v000001 .* yes +yes\n", capsys.readouterr().out)
+    assert re.search(r"policy-v000001 .* yes +yes +\n", capsys.readouterr().out)
     assert cli.main(["adapters", "rollback", *where, *served]) == 1
     assert "no earlier one to roll back to" in capsys.readouterr().err
     assert cli.main(["adapters", "publish", *where, "--version", "9", *served]) == 1
