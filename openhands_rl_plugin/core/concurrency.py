@@ -118,31 +118,17 @@ async def shielded[T](work: Awaitable[T]) -> T:
     return result
 
 
-_CHECK_INTERVAL = 1.0
-"""Seconds between checks whether a loop was closed."""
-
-
 async def on_loop[T](loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` on ``loop``, which may be that of another thread. A caller that is cancelled cancels it.
 
-    Raises what ``work`` raises, and ``InfrastructureError`` when the loop is closed before its end.
+    Raises what ``work`` raises, and ``InfrastructureError`` when the loop is closed.
     """
     if loop is asyncio.get_running_loop():
         return await work
     if loop.is_closed():
         work.close()
         raise InfrastructureError("the event loop of this episode was closed")
-    answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
-    try:
-        # A stopped loop drops its tasks without an error.
-        while not (await asyncio.wait([answer], timeout=_CHECK_INTERVAL))[0]:
-            if loop.is_closed():
-                work.close()
-                raise InfrastructureError("the event loop of this episode was closed")
-    except asyncio.CancelledError:
-        answer.cancel()
-        raise
-    return answer.result()
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
 _lock = threading.Lock()

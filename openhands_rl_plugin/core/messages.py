@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.arrays import Floats
-from openhands_rl_plugin.core.templates.function_text import calls_in_text
+from openhands_rl_plugin.core.templates.parsing import calls_in_text
 from openhands_rl_plugin.core.types import (
     JsonObject,
     Message,
@@ -460,19 +460,11 @@ def last_answer(trajectory: Trajectory) -> str | None:
     ``None`` where it said nothing, or where its last message is another call.
     """
     last = next((each for each in reversed(trajectory.messages()) if each.role == "assistant"), None)
-    if last is None:
-        return None
-    if last.tool_calls:
-        return _finish_message(last.tool_calls)
-    calls = calls_in_text(last.content or "")
-    return _finish_message(calls) if calls else last.content
-
-
-def _finish_message(calls: Sequence[ToolCall]) -> str | None:
-    passed = next((call.arguments for call in calls if call.name == FINISH), None)
+    if last is None or not (calls := last.tool_calls or calls_in_text(last.content or "")):
+        return last and last.content
     try:
-        given = json.loads(passed) if passed is not None else None
-    except (ValueError, RecursionError):
+        given = json.loads(next(call.arguments for call in calls if call.name == FINISH))
+    except (ValueError, RecursionError, StopIteration):
         return None
     message = given.get("message") if isinstance(given, dict) else None
     return message if isinstance(message, str) else None

@@ -65,13 +65,8 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a request is not answered: an HTTP status, the kind of error, and one line."""
-
-    status: int
-    kind: str
-    message: str
+Refusal = tuple[int, str, str]
+"""Why a request is not answered: an HTTP status, one line, and the kind of error."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +87,17 @@ class AccessRules:
             open_to_all = path == HEALTH and method in ("GET", "HEAD")
             if open_to_all or self._has_key(headers):
                 return None
-            return Refusal(401, "Unauthorized", "The API key is missing or wrong.")
+            return 401, "The API key is missing or wrong.", "Unauthorized"
         host, origin = headers.get("host", ""), headers.get("origin")
         if not is_loopback(host_name(host)):
-            return Refusal(403, "Forbidden", f"The host {host[:100]!r} is not this machine's loopback; {_KEY_REMEDY}.")
+            return 403, f"The host {host[:100]!r} is not this machine's loopback; {_KEY_REMEDY}.", "Forbidden"
         foreign = origin is not None and origin.lower() != f"http://{host.lower()}"
         if foreign or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-            return Refusal(403, "Forbidden", f"Web pages of other origins are refused; {_KEY_REMEDY}.")
+            return 403, f"Web pages of other origins are refused; {_KEY_REMEDY}.", "Forbidden"
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         if method not in _WITHOUT_BODY and has_body and not is_json(headers.get("content-type", "")):
             message = f"The body has to be sent as Content-Type: application/json, or {_KEY_REMEDY}."
-            return Refusal(415, "UnsupportedMediaType", message)
+            return 415, message, "UnsupportedMediaType"
         return None
 
     def _has_key(self, headers: Mapping[str, str]) -> bool:
@@ -134,11 +129,6 @@ def named_key(variable: str, option: str) -> str:
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
         raise ConfigError(f"{option}: the environment variable {variable} is not set; export {variable}=...")
-    return sendable_key(key, option)
-
-
-def sendable_key(key: str, option: str) -> str:
-    """The key. Raises ``ConfigError`` for one that no HTTP header can hold."""
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"{option}: no HTTP header may have the characters of the key: see that no line end is in it")
     return key
@@ -232,7 +222,7 @@ class GuardMiddleware:
             key, text = name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape")
             headers[key] = f"{headers[key]},{text}" if key in headers else text
         if (refused := self._access.refusal(scope["method"], scope["path"], headers)) is not None:
-            return await error_response(refused.status, refused.message, refused.kind)(scope, receive, send)
+            return await error_response(*refused)(scope, receive, send)
         body, more = bytearray(), True
         while more:
             message = await receive()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -23,7 +23,6 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     Usage,
 )
-from openhands_rl_plugin.testing import prompt_ids
 
 pytestmark = pytest.mark.contract
 
@@ -109,20 +108,6 @@ def test_the_usage_of_an_unfinished_episode_is_counted_from_its_nodes():
 
 
 IDS = st.lists(st.integers(0, 3), max_size=4).map(tuple)
-
-
-@settings(deadline=None)
-@given(st.lists(st.text(max_size=8), min_size=1, max_size=8))
-def test_a_chat_that_only_grows_is_stored_once(texts: list[str]):
-    tree = EpisodeTree()
-    for text in texts:
-        tree.observe(said(text))
-        sampled = (*text.encode(), 260)
-        tree.commit(tree.propose(completion(prompt_ids(tree.messages()), sampled, text)))
-    stored = [node.tokens for node in tree.nodes if node.tokens]
-    assert [tokens.extends for tokens in stored] == [False] + [True] * (len(texts) - 1)
-    whole = len(tree.context_ids(tree.head))
-    assert sum(len(tokens.prompt_ids) + len(tokens.sampled_ids) for tokens in stored) == whole
 
 
 class SearchTree(RuleBasedStateMachine):

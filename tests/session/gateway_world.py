@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 from aiohttp import web
+from scripted_model import message_ids as sampled_ids
+from scripted_model import prompt_ids
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
@@ -21,28 +23,6 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 Body = dict[str, Any]
 Behaviour = Callable[[web.Request, Body], Awaitable[web.StreamResponse | None]]
-
-
-def ids_of(text: str) -> list[int]:
-    return list(text.encode("utf-8", "replace"))
-
-
-def prompt_ids(messages: list[Body]) -> list[int]:
-    """A template that extends: what was said before is never written another way."""
-    return ids_of("".join(f"<{each['role']}>{spelled(each)}</>" for each in messages) + "<assistant>")
-
-
-def spelled(message: Body) -> str:
-    content = message.get("content") or ""
-    text = content if isinstance(content, str) else "".join(part.get("text", "[image]") for part in content)
-    calls = "".join(
-        call["function"]["name"] + call["function"]["arguments"] for call in message.get("tool_calls") or ()
-    )
-    return text + calls
-
-
-def sampled_ids(message: Body) -> list[int]:
-    return ids_of(f"{spelled(message)}</>")
 
 
 @dataclass
@@ -68,8 +48,9 @@ class Model:
         answer = self.completion(body)
         return await streamed(request, chunks_of(answer, body)) if body.get("stream") else web.json_response(answer)
 
-    def completion(self, body: Body) -> Body:
-        choices = [self._choice(index, body) for index in range(body.get("n") or 1)]
+    def completion(self, body: Body, message: Body | None = None) -> Body:
+        """The response, of that ``message`` or of the next ones."""
+        choices = [self._choice(index, body, message) for index in range(body.get("n") or 1)]
         prompt = prompt_ids(body["messages"])
         usage = {"prompt_tokens": len(prompt), "completion_tokens": 5, "total_tokens": len(prompt) + 5}
         return {
@@ -82,57 +63,50 @@ class Model:
             "prompt_token_ids": prompt if body.get("return_token_ids") else None,
         }
 
-    def _choice(self, index: int, body: Body) -> Body:
+    def _choice(self, index: int, body: Body, message: Body | None) -> Body:
         self.answers += 1
-        message: Body = {"role": "assistant", "content": f"answer {self.answers}"}
-        if body.get("tools"):
-            function = {"name": "bash", "arguments": json.dumps({"command": f"echo {self.answers}"})}
-            message["tool_calls"] = [{"id": f"call_{self.answers}", "type": "function", "function": function}]
+        if message is None:
+            message = {"role": "assistant", "content": f"answer {self.answers}"}
+            if body.get("tools"):
+                function = {"name": "bash", "arguments": json.dumps({"command": f"echo {self.answers}"})}
+                message["tool_calls"] = [{"id": f"call_{self.answers}", "type": "function", "function": function}]
         ids = sampled_ids(message)
         logprobs = {"content": [{"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in ids]}
         return {
             "index": index,
             "message": message,
             "logprobs": logprobs if body.get("logprobs") else None,
-            "finish_reason": "tool_calls" if body.get("tools") else "stop",
+            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
             "token_ids": ids if body.get("return_token_ids") else None,
         }
 
 
 def chunks_of(answer: Body, body: Body) -> list[Body]:
-    """The chunks in which vLLM streams a completion: prompt ids with the first, some tokens in each of the others."""
+    """The chunks in which vLLM streams a completion: prompt ids with the first, some tokens in each of them."""
     frame = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     chunks: list[Body] = []
-
-    def add(index: int, delta: Body, **about: Any) -> None:
-        chunks.append({**frame, "choices": [{"index": index, "delta": delta, "finish_reason": None, **about}]})
-
     for choice in answer["choices"]:
-        index, message = choice["index"], choice["message"]
-        add(index, {"role": "assistant", "content": ""})
-        ids, entries = choice["token_ids"], (choice["logprobs"] or {}).get("content")
-        parts = [{"content": message["content"][at : at + 4]} for at in range(0, len(message["content"] or ""), 4)]
+        message, ids, entries = choice["message"], choice["token_ids"], (choice["logprobs"] or {}).get("content")
+        text, count = message["content"] or "", len(sampled_ids(message))
+        deltas: list[Body] = [{"content": text[at : at + 4]} for at in range(0, len(text), 4)]
         for at, call in enumerate(message.get("tool_calls") or ()):
             arguments = call["function"]["arguments"]
-            head = {**call, "function": {**call["function"], "arguments": ""}}
-            parts.append({"tool_calls": [{"index": at, **head}]})
-            for cut in range(0, len(arguments), 5):
-                parts.append({"tool_calls": [{"index": at, "function": {"arguments": arguments[cut : cut + 5]}}]})
-        parts.append({})  # the end marker: a token without text
-        step = -(-len(sampled_ids(message)) // len(parts))
-        for number, delta in enumerate(parts):
+            head = {**call, "function": {**call["function"], "arguments": arguments[:5]}}
+            rest = {"index": at, "function": {"arguments": arguments[5:]}}
+            deltas += [{"tool_calls": [{"index": at, **head}]}, {"tool_calls": [rest]}]
+        deltas.append({})  # the end marker: a token without text
+        step = -(-count // len(deltas))
+        for number, delta in enumerate([{"role": "assistant", "content": ""}, *deltas], -1):
             span = slice(number * step, (number + 1) * step)
-            about: Body = {"logprobs": {"content": entries[span]} if entries else None}
-            if ids is not None:
-                about["token_ids"] = ids[span]
-            if delta or ids is not None:
-                add(index, delta, **about)
-        add(index, {}, finish_reason=choice["finish_reason"])
+            part: Body = {"index": choice["index"], "delta": delta, "finish_reason": None}
+            part |= {"logprobs": {"content": entries[span]} if entries else None}
+            part |= {"token_ids": ids[span]} if ids is not None else {}
+            chunks.append({**frame, "choices": [part]})
+        chunks[-1]["choices"][0]["finish_reason"] = choice["finish_reason"]
     if answer["prompt_token_ids"] is not None:
         chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
     if (body.get("stream_options") or {}).get("include_usage"):
-        sampled = sum(len(sampled_ids(choice["message"])) for choice in answer["choices"])
-        chunks.append({**frame, "choices": [], "usage": {**answer["usage"], "completion_tokens": sampled}})
+        chunks.append({**frame, "choices": [], "usage": answer["usage"]})
     return chunks
 
 

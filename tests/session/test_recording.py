@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from gateway_world import SYSTEM, TOOL, Model, prompt_ids, sampled_ids, stored, streamed, user, world
+from gateway_world import SYSTEM, TOOL, Model, prompt_ids, stored, streamed, user, world
 from wire_shapes import MESSAGES, STREAMS
 
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, reasoning_of
@@ -17,9 +16,7 @@ from openhands_rl_plugin.core.types import (
     CONDENSATION,
     SIDE,
     TURN,
-    PolicyRef,
     SamplingParams,
-    StopReason,
     Trajectory,
     kind_of,
 )
@@ -36,34 +33,6 @@ def ids_along(trajectory: Trajectory, leaf: int | None = None) -> list[int]:
         assert node.tokens is not None
         ids = (ids if node.tokens.extends else []) + [*node.tokens.prompt_ids, *node.tokens.sampled_ids]
     return ids
-
-
-async def test_turns_that_go_on_are_one_path_of_deltas(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        history = [SYSTEM, user("one")]
-        for text in ("two", "three", "four"):
-            answer = await gateway.say(*history, tools=[TOOL], temperature=0.7, max_tokens=9, seed=4)
-            result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": text}
-            history = [*history, answer, result]
-        last = await gateway.say(*history, tools=[TOOL])
-        assert (await gateway.end()).json()["ended"] is True
-    trajectory = await gateway.only()
-    assert [message.role for message in trajectory.messages()] == [*(each["role"] for each in history), "assistant"]
-    assert len(trajectory.nodes) == len(history) + 1
-    times = [node.at or 0.0 for node in trajectory.nodes]
-    assert trajectory.times.started <= times[0] and times == sorted(times) and times[-1] <= time.time()
-    first, *others = trajectory.sampled()
-    assert first.tokens and not first.tokens.extends
-    assert all(node.tokens and node.tokens.extends and len(node.tokens.prompt_ids) < 60 for node in others)
-    assert ids_along(trajectory) == prompt_ids(history) + sampled_ids(last)
-    assert all(node.tokens and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) for node in [first, *others])
-    sampling = first.sampling
-    assert sampling and (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.7, 9, 4)
-    assert first.policy == PolicyRef(base_model="policy")
-    task = trajectory.task
-    assert (task.id, task.environment, task.instruction, trajectory.tools) == ("s", "gateway", "one", (TOOL,))
-    assert trajectory.usage.calls == 4 and trajectory.usage.completion_tokens == 20
-    assert trajectory.stop is StopReason.TERMINATED and trajectory.evidence == {"ended_by": "client"}
 
 
 async def test_several_answers_are_siblings_and_the_conversation_goes_on_below_the_chosen_one(tmp_path: Path):
@@ -96,38 +65,27 @@ async def test_what_the_server_says_beside_the_message_is_kept(tmp_path: Path):
     assert "prompt_token_ids" not in json.dumps(metadata)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"prompt_token_ids": None},
-        {"prompt_token_ids": [1, -2]},
-        {"prompt_token_ids": [1.5]},
-        {"prompt_token_ids": ["]", 2]},
-        {"prompt_token_ids": [2**40]},
-        {"prompt_token_ids": 7},
-    ],
-    ids=str,
-)
-async def test_ids_that_are_none_are_left_out(tmp_path: Path, change: dict[str, Any]):
-    async def odd(request: web.Request, body: dict[str, Any]) -> web.Response:
-        return web.json_response({**model.completion(body), **change})
+async def test_ids_that_are_none_are_left_out(tmp_path: Path) -> None:
+    odd = (None, [1, -2], [1.5], ["]", 2], [2**40], 7)
 
-    model = Model(behave=odd)
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({**model.completion(body), "prompt_token_ids": odd[int(body["user"])]})
+
+    model = Model(behave=behave)
     async with world(tmp_path, model) as gateway:
-        response = await gateway.ask(user("one"))
-        assert response.status_code == 200 and response.json()["choices"][0]["message"]["content"] == "answer 1"
-        await gateway.say(user("one"), response.json()["choices"][0]["message"], user("two"))
-    trajectory = await gateway.only()
-    assert len(trajectory.nodes) == 4 and all(node.tokens is None for node in trajectory.nodes)
+        for at in range(len(odd)):
+            answer = await gateway.say(user("one"), session=f"{at}", user=f"{at}")
+            await gateway.say(user("one"), answer, user("two"), session=f"{at}", user=f"{at}")
+    trajectories = await gateway.stored()
+    assert [len(each.nodes) for each in trajectories] == [4] * len(odd)
+    assert all(node.tokens is None for each in trajectories for node in each.nodes)
 
 
-async def test_text_that_looks_like_ids_stays_text(tmp_path: Path):
+async def test_text_that_looks_like_ids_stays_text(tmp_path: Path) -> None:
     trap = 'say "prompt_token_ids":[1,2] and \\"prompt_token_ids\\": [3]'
 
     async def parrot(request: web.Request, body: dict[str, Any]) -> web.Response:
-        answer = model.completion(body)
-        answer["choices"][0]["message"]["content"] = trap
-        return web.json_response(answer)
+        return web.json_response(model.completion(body, {"role": "assistant", "content": trap}))
 
     model = Model(behave=parrot)
     async with world(tmp_path, model) as gateway:
@@ -149,69 +107,52 @@ async def test_session_ends_with_a_reward(tmp_path: Path):
         assert (await gateway.end("a", rewrad=1)).status_code == 400
         later = (await gateway.end("a", reward=0.5)).json()
         assert later["trajectory_id"] == ended["trajectory_id"] and not later["ended"]
-    found = {trajectory.task.id: (trajectory, scores) for trajectory, scores in await stored(tmp_path)}
+        for _ in range(2):  # a session that comes back after its end is a new episode
+            await gateway.say(user("one"), session="c")
+            await gateway.end("c")
+    episodes = await stored(tmp_path)
+    assert len({trajectory.id for trajectory, _ in episodes}) == 4
+    found = {trajectory.task.id: (trajectory, scores) for trajectory, scores in episodes}
     trajectory, scores = found["a"]
     assert [score.reward for score in scores] == [1.0, 0.5] and scores[0].detail == {"success": True}
     assert trajectory.evidence == {"tests": 3, "success": True, "ended_by": "client"}
     assert [score.reward for score in found["b"][1]] == [0.25]
 
 
-async def test_a_session_that_comes_back_after_its_end_is_a_new_episode(tmp_path: Path):
-    async with world(tmp_path) as gateway:
-        for _ in range(3):
-            await gateway.say(user("one"))
-            await gateway.end()
-    trajectories = await gateway.stored()
-    assert len({trajectory.id for trajectory in trajectories}) == 3
-    assert {trajectory.task.id for trajectory in trajectories} == {"s"}
-
-
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, **NEUTRAL_PARAMETERS}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("own", [{}, {"temperature": None, "top_k": None}, {"temperature": 0.4, "min_p": 0.1}])
-async def test_what_a_request_leaves_open_is_sampled_neutrally_and_its_own_values_stand(
-    tmp_path: Path, own: dict[str, Any], stream: bool
-):
+async def test_what_a_request_leaves_open_is_sampled_neutrally_and_its_own_values_stand(tmp_path: Path) -> None:
+    asked = [{}, {"temperature": None, "top_k": None}, {"temperature": 0.4, "min_p": 0.1}]
     async with world(tmp_path) as gateway:
-        assert (await gateway.ask(user("one"), stream=stream, **own)).status_code == 200
-        assert (await gateway.end()).json()["ended"] is True
-    given = {name: value for name, value in own.items() if value is not None}
-    (body,) = gateway.model.bodies
-    assert {name: body[name] for name in NEUTRAL} == {**NEUTRAL, **given}
-    node = (await gateway.only()).nodes[1]
-    assert node.sampling == SamplingParams.model_validate({**NEUTRAL, **given})
-    assert node.metadata["request"] == given, "what the client asked for"
-    assert is_sampled_off_policy(node.sampling) == ("min_p" in given)
+        for at, own in enumerate(asked):
+            assert (await gateway.ask(user("one"), session=f"{at}", stream=at == 2, **own)).status_code == 200
+    for own, body, episode in zip(asked, gateway.model.bodies, await gateway.stored(), strict=True):
+        given = {name: value for name, value in own.items() if value is not None}
+        assert {name: body[name] for name in NEUTRAL} == {**NEUTRAL, **given}
+        node = episode.nodes[1]
+        assert node.sampling == SamplingParams.model_validate({**NEUTRAL, **given})
+        assert node.metadata["request"] == given, "what the client asked for"
+        assert is_sampled_off_policy(node.sampling) == ("min_p" in given)
 
 
 SUMMARY = "The files were looked at and the first test passes."
 
 
 def trained(trajectory: Trajectory) -> str:
-    """The text of all trained tokens: the model's tokens are bytes."""
-    ids = [
-        token
+    """The text of all trained tokens: those of the model are bytes, and marks."""
+    return "".join(
+        chr(token) if token < 256 else ""
         for sample in samples_of(trajectory)
         for token, on in zip(sample.input_ids, sample.mask, strict=True)
         if on
-    ]
-    return bytes(ids).decode()
+    )
 
 
 async def summing_up(request: web.Request, body: dict) -> web.StreamResponse | None:
     _, found, number = body["messages"][-1]["content"].partition("sum up: ")
-    if not found:
-        return None
-    said = f"{SUMMARY} {number}"
-    answer = Model().completion({**body, "tools": None})
-    answer["choices"][0]["message"] = {"role": "assistant", "content": said}
-    answer["choices"][0]["token_ids"] = list(f"{said}</>".encode())
-    answer["choices"][0]["logprobs"] = {
-        "content": [{"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []}] * len(said + "</>")
-    }
-    return web.json_response(answer)
+    said = {"role": "assistant", "content": f"{SUMMARY} {number}"}
+    return web.json_response(Model().completion({**body, "tools": None}, said)) if found else None
 
 
 @pytest.mark.parametrize("tools", [[TOOL], None], ids=["tools", "text"])

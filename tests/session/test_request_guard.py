@@ -14,15 +14,13 @@ from raw_clients import exchange, request, status
 END = "/session/s/end"
 
 
-@pytest.mark.parametrize("reward", ["-1.5", "1.0000001", "1e400", "NaN"])
-async def test_a_reward_out_of_range_is_refused_and_ends_nothing(tmp_path: Path, reward: str) -> None:
+async def test_a_reward_out_of_range_is_refused_and_ends_nothing(tmp_path: Path) -> None:
     async with world(tmp_path) as gateway:
-        await gateway.http.post("/session/s/v1/chat/completions", json={"model": "m", "messages": [user("one")]})
-        headers = {"content-type": "application/json"}
-        refused = await gateway.http.post(END, content=f'{{"reward": {reward}}}', headers=headers)
-        assert refused.status_code == 400
-        if reward[0] in "1-" and "400" not in reward:
-            assert "from -1 to 1" in refused.text and "gateway_max" in refused.text
+        await gateway.say(user("one"))
+        for reward, told in (("-1.5", "gateway_max"), ("1.0000001", "from -1 to 1"), ("1e400", ""), ("NaN", "")):
+            headers = {"content-type": "application/json"}
+            refused = await gateway.http.post(END, content=f'{{"reward": {reward}}}', headers=headers)
+            assert refused.status_code == 400 and told in refused.text
         assert (await gateway.http.post(END, json={"reward": 1})).json()["ended"]
 
 
@@ -95,15 +93,21 @@ async def test_no_path_leads_out_of_v1(tmp_path: Path):
     assert asked == list(passed.values())
 
 
-async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATE_KEY", "gate")
-    names = ("authorization", "api-key", "x-api-key", "x-goog-api-key", "cookie")
+    monkeypatch.setenv("MODEL_KEY", "model")
+    names = {"authorization", "api-key", "x-api-key", "x-goog-api-key", "cookie"}
     given = {**dict.fromkeys(names, "mine"), "authorization": "Bearer gate"}
     async with world(tmp_path / "a", api_key_env="GATE_KEY") as gateway:
+        for wrong in ({}, {"authorization": "Bearer wrong"}):
+            assert (await gateway.ask(user("one"), headers=wrong)).status_code == 401
+        assert (await gateway.end()).status_code == 401 and (await gateway.http.get("/health")).status_code == 200
         await gateway.say(user("one"), headers=given)
         await gateway.http.post("/v1/embeddings", json={}, headers=given)
-    for sent in gateway.model.headers:
-        assert not set(names) & set(sent)
+    assert len(gateway.model.headers) == 2 and not any(names & {*sent} for sent in gateway.model.headers)
     async with world(tmp_path / "b") as gateway:
         await gateway.say(user("one"), headers=given)
-    assert set(names) & set(gateway.model.headers[0]) == set(names) - {"cookie"}
+    assert names & {*gateway.model.headers[0]} == names - {"cookie"}
+    async with world(tmp_path / "c", upstream_key_env="MODEL_KEY") as gateway:
+        await gateway.say(user("one"), headers=given)
+    assert gateway.model.headers[0]["authorization"] == "Bearer model"

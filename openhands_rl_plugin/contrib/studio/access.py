@@ -64,15 +64,15 @@ class StudioAccess(AccessRules):
         """Why the request is refused, ``None`` if it is not. ``headers`` have lower-case names."""
         host = headers.get("host", "")
         if not self._is_ours(host_name(host)):
-            return Refusal(403, "Forbidden", f"The host {host[:100]!r} is not this studio's; see --allow-host.")
+            return 403, f"The host {host[:100]!r} is not this studio's; see --allow-host.", "Forbidden"
         keyed = bool(self.key) and self._has_key(headers)
         if self._is_foreign(method, path, headers, keyed):
-            return Refusal(403, "Forbidden", "Web pages of other origins are refused.")
+            return 403, "Web pages of other origins are refused.", "Forbidden"
         if method not in _READS and not is_json(headers.get("content-type", "")):
-            return Refusal(415, "UnsupportedMediaType", "The body has to be sent as Content-Type: application/json.")
+            return 415, "The body has to be sent as Content-Type: application/json.", "UnsupportedMediaType"
         private = path.startswith("/api/")
         if private and path != SIGN_IN and not keyed and not self.tickets.knows(headers.get("cookie", "")):
-            return Refusal(401, "Unauthorized", "Open the link that `openhands-rl studio` printed.")
+            return 401, "Open the link that `openhands-rl studio` printed.", "Unauthorized"
         return None
 
     def _is_ours(self, name: str) -> bool:

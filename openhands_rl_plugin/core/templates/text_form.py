@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.messages import SpokenMessage, reasoning_with
-from openhands_rl_plugin.core.templates.function_text import function_of, render_call
-from openhands_rl_plugin.core.templates.parsing import RenderError
+from openhands_rl_plugin.core.templates.parsing import RenderError, function_of, render_call
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 
 

@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
-from openhands_rl_plugin.core.templates.function_text import RenderError
+from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.templates.text_form import (
     joined,
     log_sections,
