@@ -129,6 +129,11 @@ def named_key(variable: str, option: str) -> str:
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
         raise ConfigError(f"{option}: the environment variable {variable} is not set; export {variable}=...")
+    return sendable_key(key, option)
+
+
+def sendable_key(key: str, option: str) -> str:
+    """The key. Raises ``ConfigError`` for one that no HTTP header can hold."""
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"{option}: no HTTP header may have the characters of the key: see that no line end is in it")
     return key

@@ -51,8 +51,8 @@ class Model:
     def completion(self, body: Body, message: Body | None = None) -> Body:
         """The response, of that ``message`` or of the next ones."""
         choices = [self._choice(index, body, message) for index in range(body.get("n") or 1)]
-        prompt = prompt_ids(body["messages"])
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": 5, "total_tokens": len(prompt) + 5}
+        prompt, sampled = prompt_ids(body["messages"]), sum(len(sampled_ids(each["message"])) for each in choices)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
         return {
             "id": f"chatcmpl-{self.answers}",
             "object": "chat.completion",

@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import error_in, sampling_in, text_of
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import MISSING
-from openhands_rl_plugin.core.servers import named_key
+from openhands_rl_plugin.core.servers import named_key, sendable_key
 from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams
 from openhands_rl_plugin.models.engines.client import (
     Attempts,
@@ -158,7 +158,7 @@ class OpenAIEngine:
         self._retries = retries
         self._backoff = Backoff(backoff, _LONGEST_PAUSE)
         self._sampling, self._token_ids = sampling or SamplingParams(), token_ids
-        key = api_key or named_key(api_key_env or "", "api_key_env")
+        key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
         self._connections: Connections = {}
         self._server = HttpUpstream(base_url, key, timeout, extended=token_ids, connections=self._connections)
 
