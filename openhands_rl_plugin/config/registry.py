@@ -44,7 +44,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "ToT": "openhands_rl_plugin.rollout.strategies.base:ToTStrategy",
     },
     "environments": {
-        "agentgym": "openhands_rl_plugin.environments.agentgym:AgentGymClient",
+        "agentgym": "openhands_rl_plugin.environments.http.client:AgentGymClient",
         "gymnasium": "openhands_rl_plugin.environments.gyms:GymnasiumEnvironment",
         "openenv": "openhands_rl_plugin.environments.openenv:OpenEnvClient",
         "tools": "openhands_rl_plugin.environments.tools.environment:ToolEnvironment",

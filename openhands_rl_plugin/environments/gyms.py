@@ -120,7 +120,7 @@ class GymnasiumEnvironment(Episode):
         def stepped() -> ServerAnswer:
             observation, reward, terminated, truncated, info = self._env.step(_element(self._env.action_space, action))
             # A reward that is missing or no finite number is an error, never 0.
-            ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
+            ends = {"done": bool(terminated or truncated), "truncated": bool(truncated and not terminated)}
             return self._answer(observation, info, reward=float(reward), **ends)
 
         return await self._call(stepped, "step")

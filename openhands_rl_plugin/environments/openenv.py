@@ -6,37 +6,34 @@ import asyncio
 import json
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar, Never
+from typing import Any, Never
 from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
 from openhands_rl_plugin.environments.http.client import (
     MOST_BYTES,
     BaseEnvClient,
-    EndpointMissingError,
     HttpEnvironmentOptions,
-    NoPlaceError,
     RefusedActionError,
     ServerAnswer,
-    UnavailableError,
     check_status,
     decode_json,
     episode_index,
     excerpt,
 )
 from openhands_rl_plugin.environments.http.react import ParsedAction
+from openhands_rl_plugin.environments.tools.environment import read_arguments
 
 _LONGEST_CLOSING = 5.0
-_TOO_BIG = 1009
 # Failures of the server itself, or of the machines behind it, rather than of the environment.
-_BROKEN = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
+_BROKEN = frozenset({"CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR"})
 
 
 class _Connect(connect):
@@ -62,12 +59,12 @@ async def _connected(options: HttpEnvironmentOptions) -> ClientConnection:
         )
     except InvalidStatus as error:
         found = error.response
-        check_status(where, found.status_code, bytes(found.body or b""), found.headers.get("location"))
+        check_status(where, found.status_code, bytes(found.body or b""))
         raise BadEnvironmentError(f"{where} answered {found.status_code} instead of a WebSocket") from error
     except (TimeoutError, InvalidHandshake) as error:
         raise InfrastructureError(f"{where} could not be connected to ({type(error).__name__})") from error
     except OSError as error:
-        raise UnavailableError(
+        raise InfrastructureError(
             f"nothing answers at {options.base_url}: start the OpenEnv server or set env_server_base and env_port"
         ) from error
 
@@ -79,9 +76,7 @@ def _raise_error(where: str, data: JsonObject, kind: str) -> Never:
     reasons = "; ".join(excerpt(f"{'.'.join(map(str, each.get('loc') or ()))}: {each.get('msg')}") for each in found)
     text = f"{where} answered a {kind} with the error {code}: {excerpt(str(data.get('message')))} {reasons}".rstrip()
     if code == "CAPACITY_REACHED":
-        raise NoPlaceError(
-            f"{text}; lower max_workers or open_worlds in [rl.strategy], or raise max_concurrent_envs of the server"
-        )
+        text += "; lower max_workers or open_worlds in [rl.strategy], or raise max_concurrent_envs of the server"
     if code in _BROKEN:
         raise InfrastructureError(text)
     if code == "VALIDATION_ERROR" and kind == "step":
@@ -98,18 +93,17 @@ def _output(observation: JsonValue) -> str:
     texts = [_object(part).get("text") for part in content] if isinstance(content, list) else [result]
     if texts and all(isinstance(text, str) for text in texts):
         return "\n".join(map(str, texts))
-    shown = _object(result).get("structured_content") or _object(result).get("data") or result
-    return json.dumps(shown, ensure_ascii=False)
+    return json.dumps(result, ensure_ascii=False)
 
 
 class ActionForm:
     """The fields of a server's actions. The server checks their values.
 
-    A JSON object with these names only is the action itself. Any other text is the value of ``field``, else of the only
-    field, else of the only required one. Raises ``ConfigError`` when ``field`` is not a field of the actions.
+    A JSON object with these names only is the action itself. Any other text is the value of the only field, else of the
+    only required one.
     """
 
-    def __init__(self, schema: JsonObject, field: str | None = None) -> None:
+    def __init__(self, schema: JsonObject) -> None:
         definitions, found = _object(schema.get("$defs")), _object(schema.get("properties"))
         kind = _object(found.get("type"))
         self.calls_tools = "call_tool" in (kind.get("const"), kind.get("default"))
@@ -122,12 +116,8 @@ class ActionForm:
         }
         listed = schema.get("required")
         self._required = [name for name in self._fields if isinstance(listed, list) and name in listed]
-        if field is not None and found and field not in found:
-            raise ConfigError(
-                f"action_field {field!r} is not a field of the server's actions; these have {', '.join(self._fields)}"
-            )
         alone = [each[0] for each in ([*self._fields], self._required) if len(each) == 1]
-        self._field = field or next(iter(alone), None)
+        self._field = next(iter(alone), None)
 
     def read(self, text: str) -> JsonObject:
         """The action in ``text``. Raises ``RefusedActionError``, whose message describes valid actions to the model."""
@@ -161,37 +151,21 @@ def _object(value: JsonValue) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-class OpenEnvOptions(HttpEnvironmentOptions):
-    """``index_key`` is the argument of the server's ``reset`` for the task's index (empty: none). ``reset_arguments``
-    are further arguments; those of one task are its row, ``data["row"]``.
-
-    ``action_field`` is the action's field that a plain text fills, ``observation_field`` the field that is shown to the
-    model. ``None``: chosen by the fields of the server's actions and observations.
-    """
-
-    index_key: str = "seed"
-    reset_arguments: JsonObject = Field(default_factory=dict)
-    action_field: str | None = None
-    observation_field: str | None = None
-
-
 class OpenEnvClient(BaseEnvClient):
-    """``reset``, ``step``, ``state`` and ``close`` of one connection to ``/ws``. A fork replays, in one of its own.
+    """``reset``, ``step`` and ``close`` of one connection to ``/ws``. A fork replays, in one of its own.
 
     An observation with a single text field is shown to the model as that text, any other one as JSON of its fields
     without reward, done and metadata. The model answers with JSON of an action's fields, or with the value of the only
-    field. An invalid action takes a step, and its error is the observation. The evidence holds the server's ``state``.
+    field. An invalid action takes a step, and its error is the observation. The arguments of ``reset`` are the task's
+    row, ``data["row"]``, with its index as ``seed`` unless the row has one.
 
     An environment that is driven by MCP is asked for its tools after the reset, and an action calls one of them. A step
     may have no reward; the one that ends the episode needs one. Where no step of an episode had one, the evidence
     has ``unrewarded``.
     """
 
-    Options: ClassVar[type[HttpEnvironmentOptions]] = OpenEnvOptions
-
-    def __init__(self, options: OpenEnvOptions | None = None) -> None:
-        self._settings = options or OpenEnvOptions()
-        super().__init__(self._settings)
+    def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
+        super().__init__(options)
         self._form: ActionForm | None = None
         self._tools: dict[str, JsonObject] = {}
         self._results: list[tuple[ToolCall, str]] = []
@@ -206,15 +180,12 @@ class OpenEnvClient(BaseEnvClient):
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``GET /schema``, a connection of its own, and ``reset``."""
-        await self.release()
-        key, row = self._settings.index_key, task.data.get("row", {})
+        row = task.data.get("row", {})
         if not isinstance(row, dict):
             raise BadEnvironmentError(f"task '{task.id}' needs an object in data['row'], not {excerpt(repr(row))}")
-        given = {**({key: episode_index(task)} if key else {}), **self._settings.reset_arguments, **row}
-        if self._form is None:
-            self._form = ActionForm(await self._action_schema(), self._settings.action_field)
-        self._socket = await _connected(self._settings)
-        answer = self._answer(await self._ask("reset", given), "reset")
+        self._form = ActionForm(_object(_object(await self.request("/schema")).get("action")))
+        self._socket = await _connected(self.options)
+        answer = self._answer(await self._ask("reset", {"seed": episode_index(task), **row}), "reset")
         if self._form.calls_tools:
             listed = _object((await self._ask("step", {"type": "list_tools"})).get("observation")).get("tools")
             for tool in map(_object, listed if isinstance(listed, list) else ()):
@@ -248,18 +219,13 @@ class OpenEnvClient(BaseEnvClient):
         if not self._tools:
             return super().parse(action)
         if not action.tool_calls:
-            return ParsedAction(None, f"Invalid action: call {', '.join(self._tools)}")
+            return ParsedAction(None, f"Invalid action: call one of {', '.join(self._tools)}")
         calls: list[tuple[ToolCall, JsonObject]] = []
         for at, call in enumerate(action.tool_calls, 1):
-            if call.name not in self._tools:
-                there = ", ".join(self._tools)
-                return ParsedAction(None, f"Invalid action: there is no tool {call.name[:100]!r}; there are {there}")
             try:
-                arguments = json.loads(call.arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-            if not isinstance(arguments, dict):
-                return ParsedAction(None, f"Invalid action: the arguments of {call.name} are no JSON object")
+                arguments = read_arguments(call.arguments)
+            except ValueError as error:
+                return ParsedAction(None, f"Invalid action: the arguments of {call.name} are {error}")
             calls.append((call.model_copy(update={"id": call.id or f"call_{at}"}), arguments))
         return ParsedAction(calls, None)
 
@@ -275,17 +241,14 @@ class OpenEnvClient(BaseEnvClient):
         socket, self._socket = self._socket, None
         if socket is not None:
             with suppress(TimeoutError, ConnectionClosed):
-                async with asyncio.timeout(min(self._settings.timeout, _LONGEST_CLOSING)):
+                async with asyncio.timeout(min(self.options.timeout, _LONGEST_CLOSING)):
                     await socket.send('{"type": "close"}')
                     await socket.wait_closed()
             await socket.close()
 
     async def evidence(self) -> JsonObject:
-        """The evidence of ``BaseEnvClient``, with the server's ``state`` while the connection is open."""
+        """The evidence of ``BaseEnvClient``; ``unrewarded`` where no step had a reward."""
         found = await super().evidence()
-        if found and self._socket is not None:
-            with suppress(EpisodeError):
-                found["state"] = await self._ask("state")
         if any(step.answer is not None for step in self.steps) and not self._rewarded:
             found["unrewarded"] = True
         return found
@@ -294,45 +257,35 @@ class OpenEnvClient(BaseEnvClient):
         """The format of actions, from the server's schema; none for tools, which are offered themselves."""
         return self._form.language() if self._form is not None and not self._tools else ""
 
-    async def _ask(self, kind: str, data: JsonObject | None = None) -> JsonObject:
+    async def _ask(self, kind: str, data: JsonObject) -> JsonObject:
         """The data of the answer to a message, which is sent once.
 
         Raises ``RefusedActionError`` when a step was not executed because its action is invalid.
         """
-        where, socket, seconds = f"{self.where}/ws", self._socket, self._settings.timeout
+        where, socket, seconds = f"{self.where}/ws", self._socket, self.options.timeout
         if socket is None:
             raise RuntimeError("no episode is open")
         try:
             async with asyncio.timeout(seconds):
                 # When sending fails, receiving says why: a full server sends its error first.
                 with suppress(ConnectionClosed):
-                    await socket.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": data}))
+                    await socket.send(json.dumps({"type": kind, "data": data}))
                 received = await socket.recv()
         except (TimeoutError, ConnectionClosed) as error:
             # What comes later would be taken for another answer.
             socket.transport.abort()
             if isinstance(error, TimeoutError):
                 raise InfrastructureError(f"{where} did not answer a {kind} within {seconds:g} s") from error
-            if error.sent is not None and error.sent.code == _TOO_BIG:
-                raise BadEnvironmentError(f"{where} answered more than {MOST_BYTES} bytes") from error
             raise InfrastructureError(
                 f"the connection to {where} broke ({error}): check whether the server is still running"
             ) from error
-        answer = decode_json(where, received if isinstance(received, bytes) else received.encode())
+        answer = decode_json(where, received)
         found, shown = (answer.get("type"), answer.get("data")) if isinstance(answer, dict) else (None, None)
-        wanted = "state" if kind == "state" else "observation"
-        if found not in (wanted, "error") or not isinstance(shown, dict):
+        if found not in ("observation", "error") or not isinstance(shown, dict):
             raise BadEnvironmentError(f"{where} answered a {kind} with {excerpt(received)}")
         if found == "error":
             _raise_error(where, shown, kind)
         return shown
-
-    async def _action_schema(self) -> JsonObject:
-        try:
-            answer = await self.request("/schema")
-        except EndpointMissingError:
-            return {}
-        return _object(_object(answer).get("action"))
 
     def _answer(self, data: JsonObject, what: str) -> ServerAnswer:
         reward: JsonValue = data.get("reward")
@@ -350,13 +303,12 @@ class OpenEnvClient(BaseEnvClient):
         return ServerAnswer.parse({**answer, "info": data.get("metadata")}, what)
 
     def _shown(self, data: JsonObject, what: str) -> str:
-        observation, field = data.get("observation"), self._settings.observation_field
-        if not isinstance(observation, dict) or (field is not None and field not in observation):
-            missing = f", which has no {field!r} (observation_field)" if field else ""
-            raise BadEnvironmentError(f"{what} answered the 'observation' {excerpt(str(observation))}{missing}")
+        observation = data.get("observation")
+        if not isinstance(observation, dict):
+            raise BadEnvironmentError(f"{what} answered the 'observation' {excerpt(str(observation))}")
         hidden = ("metadata", "reward", "done")
-        shown = [observation[field]] if field else [observation[name] for name in observation if name not in hidden]
-        if len(shown) == 1 and isinstance(shown[0], str):
-            return shown[0]
-        whole = {name: value for name, value in observation.items() if name not in hidden}
-        return json.dumps(shown[0] if field else whole, ensure_ascii=False)
+        shown = {name: value for name, value in observation.items() if name not in hidden}
+        alone = [*shown.values()]
+        if len(alone) == 1 and isinstance(alone[0], str):
+            return alone[0]
+        return json.dumps(shown, ensure_ascii=False)

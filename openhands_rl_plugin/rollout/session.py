@@ -352,32 +352,14 @@ class AgentSession:
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Run until a limit is reached. Failures are part of the result; raises ``StorageError``."""
+        stop, failure, live = StopReason.TIMEOUT, None, self._live
         episode = self._episode(request, tools=self._offered())
         if self._storage is not None:
             episode.store_in(self._storage)
-        return await self._run(episode, self._open)
-
-    async def resume(self, request: EpisodeRequest, unfinished: Trajectory) -> Trajectory | None:
-        """Resume a stored episode of ``request``, in an environment that is brought back to its state.
-
-        Its actions are executed again, and no stored completion is sampled again; the time limit starts again.
-        ``None`` when the stored episode is not one of this session, or the environment does not answer as it did:
-        then the environment is used up, and the episode has to be restarted.
-        """
-        episode = self._episode(request, tools=self._offered())
-        if not episode.resume(unfinished, self._storage):
-            return None
-        try:
-            return await self._run(episode, self._replay)
-        except _DivergedError:
-            return None
-
-    async def _run(self, episode: Episode, begin: Callable[[Episode], Awaitable[None]]) -> Trajectory:
-        stop, failure, live = StopReason.TIMEOUT, None, self._live
         try:
             try:
                 async with asyncio.timeout(episode.limits.timeout):
-                    await begin(episode)
+                    await self._open(episode)
                     stop = await self._roll_out(episode)
             except TimeoutError:
                 pass
@@ -396,12 +378,9 @@ class AgentSession:
         while (stop := episode.limit_reached()) is None:
             episode.tree.commit(await episode.decide(self._live.world(episode.limits)))
             await episode.keep_up()
-            await self._act(episode)
+            episode.observe(await self._live.step(episode.tree.action))
+            await episode.keep_up()
         return stop
-
-    async def _act(self, episode: Episode) -> None:
-        episode.observe(await self._live.step(episode.tree.action))
-        await episode.keep_up()
 
     async def _open(self, episode: Episode) -> None:
         episode.observe(await self._live.reset(episode.request.task))
@@ -411,44 +390,12 @@ class AgentSession:
     def _offered(self) -> tuple[JsonObject, ...]:
         return info_of(self._live.environment).tools
 
-    async def _replay(self, episode: Episode) -> None:
-        """Replay the actions, then execute the committed answer, which may not have been executed."""
-        tree, live, limits = episode.tree, self._live, episode.limits
-        path = [tree.nodes[index] for index in tree.path()]
-        if not path:
-            return await self._open(episode)
-        answer = clip(await live.reset(episode.request.task), limits)
-        if self._offered() != tree.tools:
-            raise _DivergedError
-        awaited = list(answer.messages)
-        for node in path:
-            if not node.sampled:
-                if not awaited or awaited.pop(0) != node.message:
-                    raise _DivergedError
-            elif awaited or answer.terminated or answer.truncated:
-                raise _DivergedError
-            elif node.executed:
-                answer = clip(await live.step(node.message), limits)
-                awaited = list(answer.messages)
-                if answer.reward != node.reward:
-                    raise _DivergedError
-        if awaited:
-            raise _DivergedError
-        tree.terminated, tree.truncated = answer.terminated, answer.truncated
-        if path[-1].sampled and not path[-1].executed:
-            await self._act(episode)
-
-
-class _DivergedError(Exception):
-    """An environment does not answer as it did when the episode was recorded."""
-
 
 class SessionRunner:
     """An ``EpisodeRunner`` over ``AgentSession``. The factories are called once per session, so nothing is shared.
 
     ``make_engine`` may be left out for a strategy that samples nothing. With a ``storage``, episodes are stored while
-    they run. A finished episode that is found there is not repeated; an unfinished one is resumed if its
-    environment can be brought back to the same state, else it restarts.
+    they run. A finished episode that is found there is not repeated; an unfinished one restarts.
     """
 
     def __init__(
@@ -478,11 +425,9 @@ class SessionRunner:
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """Run one episode; a failed one comes back with ``failure`` set. Raises ``StorageError``."""
-        if self._storage is not None and (stored := await stored_episode(self._storage, trajectory_id(request))):
-            if stored.stop is not StopReason.UNFINISHED:
-                return stored
-            if (resumed := await self._session(request).resume(request, stored)) is not None:
-                return resumed
+        stored = await stored_episode(self._storage, trajectory_id(request)) if self._storage is not None else None
+        if stored is not None and stored.stop is not StopReason.UNFINISHED:
+            return stored
         return await self._session(request).run(request)
 
     async def close(self) -> None:

@@ -8,8 +8,7 @@ import pytest
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.environments.agentgym import AgentGymClient
-from openhands_rl_plugin.environments.http.client import WebEnvClient
+from openhands_rl_plugin.environments.http.client import AgentGymClient, WebEnvClient
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

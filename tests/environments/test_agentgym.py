@@ -11,7 +11,7 @@ from small_shop import running_shop
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
 from openhands_rl_plugin.core.types import Message, Observation, Task
-from openhands_rl_plugin.environments.agentgym import AgentGymClient, AgentGymOptions
+from openhands_rl_plugin.environments.http.client import AgentGymClient, HttpEnvironmentOptions
 from openhands_rl_plugin.testing import check_environment
 
 
@@ -19,8 +19,8 @@ def task(environment: str = "agentgym/textcraft", idx: int = 3) -> Task:
     return Task(id="t", environment=environment, instruction="craft a boat", data={"idx": idx})
 
 
-def client(url: str, **options: Any) -> AgentGymClient:
-    return AgentGymClient(AgentGymOptions.model_validate({"base_url": url, "timeout": 5, "backoff": 0.01, **options}))
+def client(url: str) -> AgentGymClient:
+    return AgentGymClient(HttpEnvironmentOptions(base_url=url, timeout=5))
 
 
 async def play(player: AgentGymClient, of: Task, steps: int = 1) -> list[Observation]:
@@ -104,25 +104,9 @@ async def test_an_error_in_a_200_is_an_error(at: str):
         assert ("/close" in server.paths()) == (at != "/create")
 
 
-async def test_a_busy_reset_does_not_create_a_second_episode():
-    busy = [True, True]
-
-    def handler(path: str, body: Any) -> bytes:
-        if path == "/reset" and busy:
-            busy.pop()
-            return respond("", status="503 Busy")
-        return respond({"id": 4} if path == "/create" else {"observation": "o"})
-
-    async with raw_server(handler) as server:
-        await play(client(server.url), task(), steps=0)
-    assert server.paths() == ["/create", "/reset", "/reset", "/reset", "/close"]
-
-
-@pytest.mark.parametrize(("preset", "environment"), [("webshp", "agentgym/webshop"), (None, "agentgym/chess")])
-async def test_an_unknown_server_is_refused(preset: str | None, environment: str):
-    player = client("http://127.0.0.1:9", preset=preset)
-    with pytest.raises(ConfigError, match=r"unknown AgentGym server .*; available: alfworld"):
-        await player.reset(task(environment))
+async def test_an_unknown_server_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown AgentGym server 'chess'; available: alfworld"):
+        await client("http://127.0.0.1:9").reset(task("agentgym/chess"))
 
 
 async def test_a_shop_speaks_agentgym_to_twenty_clients():

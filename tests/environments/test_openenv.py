@@ -12,7 +12,7 @@ from aiohttp import web
 from one_episode import one_episode
 from openenv_wire import SCHEMA, Misbehaviour, Socket, error, observation, openenv_server, serving
 
-from openhands_rl_plugin.core.errors import ConfigError, GraderError, InfrastructureError
+from openhands_rl_plugin.core.errors import GraderError, InfrastructureError
 from openhands_rl_plugin.core.types import (
     FailureKind,
     JsonObject,
@@ -23,8 +23,8 @@ from openhands_rl_plugin.core.types import (
     ToolCall,
     Trajectory,
 )
-from openhands_rl_plugin.environments.http.client import RefusedActionError
-from openhands_rl_plugin.environments.openenv import ActionForm, OpenEnvClient, OpenEnvOptions
+from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, RefusedActionError
+from openhands_rl_plugin.environments.openenv import ActionForm, OpenEnvClient
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.testing import check_environment
 
@@ -37,8 +37,7 @@ def task(idx: int = 3, **data: Any) -> Task:
 
 
 def client(url: str, **options: Any) -> OpenEnvClient:
-    given = {"base_url": url, "timeout": 5, "retries": 1, "backoff": 0.01, **options}
-    return OpenEnvClient(OpenEnvOptions.model_validate(given))
+    return OpenEnvClient(HttpEnvironmentOptions.model_validate({"base_url": url, "timeout": 5, **options}))
 
 
 def said(action: str) -> Message:
@@ -61,9 +60,8 @@ async def test_the_grid_is_walked_to_its_goal_in_one_connection():
         assert server.connected == 0, "close waits until the server has let go"
     assert [each.terminated for each in walked] == [False] * 7 + [True]
     assert walked[-1].reward == 1.0 and evidence["return"] == pytest.approx(0.3)
-    assert evidence["state"] == {"episode_id": evidence["state"]["episode_id"], "step_count": 8}  # pyright: ignore
     steps = [{"type": "step", "data": {"action": move}} for move in PATH]
-    assert server.messages == [{"type": "reset", "data": {"seed": 3}}, *steps, {"type": "state"}, {"type": "close"}]
+    assert server.messages == [{"type": "reset", "data": {"seed": 3}}, *steps, {"type": "close"}]
 
 
 async def test_it_conforms_and_forks_by_playing_again():
@@ -88,20 +86,15 @@ async def test_a_refused_action_is_told_and_costs_a_step_but_is_not_executed():
 async def test_a_server_of_one_session_plays_one_episode_after_the_other():
     async with openenv_server(sessions=1) as server:
         for _ in range(4):
-            player = client(server.url, retries=0)
+            player = client(server.url)
             await player.reset(task())
             await player.close()
-        first, second = client(server.url), client(server.url, place_timeout=0.3)
+        first, second = client(server.url), client(server.url)
         await first.reset(task())
         with pytest.raises(InfrastructureError, match=r"1/1 sessions active.*max_concurrent_envs"):
             await second.reset(task())
         await second.close()
-        third = client(server.url, retries=0)
-        waiting = asyncio.create_task(third.reset(task()))
-        await asyncio.sleep(0.1)
         await first.close()
-        assert (await waiting).messages
-        await third.close()
 
 
 async def test_a_reward_that_nobody_told_is_not_a_zero():
@@ -174,8 +167,7 @@ async def test_the_tools_of_an_mcp_environment_are_asked_for_offered_and_called(
         shown = await player.step(calls("run", code=CODE))
         assert (text(shown), shown.messages[0].tool_call_id) == (f"ran {CODE}", "c1")
         assert text(await player.step(calls("run"))) == "invalid_args: no code"
-        assert "there is no tool 'walk'; there are run, stop" in text(await player.step(calls("walk")))
-        assert text(await player.step(said("hello"))) == "Invalid action: call run, stop"
+        assert text(await player.step(said("hello"))) == "Invalid action: call one of run, stop"
         twin = await player.fork()
         last = await twin.step(calls("stop"))
         assert (last.reward, last.terminated) == (1.0, True)
@@ -185,21 +177,17 @@ async def test_the_tools_of_an_mcp_environment_are_asked_for_offered_and_called(
 
 
 @pytest.mark.parametrize(
-    ("shown", "field", "expected"),
-    [
-        ({"text": "Hello"}, None, "Hello"),
-        ({"board": [[0, 1]], "metadata": {"a": 1}}, None, '{"board": [[0, 1]]}'),
-        ({"prompt": "Guess: Ä", "messages": []}, "prompt", "Guess: Ä"),
-    ],
+    ("shown", "expected"),
+    [({"text": "Hellö"}, "Hellö"), ({"board": [[0, 1]], "metadata": {"a": 1}}, '{"board": [[0, 1]]}')],
 )
-async def test_what_the_model_is_shown(shown: dict[str, Any], field: str | None, expected: str):
+async def test_what_the_model_is_shown(shown: dict[str, Any], expected: str):
     async def show(to: Socket, message: dict[str, Any]) -> bool:
         if message["type"] == "reset":
             await to.send_json({"type": "observation", "data": {"observation": shown, "reward": None, "done": False}})
         return message["type"] == "reset"
 
     async with openenv_server(show) as server:
-        player = client(server.url, observation_field=field)
+        player = client(server.url)
         opening = await player.reset(task())
         assert (text(opening), opening.reward) == (expected, 0.0)
         await player.close()
@@ -228,11 +216,6 @@ def test_actions_by_their_schema():
     two = ActionForm({"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]})
     with pytest.raises(RefusedActionError, match="a JSON object with these fields"):
         two.read("1 2")
-    with pytest.raises(
-        ConfigError, match="action_field 'colum' is not a field of the server's actions; these have column"
-    ):
-        ActionForm(column, "colum")
-    assert ActionForm({}, "message").read("hi") == {"message": "hi"}
 
 
 # Misbehaviour: each gives a typed failure, never a valid episode without a reward.
@@ -294,7 +277,7 @@ CASES = [
     pytest.param(answer(HUGE), ENVIRONMENT, ["'reward'", "finite"], id="1e999"),
     pytest.param(data(observation="text"), ENVIRONMENT, ["'observation'"], id="observation is a text"),
     pytest.param(data(done="yes"), ENVIRONMENT, ["'done'"], id="done is a text"),
-    pytest.param(data(metadata="x" * 5_000_000), ENVIRONMENT, ["4194304 bytes"], id="huge"),
+    pytest.param(data(metadata="x" * 5_000_000), INFRASTRUCTURE, ["4194304 bytes"], id="huge"),
 ]
 
 
@@ -314,7 +297,7 @@ async def test_misbehaves(where: str, do: Callable[[Socket], Awaitable[object]],
     [
         (404, {}, ENVIRONMENT, "404"),
         (503, {}, INFRASTRUCTURE, "503"),
-        (302, {"location": "http://192.0.2.1/"}, ENVIRONMENT, "redirects to http://192.0.2.1/, which is not followed"),
+        (302, {"location": "http://192.0.2.1/"}, ENVIRONMENT, "302"),
     ],
 )
 async def test_no_websocket_there(status: int, headers: dict[str, str], kind: FailureKind, words: str):

@@ -10,19 +10,15 @@ import pytest
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.protocols import Environment, TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeStart, TrajectoryFilter
-from openhands_rl_plugin.core.tree import EpisodeTree
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Limits,
     Observation,
-    PolicyRef,
     StrategySpec,
     Task,
-    Trajectory,
 )
 from openhands_rl_plugin.rewards.outcome import ReturnReward
-from openhands_rl_plugin.rollout.journal import EpisodeJournal
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore
 from openhands_rl_plugin.rollout.session import SessionRunner
@@ -83,32 +79,6 @@ async def test_a_second_run_plays_only_what_is_missing(tmp_path: Path) -> None:
         second = await roll_out(plan(samples_per_task=2), counting.runner(), storage)
     assert counting.played == 6
     assert second[::2] == first
-
-
-async def left_unfinished(storage: TrajectoryStorage, folder: Path) -> Trajectory:
-    """The first episode of the plan, as a killed process leaves it after its first action."""
-    async with FileTrajectoryStorage(folder) as elsewhere:
-        whole, *_ = await roll_out(plan(samples_per_task=1), Counting().runner(), elsewhere)
-    tree, begun = EpisodeTree(), EpisodeTree.thaw(whole)
-    # What is known before anything was sampled is the policy that was asked for.
-    start = EpisodeStart.of(whole).model_copy(update={"policy": PolicyRef(base_model="script")})
-    journal = EpisodeJournal(storage, start)
-    tree.nodes, tree.head = begun.nodes[:4], 3
-    await journal.keep(tree)
-    return whole
-
-
-@pytest.mark.parametrize("journalled", [True, False])
-async def test_what_a_killed_run_left_unfinished_is_resumed_or_replaced(tmp_path: Path, journalled: bool) -> None:
-    async with FileTrajectoryStorage(tmp_path / "store") as storage:
-        whole = await left_unfinished(storage, tmp_path / "other")
-        counting = Counting(script=["down", "up", "left"])
-        played = await roll_out(plan(samples_per_task=1), counting.runner(storage if journalled else None), storage)
-        found = [trajectory async for trajectory, _ in storage.find(TrajectoryFilter(finished=None))]
-    assert sorted(found, key=lambda one: one.id) == sorted(played, key=lambda one: one.id)
-    assert (counting.played, played[0].id) == (3, whole.id)
-    answers = [node.message.content for node in played[0].sampled()]
-    assert answers == (["right", "down", "up"] if journalled else ["down", "up", "left"])
 
 
 async def test_infrastructure_failures_are_replaced_and_kept(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureE
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine
 from openhands_rl_plugin.core.records import EpisodeGrowth, trajectory_id
 from openhands_rl_plugin.core.types import (
-    AT,
     Completion,
     EpisodeRequest,
     FailureKind,
     JsonObject,
     Limits,
     Message,
-    Node,
     Observation,
     PolicyRef,
     StopReason,
@@ -87,14 +85,6 @@ class Troubled(GridEnvironment):
     async def close(self) -> None:
         self.closes += 1
         await self._meet("close")
-
-
-def timeless(trajectory: Trajectory) -> list[Node]:
-    """The nodes without the times at which they were made."""
-    kept = [{name: value for name, value in node.metadata.items() if name != AT} for node in trajectory.nodes]
-    return [
-        node.model_copy(update={"metadata": metadata}) for node, metadata in zip(trajectory.nodes, kept, strict=True)
-    ]
 
 
 async def play(environment: Environment, texts: Sequence[str], limits: Limits | None = None) -> Trajectory:
@@ -216,65 +206,31 @@ async def test_the_environment_is_closed_when_the_run_is_cancelled():
     assert environment.closes == 1
 
 
-class KilledError(BaseException):
-    """Stands for the end of the process: nothing in a session may catch it."""
+class Mortal(ScriptedEngine):
+    """Ends the process, as far as a session can see, at the call after ``left`` of them."""
 
-
-class Mortal:
-    """One life of a process: its engine and its environments die at the ``last`` of the things that happen."""
-
-    def __init__(self, storage: FileTrajectoryStorage, last: int | None = None, **changes: Any) -> None:
-        self.storage = storage
-        self.left = last
-        self.asked: list[int] = []
-        self.changes = {"make_environment": lambda request: MortalGrid(self), "base_model": "scripted", **changes}
-
-    def live(self) -> None:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise KilledError
-
-    async def play(self, limits: Limits | None = None) -> Trajectory:
-        options: dict[str, Any] = {
-            "make_strategy": lambda request: StandardReActStrategy(),
-            "make_engine": lambda request: MortalEngine(self),
-            "strategy_spec": StrategySpec(name="StandardReAct"),
-            "limits": limits,
-            "storage": self.storage,
-        }
-        return await SessionRunner(**{**options, **self.changes}).run(request(size=4, goal=[2, 1]))
-
-
-class MortalEngine(ScriptedEngine):
-    def __init__(self, life: Mortal) -> None:
+    def __init__(self, left: int | None = None) -> None:
         super().__init__(lambda messages: "right" if len(messages) // 2 % 2 else "down")
-        self._life = life
+        self.left = left
 
     async def complete(self, messages: Sequence[Message], **options: Any) -> list[Completion]:
-        self._life.live()
-        self._life.asked.append(len(messages))
+        if len(self.calls) == self.left:
+            raise KeyboardInterrupt
         return await super().complete(messages, **options)
 
 
-class MortalGrid(GridEnvironment):
-    def __init__(self, life: Mortal) -> None:
-        super().__init__()
-        self._life = life
-
-    async def reset(self, task: Task) -> Observation:
-        self._life.live()
-        return await super().reset(task)
-
-    async def step(self, action: Message) -> Observation:
-        self._life.live()
-        answer = await super().step(action)
-        self._life.live()
-        return answer
-
-    async def evidence(self) -> JsonObject:
-        self._life.live()
-        return await super().evidence()
+async def run_stored(
+    storage: FileTrajectoryStorage, engine: LLMEngine, environment: Environment | None = None
+) -> Trajectory:
+    runner = SessionRunner(
+        make_environment=lambda request: environment or GridEnvironment(),
+        make_strategy=lambda request: StandardReActStrategy(),
+        make_engine=lambda request: engine,
+        strategy_spec=StrategySpec(name="StandardReAct"),
+        base_model="scripted",
+        storage=storage,
+    )
+    return await runner.run(request(size=4, goal=[2, 1]))
 
 
 @pytest.fixture
@@ -283,84 +239,16 @@ async def storage(tmp_path: Path) -> AsyncIterator[FileTrajectoryStorage]:
         yield storage
 
 
-async def stored(storage: FileTrajectoryStorage) -> Trajectory:
-    found = await stored_episode(storage, trajectory_id(request()))
-    assert found is not None
-    return found
-
-
-def essence(trajectory: Trajectory) -> tuple[Any, ...]:
-    said = timeless(trajectory), trajectory.head, trajectory.stop, trajectory.usage
-    return *said, trajectory.evidence, trajectory.policy
-
-
-async def test_a_session_goes_on_wherever_it_was_killed(tmp_path: Path):
-    async with FileTrajectoryStorage(tmp_path / "whole") as storage:
-        whole = essence(await (alive := Mortal(storage)).play())
-    assert alive.asked == [2, 4, 6]
-    points = 0
-    while True:
-        async with FileTrajectoryStorage(tmp_path / str(points), durable=False) as storage:
-            try:
-                await (first := Mortal(storage, last=points)).play()
-            except KilledError:
-                points += 1
-            else:
-                break
-            second = Mortal(storage)
-            resumed = await second.play()
-            assert essence(resumed) == whole
-            assert first.asked + second.asked == [2, 4, 6], "no completion is asked for twice"
-            assert [found async for found, _ in storage.find()] == [resumed]
-    assert points == 11
-
-
-async def killed_after_its_second_action(storage: FileTrajectoryStorage) -> Trajectory:
-    with pytest.raises(KilledError):
-        await Mortal(storage, last=7).play()
-    unfinished = await stored(storage)
+async def test_an_episode_that_was_killed_keeps_its_completions_and_begins_again(storage: FileTrajectoryStorage):
+    with pytest.raises(KeyboardInterrupt):
+        await run_stored(storage, Mortal(left=2))
+    unfinished = await stored_episode(storage, trajectory_id(request()))
+    assert unfinished is not None
     assert (unfinished.stop, len(list(unfinished.sampled()))) == (StopReason.UNFINISHED, 2)
-    return unfinished
-
-
-def elsewhere(**changes: Any) -> Callable[[EpisodeRequest], Environment]:
-    class Elsewhere(GridEnvironment):
-        """A world that is not what it was when the episode began."""
-
-        async def reset(self, task: Task) -> Observation:
-            opening = await super().reset(task)
-            return opening.model_copy(update=changes.get("reset", {}))
-
-        async def step(self, action: Message) -> Observation:
-            return (await super().step(action)).model_copy(update=changes.get("step", {}))
-
-    return lambda request: Elsewhere()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"reset": {"messages": (Message(role="user", content="Another level."),)}},
-        {"step": {"messages": (Message(role="user", content="Another answer."),)}},
-        {"step": {"reward": 0.5}},
-        {"step": {"terminated": True}},
-    ],
-    ids=str,
-)
-async def test_a_world_that_answers_otherwise_is_played_anew(storage: FileTrajectoryStorage, changes: dict[str, Any]):
-    await killed_after_its_second_action(storage)
-    life = Mortal(storage, make_environment=elsewhere(**changes))
-    trajectory = await life.play(Limits(max_turns=2))
-    assert len(life.asked) == len(list(trajectory.sampled())), "every completion of the episode is a new one"
-    assert [found async for found, _ in storage.find()] == [trajectory]
-    assert len(trajectory.nodes) == len(trajectory.path()), "and nothing of the old episode is left"
-
-
-async def test_a_finished_episode_is_not_played_again(storage: FileTrajectoryStorage):
-    first = await Mortal(storage).play()
-    again = Mortal(storage)
-    assert await again.play() == first
-    assert again.asked == []
+    whole = await run_stored(storage, again := Mortal())
+    assert (whole.stop, len(again.calls)) == (StopReason.TERMINATED, 3)
+    assert [found async for found, _ in storage.find()] == [whole], "nothing of the killed episode is left"
+    assert await run_stored(storage, Mortal(left=0)) == whole, "a finished episode is not run again"
 
 
 @pytest.mark.parametrize("writes", [0, 2])
@@ -377,5 +265,5 @@ async def test_a_storage_that_fails_stops_the_run(
     monkeypatch.setattr(storage, "grow", failing)
     environment = Troubled()
     with pytest.raises(StorageError, match="the disk is full"):
-        await Mortal(storage, make_environment=lambda request: environment).play()
+        await run_stored(storage, Mortal(), environment)
     assert environment.closes == 1

@@ -1,26 +1,23 @@
-"""Episodes over text, and the client of a server with ``/reset`` and ``/step``: JSON over HTTP, each request sent once.
+"""Episodes over text, and clients of servers with ``/reset`` and ``/step``: JSON over HTTP, each request sent once.
 
 Every failure is a typed error. An unreachable, slow or failing server raises ``InfrastructureError``; an answer that
-violates the protocol raises ``BadEnvironmentError``. Only the caller knows whether a request may be repeated.
+violates the protocol raises ``BadEnvironmentError``. Whoever runs an episode repeats it, as a whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import time
-import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, NamedTuple, Never, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import from_json
 
-from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import BadEnvironmentError, EpisodeError, InfrastructureError
-from openhands_rl_plugin.core.messages import whole_json
+from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.servers import is_loopback, named_key
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
@@ -35,14 +32,6 @@ class EndpointMissingError(BadEnvironmentError):
     """The server has no such path (404 or 405)."""
 
 
-class UnavailableError(InfrastructureError):
-    """The request was certainly not executed: the server is unreachable, or reports that it is busy (503)."""
-
-
-class NoPlaceError(UnavailableError):
-    """The server has as many episodes as it may."""
-
-
 def _http_url(value: str) -> str:
     url = urlsplit(value)
     if url.scheme not in ("http", "https") or not url.hostname or url.username:
@@ -53,56 +42,41 @@ def _http_url(value: str) -> str:
 class HttpEnvironmentOptions(Frozen):
     """How an environment server is reached and how the model is told to act.
 
-    ``timeout`` and ``backoff`` are in seconds. Only the opening of an episode is retried: a step that was sent may
-    have been executed, so it is never sent twice. ``action_language`` of ``None`` means the known one of the task's
+    ``timeout`` is in seconds, of one request. ``action_language`` of ``None`` means the known one of the task's
     environment. ``api_key_env`` names the environment variable with the server's key, for one that asks for it.
-    ``place_timeout``: seconds that an episode waits for a place on a server that is full.
     """
 
     base_url: Annotated[str, AfterValidator(_http_url)] = "http://127.0.0.1:8000"
     timeout: float = Field(default=60.0, gt=0)
-    retries: int = Field(default=3, ge=0, le=20)
-    backoff: float = Field(default=0.25, ge=0)
     react_format: bool = True
     system_prompt: str | None = None
     action_language: str | None = None
     api_key_env: str = ""
-    place_timeout: float = Field(default=1800.0, ge=0)
 
     def key(self) -> str:
         """The server's key, empty for none. Raises ``ConfigError`` when its variable is not set."""
         return named_key(self.api_key_env, "api_key_env")
 
 
-def check_status(where: str, status: int, content: bytes, location: str | None = None) -> None:
-    """Raise the typed error for an HTTP status of 300 or more. ``location``: the target of a redirect."""
-    if status < 300:
-        return
+def check_status(where: str, status: int, content: bytes) -> None:
+    """Raise the typed error for an HTTP status of 300 or more; no redirect is followed."""
     text = f"{where} answered {status}: {excerpt(content)}"
-    if status == 503:
-        raise UnavailableError(text)
     if status in (404, 405):
         raise EndpointMissingError(f"{text} (is this the address of an environment server?)")
     if status in (408, 425, 429) or status >= 500:
         raise InfrastructureError(text)
-    if status < 400:
-        raise BadEnvironmentError(f"{where} redirects to {excerpt(location or 'elsewhere')}, which is not followed")
-    raise BadEnvironmentError(text)
+    if status >= 300:
+        raise BadEnvironmentError(text)
 
 
-def decode_json(where: str, content: bytes) -> JsonValue:
-    """The JSON in ``content``. Raises ``BadEnvironmentError`` for invalid JSON, NaN and Infinity."""
+def decode_json(where: str, content: bytes | str) -> JsonValue:
+    """The JSON in ``content``. Raises ``BadEnvironmentError`` for invalid JSON, NaN and halves of characters."""
     try:
-        answer = json.loads(content, parse_constant=_refuse_constant)
-        return whole_json(answer) if b"\\u" in content else answer
-    except (ValueError, RecursionError) as error:
+        return from_json(content, allow_inf_nan=False)
+    except ValueError as error:
         raise BadEnvironmentError(
             f"{where} answered what is not valid JSON ({error}): {excerpt(content)} (is this an environment server?)"
         ) from error
-
-
-def _refuse_constant(name: str) -> Never:
-    raise ValueError(f"{name} is no number")
 
 
 def excerpt(content: bytes | str) -> str:
@@ -116,9 +90,9 @@ def excerpt(content: bytes | str) -> str:
 class ServerAnswer(BaseModel):
     """The answer to ``/reset`` or ``/step``. Other keys are ignored; a wrong type is an error.
 
-    ``reward`` and one of ``done``, ``terminated`` and ``truncated`` may be left out by ``/reset`` only: a step that
-    has no reward is not worth 0.0. ``session``: where the server can run several episodes of one task. ``messages``:
-    the observation, where it is not made of ``state``; a server gives none.
+    ``reward`` and ``done`` may be left out by ``/reset`` only: a step that has no reward is not worth 0.0.
+    ``truncated``: a limit of the server ended the episode, not the task. ``session``: where the server can run several
+    episodes of one task.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
@@ -126,10 +100,9 @@ class ServerAnswer(BaseModel):
     state: str = Field(validation_alias=AliasChoices("state", "observation"))
     reward: float = 0.0
     done: bool = False
-    terminated: bool = False
     truncated: bool = False
     info: JsonValue = None
-    session: str | int | None = Field(default=None, validation_alias=AliasChoices("session", "session_id"))
+    session: str | int | None = None
 
     @classmethod
     def parse(cls, answer: JsonValue, path: str) -> Self:
@@ -144,21 +117,14 @@ class ServerAnswer(BaseModel):
             first = invalid.errors(include_url=False)[0]
             field = ".".join(str(part) for part in first["loc"][:3])
             raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
-        if path == "/step" and "reward" not in answer:
-            raise BadEnvironmentError(f"{path} answered no 'reward': answer it beside 'state', 0.0 where there is none")
-        if path == "/step" and not answer.keys() & {"done", "terminated", "truncated"}:
-            raise BadEnvironmentError(f"{path} answered no 'done', so that no episode would end there")
+        if path == "/step" and (missing := {"reward", "done"} - answer.keys()):
+            raise BadEnvironmentError(f"{path} answered no '{min(missing)}': answer 'reward' and 'done' beside 'state'")
         return read
 
-    def same_as(self, other: ServerAnswer | None) -> bool:
-        """Whether observation, reward and end of episode are equal; ``info`` and sessions may differ."""
-        kept = {"state", "reward", "done", "terminated", "truncated"}
-        return other is not None and self.model_dump(include=kept) == other.model_dump(include=kept)
-
     @property
-    def ended(self) -> bool:
-        """The task itself ended; an episode that a limit of the server ended is ``truncated`` instead."""
-        return self.terminated or (self.done and not self.truncated)
+    def shown(self) -> tuple[object, ...]:
+        """What a repeated action has to give again; ``info`` and sessions may differ."""
+        return self.state, self.reward, self.done, self.truncated
 
 
 class EpisodeStep(NamedTuple):
@@ -224,9 +190,6 @@ def opening_messages(
     return Message(role="system", content=system), Message(role="user", content=state)
 
 
-# Of servers without sessions: the episode that runs, by server and index. One that was dropped without ``close`` blocks
-# no other.
-_RUNNING: weakref.WeakValueDictionary[tuple[str, int], WebEnvClient] = weakref.WeakValueDictionary()
 WITHOUT_FORKS = 'use rollout_strategy = "StandardReAct", which needs no forks'
 
 
@@ -266,7 +229,7 @@ class Episode(ABC):
 
     @abstractmethod
     async def open_episode(self, task: Task) -> ServerAnswer:
-        """Start the episode and return its first observation. May be retried after a failure."""
+        """Start the episode and return its first observation, whose reward does not count."""
 
     @abstractmethod
     async def act(self, action: Any) -> ServerAnswer:
@@ -303,14 +266,14 @@ class Episode(ABC):
         if self._task is not None or self._closed:
             raise RuntimeError("an environment runs one episode: make a new one")
         self._task = task
-        self._last = self._opening = await self._open(task)
-        return _observation(self._last, self.opening(task, self._last.state))
+        self._last = self._opening = await self.open_episode(task)
+        return Observation(messages=self.opening(task, self._last.state))
 
     async def step(self, action: Message) -> Observation:
         """Execute one model response. A malformed one is not executed: it takes a step and has reward 0."""
         if self._last is None:
             raise RuntimeError("no episode is open: reset did not succeed")
-        if self._last.ended or self._last.truncated:
+        if self._last.done or self._last.truncated:
             raise RuntimeError("the episode has ended")
         try:
             parsed = self.parse(action)
@@ -321,7 +284,12 @@ class Episode(ABC):
             return self._malformed(action, str(refused))
         self._last = answer
         self.steps.append(EpisodeStep(parsed.action, answer))
-        return _observation(answer, self.reply(action, answer.state))
+        return Observation(
+            messages=self.reply(action, answer.state),
+            reward=answer.reward,
+            terminated=answer.done and not answer.truncated,
+            truncated=answer.truncated,
+        )
 
     async def fork(self) -> Self:
         """An independent copy of the open episode in its current state: a copy where that is possible, else by replay.
@@ -331,14 +299,13 @@ class Episode(ABC):
         """
         if self._task is None or self._opening is None or self._closed:
             raise RuntimeError("only an open episode can be forked")
-        twin, steps, last = self._new_twin(), list(self.steps), self._last
+        twin, steps, last = type(self)(self.options), list(self.steps), self._last
         twin._task, twin._opening = self._task, self._opening
         try:
             if not await self.fork_episode(twin):
-                same = (await twin._open(self._task)).same_as(self._opening)
-                for step in (step for step in steps if step.answer is not None):
-                    same = same and (await twin.act(step.action)).same_as(step.answer)
-                if not same:
+                done = [(action, answer) for action, answer in steps if answer is not None]
+                found = [await twin.open_episode(self._task), *[await twin.act(action) for action, _ in done]]
+                if [each.shown for each in found] != [each.shown for each in (self._opening, *(x for _, x in done))]:
                     raise BadEnvironmentError(
                         f"{self.where} cannot be forked: it answered the same actions differently; {WITHOUT_FORKS}"
                     )
@@ -361,7 +328,7 @@ class Episode(ABC):
             "rewards": [*rewards],
             "steps": len(rewards),
             "malformed": sum(step.answer is None for step in self.steps),
-            "done": self._last.ended or self._last.truncated,
+            "done": self._last.done or self._last.truncated,
             "truncated": self._last.truncated,
             "info": self._last.info,
         }
@@ -373,12 +340,6 @@ class Episode(ABC):
             if self._task is not None:
                 await self.release()
 
-    async def _open(self, task: Task) -> ServerAnswer:
-        return await self.open_episode(task)
-
-    def _new_twin(self) -> Self:
-        return type(self)(self.options)
-
     def _malformed(self, action: Message, error: str | None) -> Observation:
         self.steps.append(EpisodeStep())
         if not action.tool_calls:
@@ -389,25 +350,18 @@ class Episode(ABC):
         return Observation(messages=tuple(answers))
 
 
-def _observation(answer: ServerAnswer, messages: tuple[Message, ...]) -> Observation:
-    return Observation(messages=messages, reward=answer.reward, terminated=answer.ended, truncated=answer.truncated)
-
-
 class BaseEnvClient(Episode):
     """Base class of environments behind HTTP.
 
     A subclass implements ``open_episode`` and ``act``, and overrides ``release``, ``fork_episode`` and ``actions``
-    where its server offers more. Parsing the action out of the model's text, the opening messages, retries of the
-    opening, and the evidence for rewards are inherited. An environment that is not behind HTTP needs no base class:
+    where its server offers more. Parsing the action out of the model's text, the opening messages and the evidence for
+    rewards are inherited. An environment that is not behind HTTP needs no base class:
     any class with the methods of ``Environment`` works.
     """
 
     Options: ClassVar[type[HttpEnvironmentOptions]] = HttpEnvironmentOptions
 
-    def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
-        super().__init__(options)
-        self._http: httpx.AsyncClient | None = None
-        self._patience = self.options.place_timeout
+    _http: httpx.AsyncClient | None = None
 
     @property
     def where(self) -> str:
@@ -416,18 +370,17 @@ class BaseEnvClient(Episode):
 
     async def request(self, path: str, body: JsonObject | None = None) -> JsonValue:
         """POST ``body``, or GET without one, once. Raises ``InfrastructureError`` or ``BadEnvironmentError``."""
-        if self._http is None:
-            raise RuntimeError("the environment is not open: call reset first and nothing after close")
+        http = self._http = self._http or self._new_http()
         where, seconds, content = f"{self.where}{path}", self.options.timeout, bytearray()
         method = "GET" if body is None else "POST"
         try:
-            async with asyncio.timeout(seconds), self._http.stream(method, where, json=body) as response:
+            async with asyncio.timeout(seconds), http.stream(method, where, json=body) as response:
                 async for chunk in response.aiter_bytes():
                     content += chunk
                     if len(content) > MOST_BYTES:
                         raise BadEnvironmentError(f"{where} answered more than {MOST_BYTES} bytes")
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise UnavailableError(
+            raise InfrastructureError(
                 f"nothing answers at {self.where}: start the server (the embedded shop: `openhands-rl env webshop`) "
                 "or set env_server_base and env_port"
             ) from error
@@ -438,25 +391,17 @@ class BaseEnvClient(Episode):
                 f"the connection to {self.where} broke during {path} ({type(error).__name__}): check whether the "
                 "server is still running"
             ) from error
-        check_status(where, response.status_code, bytes(content), response.headers.get("location"))
+        check_status(where, response.status_code, bytes(content))
         return decode_json(where, bytes(content))
 
     async def close(self) -> None:
         """Release the episode on the server and close the connections; a second call does nothing."""
-        http = self._http
         try:
-            if http is not None:
-                await super().close()
+            await super().close()
         finally:
-            self._closed, self._http = True, None
+            http, self._http = self._http, None
             if http is not None:
                 await http.aclose()
-
-    def _new_twin(self) -> Self:
-        twin = super()._new_twin()
-        twin._http = self._new_http()
-        twin._patience = 0.0  # forks that wait for each other's places would wait for ever
-        return twin
 
     def _new_http(self) -> httpx.AsyncClient:
         key, url = self.options.key(), httpx.URL(self.where)
@@ -469,20 +414,6 @@ class BaseEnvClient(Episode):
             headers={"authorization": f"Bearer {key}"} if key else None,
         )
 
-    async def _open(self, task: Task) -> ServerAnswer:
-        """The opening, which earns nothing; retried where the server is away or busy, or has no place yet."""
-        self._http = self._http or self._new_http()
-        backoff, failed, until = Backoff(self.options.backoff, 5.0), 0, time.monotonic() + self._patience
-        while True:
-            try:
-                return (await self.open_episode(task)).model_copy(update={"reward": 0.0})
-            except UnavailableError as error:
-                failed += 1
-                waits = time.monotonic() < until if isinstance(error, NoPlaceError) else failed <= self.options.retries
-                if not waits:
-                    raise
-            await backoff.wait(failed)
-
 
 def episode_index(task: Task) -> int:
     """The server-side number of the task. Raises ``BadEnvironmentError`` when the task has none."""
@@ -490,6 +421,10 @@ def episode_index(task: Task) -> int:
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise BadEnvironmentError(f"task '{task.id}' needs a whole number in data['idx'], not {excerpt(repr(index))}")
     return index
+
+
+# Of servers without sessions: the episodes that run, by server and index.
+_RUNNING: set[tuple[str, int]] = set()
 
 
 class WebEnvClient(BaseEnvClient):
@@ -506,6 +441,7 @@ class WebEnvClient(BaseEnvClient):
         self._index = -1
         self._session: str | int | None = None
         self._server_forks = True
+        self._holds = False
 
     @property
     def copies(self) -> bool:
@@ -515,12 +451,20 @@ class WebEnvClient(BaseEnvClient):
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``."""
         self._index = episode_index(task)
-        self._check_place(_RUNNING.get(self._place))
-        answer = ServerAnswer.parse(await self.request("/reset", {"idx": self._index}), "/reset")
-        self._session = answer.session
-        if self._session is None:
-            self._check_place(_RUNNING.setdefault(self._place, self))
-        return answer
+        place = self.where, self._index
+        if place not in _RUNNING:
+            answer = ServerAnswer.parse(await self.request("/reset", {"idx": self._index}), "/reset")
+            self._session = answer.session
+            if self._session is not None:
+                return answer
+            if place not in _RUNNING:
+                _RUNNING.add(place)
+                self._holds = True
+                return answer
+        raise InfrastructureError(
+            f"{self.where} has no sessions and an episode of idx {self._index} is running already: run its episodes "
+            "one at a time (max_workers = 1) or use a server whose /reset answers a session"
+        )
 
     async def act(self, action: str) -> ServerAnswer:
         """``POST /step``."""
@@ -553,23 +497,96 @@ class WebEnvClient(BaseEnvClient):
 
     async def release(self) -> None:
         """``POST /close`` where the server returned a session; otherwise release the index."""
-        if _RUNNING.get(self._place) is self:
-            del _RUNNING[self._place]
+        if self._holds:
+            _RUNNING.discard((self.where, self._index))
         if self._session is not None:
             # The simple protocol has no /close; a server without one lets its sessions expire.
             with suppress(EndpointMissingError):
                 await self.request("/close", self._key())
 
-    @property
-    def _place(self) -> tuple[str, int]:
-        return self.options.base_url, self._index
-
     def _key(self) -> JsonObject:
         return {"idx": self._index} if self._session is None else {"idx": self._index, "session": self._session}
 
-    def _check_place(self, running: WebEnvClient | None) -> None:
-        if running not in (None, self):
-            raise InfrastructureError(
-                f"{self.options.base_url} has no sessions and an episode of idx {self._index} is running already: run "
-                "its episodes one at a time (max_workers = 1) or use a server whose /reset answers a session"
-            )
+
+# Tolerance for the rounding of summed step rewards, such as 10 x 0.1.
+_ROUNDING = 1e-9
+
+
+class AgentGymDialect(NamedTuple):
+    """The request format of one server.
+
+    ``id_key`` names the episode in every request and ``index_key`` the task in ``/reset``; ``reset_extra`` is added
+    there. ``reward_is_level`` marks servers whose ``reward`` is the progress so far instead of the step's reward.
+    ``full_score`` is the return of a solved task; rewards are divided by it. ``cuts_short`` marks servers that have a
+    limit of their own: an episode that is done but neither solved nor lost (below zero) was truncated.
+    """
+
+    id_key: str
+    index_key: str
+    reset_extra: Mapping[str, str] = {}
+    reward_is_level: bool = False
+    full_score: float = 1.0
+    cuts_short: bool = False
+
+
+DIALECTS = {
+    "webshop": AgentGymDialect("env_idx", "session_id"),
+    "textcraft": AgentGymDialect("id", "data_idx"),
+    "sciworld": AgentGymDialect("id", "data_idx", full_score=100.0, cuts_short=True),
+    "babyai": AgentGymDialect("id", "data_idx", reward_is_level=True),
+    "alfworld": AgentGymDialect("id", "game", reset_extra={"world_type": "Text"}),
+}
+
+
+class AgentGymClient(BaseEnvClient):
+    """``/create``, ``/reset``, ``/step`` and, where the server has it, ``/close``. Every client has its own episode."""
+
+    _dialect: AgentGymDialect
+    _episode: int | str | None = None
+    _level = 0.0
+
+    async def open_episode(self, task: Task) -> ServerAnswer:
+        """``POST /create`` and ``POST /reset``. Raises ``ConfigError`` where it is none of ``DIALECTS``."""
+        index, name = episode_index(task), task.environment.rsplit("/", 1)[-1]
+        if name not in DIALECTS:
+            raise ConfigError(f"unknown AgentGym server '{name}'; available: {', '.join(sorted(DIALECTS))}")
+        self._dialect = DIALECTS[name]
+        created = await self.request("/create", {})
+        found = created.get(self._dialect.id_key) if isinstance(created, dict) else created
+        if not isinstance(found, int | str) or isinstance(found, bool):
+            raise BadEnvironmentError(f"/create answered {excerpt(str(created))}, which holds no id of an episode")
+        self._episode = found
+        body: JsonObject = {**self._key(), self._dialect.index_key: index, **self._dialect.reset_extra}
+        return ServerAnswer.parse(_opening_answer(await self.request("/reset", body)), "/reset")
+
+    async def act(self, action: str) -> ServerAnswer:
+        """``POST /step``."""
+        answer = ServerAnswer.parse(await self.request("/step", {**self._key(), "action": action}), "/step")
+        dialect = self._dialect
+        earned = answer.reward / dialect.full_score
+        gained = earned - self._level if dialect.reward_is_level else earned
+        self._level = earned if dialect.reward_is_level else self._level + earned
+        cut = dialect.cuts_short and answer.done and 0 <= self._level < 1 - _ROUNDING
+        return answer.model_copy(update={"reward": gained, "truncated": answer.truncated or cut})
+
+    async def release(self) -> None:
+        """``POST /close``; AgentGym's WebShop server has none."""
+        if self._episode is not None:
+            with suppress(EndpointMissingError):
+                await self.request("/close", self._key())
+
+    def _key(self) -> JsonObject:
+        return {self._dialect.id_key: self._episode}
+
+
+def _opening_answer(answer: JsonValue) -> JsonValue:
+    """Convert the forms of ``/reset`` answers to that of ``/step``: ``[state, info]``, a task description of its
+    own (ScienceWorld), a list of possible actions (ALFWorld)."""
+    if isinstance(answer, list) and answer and isinstance(answer[0], str):
+        return {"state": answer[0], "info": answer[1] if len(answer) > 1 else None}
+    if not isinstance(answer, dict) or not isinstance(answer.get("observation"), str):
+        return answer
+    parts = [answer.get("task_description"), answer["observation"]]
+    if isinstance(possible := answer.get("available_actions"), list):
+        parts.append("AVAILABLE ACTIONS: " + ",".join(str(action) for action in possible))
+    return {**answer, "observation": "\n".join(str(part) for part in parts if part), "reward": 0.0}

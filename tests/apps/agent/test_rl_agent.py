@@ -237,7 +237,7 @@ async def test_it_works_inside_a_running_loop(model: Path, config: RLAgentConfig
 
 
 def test_a_dead_environment_is_a_failure_and_no_zero(model: Path, config: RLAgentConfig) -> None:
-    dead = changed(config, env_server_base="http://127.0.0.1", env_port=9, environment={"backoff": 0.01})
+    dead = changed(config, env_server_base="http://127.0.0.1", env_port=9)
     with RLAgent(model, config=dead) as agent:
         (episode,) = agent.run(INSTRUCTION)
         assert episode["reward"] is None and episode["stop"] == "error"

@@ -27,7 +27,7 @@ GOOD = {"state": "s", "reward": 0.25, "done": False}
 
 async def play(url: str, *, timeout: float = 5, limits: Limits | None = None, **changes: Any) -> Trajectory:
     """One episode by AgentSession, of at most four turns."""
-    options = HttpEnvironmentOptions(base_url=url, timeout=timeout, retries=1, backoff=0.01, **changes)
+    options = HttpEnvironmentOptions(base_url=url, timeout=timeout, **changes)
     task = Task(id="t", environment="webshop", instruction="go", data={"idx": 0})
     return await one_episode(WebEnvClient(options), ["Action: go"] * 4, task, limits=limits or Limits(max_turns=4))
 
@@ -88,10 +88,10 @@ BAD = "422 Unprocessable Entity"
         pytest.param(respond("busy", status="503 Busy"), INFRASTRUCTURE, ["503", "busy"], id="503"),
         pytest.param(respond({"detail": "field required"}, status=BAD), ENVIRONMENT, ["422", "required"], id="422"),
         pytest.param(respond("no such page", status="404 Not Found"), ENVIRONMENT, ["404", "address"], id="404"),
-        pytest.param(MOVED, ENVIRONMENT, ["redirects to http://10.0.0.1/", "not followed"], id="redirect"),
+        pytest.param(MOVED, ENVIRONMENT, ["answered 302"], id="redirect"),
         pytest.param(respond("[" * 100_000), ENVIRONMENT, ["JSON"], id="deep JSON"),
         pytest.param(respond({"error": "no such id"}), ENVIRONMENT, ["no such id"], id="error in 200"),
-        pytest.param(respond('{"state": "s", "reward": NaN}'), ENVIRONMENT, ["NaN"], id="NaN"),
+        pytest.param(respond('{"state": "s", "reward": NaN}'), ENVIRONMENT, ["JSON"], id="NaN"),
         pytest.param(respond('{"state": "s", "reward": 1e999}'), ENVIRONMENT, ["'reward'", "finite"], id="1e999"),
         pytest.param(respond({"state": "s", "reward": "1"}), ENVIRONMENT, ["'reward'"], id="reward is a text"),
         pytest.param(HUGE, ENVIRONMENT, ["4194304 bytes"], id="huge"),
@@ -107,13 +107,8 @@ async def test_answers_nonsense(where: str, answer: bytes, kind: FailureKind, wo
     assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"state": "s", "done": True, "info": {"reward": 1.0}}, ["no 'reward'"]),
-        ({"state": "s", "reward": 1.0}, ["no 'done'"]),
-    ],
-)
-async def test_a_step_says_what_it_was_worth(answer: dict[str, Any], words: list[str]):
+@pytest.mark.parametrize("missing", ["reward", "done"])
+async def test_a_step_says_what_it_was_worth_and_whether_it_was_the_last(missing: str):
+    answer = {name: value for name, value in GOOD.items() if name != missing}
     async with raw_server(on_step(respond(answer))) as server:
-        await assert_failed(await play(server.url), ENVIRONMENT, *words)
+        await assert_failed(await play(server.url), ENVIRONMENT, f"no '{missing}'")
