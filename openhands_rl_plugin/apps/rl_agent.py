@@ -26,6 +26,7 @@ from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,
     ConfigError,
+    TrainingError,
     boundary,
     describe,
     from_extra,
@@ -55,8 +56,8 @@ from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.data.dataset import ExcludedEpisodes, TrainReport, build_dataset_or_sft, load_episodes
-from openhands_rl_plugin.training.learn import learn, report_notes
+from openhands_rl_plugin.training.data.dataset import TrainReport, build_dataset, load_episodes, nothing_learnt
+from openhands_rl_plugin.training.learn import learn
 from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view import progress_bar
 
@@ -209,7 +210,7 @@ def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult
     )
 
 
-__all__ = ["ConversationMessage", "EpisodeResult", "ExcludedEpisodes", "RLAgent", "TrainReport"]
+__all__ = ["ConversationMessage", "EpisodeResult", "RLAgent", "TrainReport"]
 
 _LOG = redacting_logger(__name__)
 
@@ -326,10 +327,9 @@ class RLAgent:
     ) -> TrainReport:
         """Train on this policy's stored episodes, and sample from the new adapter from now on.
 
-        Uses ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline) on the recorded token ids if
-        episodes of one task differ in reward; else supervised fine-tuning on the episodes with a positive reward. The
-        reward is that of ``[rl.reward]`` (default: the return); stored scores of its version are used. Arguments that
-        are left out are taken from ``config.training`` (1e-5, 3 epochs, 8 episodes per step, 1.0).
+        Uses ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline, which needs tasks whose episodes
+        differ in reward) on the recorded token ids. The reward is that of ``[rl.reward]`` (default: the return); stored
+        scores of its version are used. Arguments that are left out are taken from ``config.training``.
 
         Args:
             learning_rate: AdamW's learning rate.
@@ -365,7 +365,9 @@ class RLAgent:
                 unjudged=not algorithm_of(settings).rewarded,
             )
             episodes = self._thread.wait_for(collecting)
-            dataset = build_dataset_or_sft(episodes, settings)
+            dataset = build_dataset(episodes, settings)
+            if not dataset.samples:
+                raise TrainingError(nothing_learnt(settings, dataset.excluded))
             taught = taught_dataset(dataset, episodes, settings, Path(weights), self._policy.adapter)
             dataset = self._thread.wait_for(taught)
             for warning in dataset.warnings():
@@ -374,11 +376,11 @@ class RLAgent:
                 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
             trainer = LocalTrainer(weights, settings, adapter=self._policy.adapter)
             with progress_bar("optimiser steps", shown=self._progress) as bar:
-                notes = report_notes(trainer, bar.print if bar.drawn else _LOG.info)
+                for line in trainer.notes:
+                    _LOG.warning("%s", line)
                 metrics, adapter, probe = learn(
                     trainer,
                     dataset,
-                    settings,
                     self._policy.store,
                     self.config.serving.adapter,
                     base_model=self._policy.base_model,
@@ -388,7 +390,7 @@ class RLAgent:
             assert adapter is not None  # this is the only process
             self._thread.wait_for(self._policy.adopt(adapter, probe))
         used = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics}
-        return TrainReport(algorithm=dataset.algorithm, adapter=adapter, notes=notes, **used)
+        return TrainReport(algorithm=dataset.algorithm, adapter=adapter, **used)
 
     def create_prompt(self, task_description: str) -> str:
         """The first prompt of the environment's first task, as text. Opens and closes an episode for it.

@@ -10,8 +10,7 @@ examples:
   openhands-rl export ./trajectories --format trajectories --out all.jsonl.gz
 
 Calls have their arguments as objects, as chat templates want them: those of Qwen2.5 and Llama 3.1 print texts once more
-as JSON. With --model every row is rendered once with the model's template. Parquet is read by datasets (TRL) with
-messages, tools and arguments as they are in JSON.
+as JSON. Parquet is read by datasets (TRL) with messages, tools and arguments as they are in JSON.
 
 Secrets of known shapes are never written. The file appears when it is complete, readable by its owner only.
 """
@@ -23,9 +22,8 @@ from pathlib import Path
 
 from openhands_rl_plugin.cli.options import STORE_HELP, add_filters, filter_of, open_store, positive
 from openhands_rl_plugin.cli.terminal import sayable
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.trajectories.exchange.formats import Format, exportable, table
+from openhands_rl_plugin.trajectories.exchange.formats import exportable, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", required=True, metavar="FORMAT", help="one of the formats below")
     kinds = ".jsonl, .json (one array), either with .gz, or .parquet"
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=kinds)
-    model = "the model that will be trained: its chat template has to print tools, calls and results"
-    parser.add_argument("--model", type=Path, metavar="DIR", help=model)
     parser.add_argument("--limit", type=positive, metavar="EPISODES", help="at most so many trajectories")
     add_filters(parser)
     parser.add_argument(
@@ -52,7 +48,6 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     chosen = exportable(args.format)
-    _check_template(args, chosen)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         where = _within(chosen.scope, filter_of(args)).model_copy(update={"limit": args.limit})
         total = await storage.count(where)
@@ -69,19 +64,6 @@ async def run(args: argparse.Namespace) -> int:
     for reason, times in report.left_out.most_common(10):
         print(f"  {times} left out: {sayable(reason)}")
     return 0
-
-
-def _check_template(args: argparse.Namespace, chosen: Format) -> None:
-    """Raise ``ConfigError`` where the model's template would not print calls as they are written."""
-    if args.model is None or not chosen.conversations:
-        return
-    from openhands_rl_plugin.training.data.demonstrations import load_tokenizer, takes_objects
-
-    if not takes_objects(load_tokenizer(str(args.model))):
-        raise ConfigError(
-            f"the chat template of {args.model} prints no tools, no results or no calls with objects as arguments: "
-            "export --format sft-text, or train with a template that does"
-        )
 
 
 def _within(scope: TrajectoryFilter, chosen: TrajectoryFilter) -> TrajectoryFilter:

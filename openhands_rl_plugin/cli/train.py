@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter
     from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample
-    from openhands_rl_plugin.training.data.dataset import Episodes, ExcludedEpisodes, TrainingDataset
+    from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset
     from openhands_rl_plugin.training.distributed.ranks import Ranks
 
 RESUME = "the same command continues from the last checkpoint"
@@ -120,13 +120,8 @@ def run(args: argparse.Namespace) -> int:
 
             prepare_threads()
         adapter = _train_verifier(call) if args.verifier else _train_policy(call)
-        if adapter is not None and call.leads:
-            from openhands_rl_plugin.training.learn import CALL_FILE
-
-            if args.publish:
-                ENDING.run(publish(config.serving, adapters, adapter))
-            # The command is done, and may be repeated.
-            (call.folder / CALL_FILE).unlink(missing_ok=True)
+        if adapter is not None and call.leads and args.publish:
+            ENDING.run(publish(config.serving, adapters, adapter))
     return 0
 
 
@@ -194,16 +189,6 @@ class _Call:
         print_note(f"sequences: {len(samples)}; tokens: {tokens:,}, of them trained {trained:,}; steps: {steps}")
         print_note(memory_line(self.args.model, training))
 
-    def written(self, samples: Sequence[Sample]) -> Adapter | None:
-        """The version that the same command wrote before it was killed."""
-        from openhands_rl_plugin.training.learn import call_of, version_written
-
-        found = (self.folder, call_of(samples, self.config.training), self.adapters, self.name, self.parent)
-        made = self.from_rank_0(lambda: version_written(*found))
-        if made is not None:
-            print_note(f"{made.name} is what this command wrote before it was ended: it is not trained on that again")
-        return made
-
 
 @asynccontextmanager
 async def _open_store(args: argparse.Namespace) -> AsyncIterator[tuple[TrajectoryStorage, TrajectoryFilter]]:
@@ -261,8 +246,8 @@ def _train_policy(call: _Call) -> Adapter | None:
     from openhands_rl_plugin.rewards.verifier.reward import forget_models
     from openhands_rl_plugin.rollout.scoring import rescore
     from openhands_rl_plugin.training.algorithms import algorithm_of
-    from openhands_rl_plugin.training.data.dataset import build_dataset, load_episodes
-    from openhands_rl_plugin.training.learn import check_fits, learn, make_trainer, report_notes
+    from openhands_rl_plugin.training.data.dataset import build_dataset, causes_of, load_episodes, nothing_learnt
+    from openhands_rl_plugin.training.learn import check_fits, learn, make_trainer
     from openhands_rl_plugin.training.teacher import taught_dataset
 
     args, training, name = call.args, call.config.training, call.name
@@ -296,23 +281,23 @@ def _train_policy(call: _Call) -> Adapter | None:
     forget_models()  # of a verifier that scored the episodes
     forget_unused()
     units, used = len(found.pairs) or found.used, f"episodes: {found.used} used"
-    call.print_plan(f"by {found.algorithm}", used, found.excluded.causes(), units, found.samples)
+    call.print_plan(f"by {found.algorithm}", used, causes_of(found.excluded), units, found.samples)
     for warning in found.warnings():
         print_note(f"warning: {sayable(warning)}")
     if found.pairs:
         print_note(f"pairs: {len(found.pairs)}, {sum(pair.said for pair in found.pairs)} of them chosen by people")
     if not found.samples:
-        raise TrainingError(_nothing(training, found.excluded))
+        raise TrainingError(nothing_learnt(training, found.excluded))
     if args.dry_run:
         return None
     if training.method == "full" and call.ranks is None:
         check_fits(args.model, training)
-    if (adapter := call.written(found.samples)) is None:
-        trainer = make_trainer(args.model, training, call.config, base_model, call.parent)
-        report_notes(trainer, print_note)
-        parts = {"base_model": base_model, "parent": call.parent, "run": call.folder}
-        with training_progress() as advanced:
-            _, adapter, _ = learn(trainer, found, training, call.adapters, name, on_progress=advanced, **parts)
+    trainer = make_trainer(args.model, training, call.config, base_model, call.parent)
+    for line in trainer.notes:
+        print_note(line)
+    parts = {"base_model": base_model, "parent": call.parent, "run": call.folder}
+    with training_progress() as advanced:
+        _, adapter, _ = learn(trainer, found, call.adapters, name, on_progress=advanced, **parts)
     if adapter is not None and call.leads:
         metrics = ", ".join(f"{metric} {value:.4g}" for metric, value in adapter.metrics.items())
         print(f"{adapter.path if training.method == 'full' else adapter.name}: {metrics}")
@@ -324,17 +309,18 @@ def _with_token_ids(episodes: Episodes, model: Path) -> Episodes:
     others cannot be. Raises ``TrainingError``."""
     from openhands_rl_plugin.training.data.demonstrations import is_demonstration, load_tokenizer, tokenised
 
-    if not any(map(is_demonstration, episodes.trajectories)):
+    count = sum(map(is_demonstration, episodes.trajectories))
+    if not count:
         return episodes
     tokenizer = load_tokenizer(str(model))
     if not tokenizer.chat_template:
         raise TrainingError(f"{model}: its tokenizer has no chat template; put the model's chat_template.jinja there")
-    found = tokenised(episodes.trajectories, tokenizer)
-    if found.made:
-        print(f"{found.made} episodes came without token ids: tokenised here, with the chat template of {model}")
-    for why, times in found.failed.most_common(5):
+    trajectories, failed = tokenised(episodes.trajectories, tokenizer)
+    if made := count - failed.total():
+        print(f"{made} episodes came without token ids: tokenised here, with the chat template of {model}")
+    for why, times in failed.most_common(5):
         print(f"  {times} cannot be tokenised: {why}")
-    return replace(episodes, trajectories=found.trajectories)
+    return replace(episodes, trajectories=trajectories)
 
 
 async def _only_base_model(
@@ -356,24 +342,12 @@ async def _only_base_model(
     return only
 
 
-def _nothing(settings: TrainingSettings, excluded: ExcludedEpisodes) -> str:
-    from openhands_rl_plugin.training.data.dataset import off_temperature_message
-
-    if excluded.off_temperature and not excluded.no_signal:
-        return off_temperature_message(excluded)
-    what = "compare: no task has several episodes with different rewards, rolled out and sampled alike"
-    if settings.algorithm in ("sft", "rejection-sampling"):
-        what = f"imitate: no episode has a reward above {settings.imitate_above:g} (training.imitate_above)"
-    return f"nothing to {what if excluded.no_signal else 'train on'}; left out: {excluded.in_words()}"
-
-
 def _train_verifier(call: _Call) -> Adapter | None:
     """Train a verifier and evaluate it on held-out tasks. ``None``: a dry run, or not rank 0."""
     from openhands_rl_plugin.rewards.verifier.card import REPORT_FILE, task_digest, tasks_trained_on
     from openhands_rl_plugin.rewards.verifier.data import verifier_dataset
     from openhands_rl_plugin.rewards.verifier.prompt import prompts_for
     from openhands_rl_plugin.rewards.verifier.training import train_verifier
-    from openhands_rl_plugin.training.learn import report_notes
     from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
     args, training, settings = call.args, call.config.training, call.config.verifier
@@ -400,25 +374,24 @@ def _train_verifier(call: _Call) -> Adapter | None:
         print_note(f"{len(again)} tasks trained {call.parent.name} or an earlier version and are not held out")
     if args.dry_run:
         return None
-    if (adapter := call.written(samples)) is None:
-        trainer = LocalTrainer(args.model, training, adapter=call.parent)
-        report_notes(trainer, print_note)
-        with training_progress() as advanced:
-            adapter = train_verifier(
-                trainer,
-                dataset,
-                training,
-                settings,
-                call.adapters,
-                call.name,
-                model=args.model,
-                base_model=args.base_model or args.model.resolve().name,
-                prompts=prompts_for(str(args.model), settings.max_length),
-                parent=call.parent,
-                on_progress=advanced,
-                run=call.folder,
-                ranks=call.ranks,
-            )
+    trainer = LocalTrainer(args.model, training, adapter=call.parent)
+    for line in trainer.notes:
+        print_note(line)
+    with training_progress() as advanced:
+        adapter = train_verifier(
+            trainer,
+            dataset,
+            settings,
+            call.adapters,
+            call.name,
+            model=args.model,
+            base_model=args.base_model or args.model.resolve().name,
+            prompts=prompts_for(str(args.model), settings.max_length),
+            parent=call.parent,
+            on_progress=advanced,
+            run=call.folder,
+            ranks=call.ranks,
+        )
     if adapter is not None and call.leads:
         print(f"{adapter.name}: {_verifier_figures(Path(adapter.path) / REPORT_FILE)}")
     return adapter

@@ -71,9 +71,7 @@ class TrainingSettings(Settings):
     lora_alpha: int = Field(
         default=32, ge=1, description="LoRA alpha; the adapter's scale is alpha / rank, with rslora alpha / sqrt(rank)"
     )
-    lora_variant: Literal["lora", "rslora", "dora"] = Field(
-        default="lora", description="variant of LoRA; dora cannot be served"
-    )
+    lora_variant: Literal["lora", "rslora"] = Field(default="lora", description="variant of LoRA")
     target_modules: Annotated[tuple[str, ...], AfterValidator(_probed_targets)] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
@@ -199,9 +197,4 @@ class TrainingSettings(Settings):
             raise ConfigError(
                 '[rl.training] method = "full" makes a whole model, which no running server loads: `train` it, start '
                 'a server with its folder, or set method = "lora"'
-            )
-        if self.lora_variant == "dora":
-            raise ConfigError(
-                '[rl.training] lora_variant = "dora": neither `openhands-rl serve` nor vLLM can serve it; train it '
-                'without publishing, or use "lora" or "rslora"'
             )

@@ -48,7 +48,8 @@ class ReturnReward(_Reward):
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
         """Where no step was paid, the newest judgement is the return."""
-        found = judged_return(trajectory, scores)
+        returned = trajectory.failure is not None or trajectory.known_return is not None
+        found = None if returned else newest_outcome(scores)
         if found is None or found.reward is None or any(score.reward_version == self.version for score in scores):
             return None
         reward, detail = self._judge(found.reward, trajectory)
@@ -205,10 +206,3 @@ def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     if len(answered) < len(rewards):
         raise GraderError(f"{trajectory.id} holds an action that got no answer ({trajectory.stop})")
     return sum(answered), len(answered)
-
-
-def judged_return(trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-    """The newest judgement of the outcome, where no step was paid: then that is the return."""
-    if trajectory.failure is not None or trajectory.known_return is not None:
-        return None
-    return newest_outcome(scores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -104,12 +104,11 @@ async def play_until_valid(
     stored: Mapping[str, Trajectory],
     *,
     retries: int = 2,
-    is_excused: Callable[[Trajectory], bool] = lambda _: False,
+    again: Collection[FailureKind] = (FailureKind.INFRASTRUCTURE,),
 ) -> Trajectory:
-    """One episode: the one in ``stored``, or a new one, which is stored, and replaced where the infrastructure failed.
+    """One episode: the one in ``stored``, or a new one, which is stored, and replaced after a failure of ``again``.
 
-    ``retries`` are counted per call, so that an episode that failed in an earlier process is tried again. A failure
-    that ``is_excused`` is replaced and not counted.
+    ``retries`` are counted per call, so that an episode that failed in an earlier process is tried again.
     """
     failed = attempt = 0
     while True:
@@ -121,9 +120,7 @@ async def play_until_valid(
                 await _BACKOFF.wait(failed)
             trajectory = await runner.run(request)
             await storage.add(trajectory)
-        excused = is_excused(trajectory)
-        failed += is_new and not excused
-        lost = trajectory.failure is not None and trajectory.failure.kind is FailureKind.INFRASTRUCTURE
-        if failed > retries or not (excused or lost):
+        failed += is_new
+        if failed > retries or trajectory.failure is None or trajectory.failure.kind not in again:
             return trajectory
         attempt += 1

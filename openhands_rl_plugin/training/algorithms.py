@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
 from openhands_rl_plugin.models.adapters.store import weights_sha256
@@ -41,11 +41,6 @@ class RolloutBatch(NamedTuple):
 def returns(rollouts: RolloutBatch) -> list[float]:
     """The rewards themselves, without a baseline (REINFORCE, Williams 1992); no groups."""
     return [float(reward) for reward in rollouts.rewards]
-
-
-def nothing(rollouts: RolloutBatch) -> list[float]:
-    """Zeros: nothing is learnt from rewards."""
-    return [0.0] * len(rollouts.rewards)
 
 
 def rloo(rollouts: RolloutBatch) -> list[float]:
@@ -164,7 +159,7 @@ class Algorithm:
     high: float = 0.2
 
 
-_NOTHING = Estimator(nothing, grouped=False)
+_NOTHING = Estimator(lambda rollouts: [0.0] * len(rollouts.rewards), grouped=False)  # nothing is learnt from rewards
 
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
     "sft": Algorithm("imitation"),
@@ -251,11 +246,7 @@ def check_start(adapter: Adapter | None, settings: TrainingSettings) -> None:
     if adapter is None:
         return
     path = Path(adapter.path)
-    try:
-        digest = weights_sha256(path)
-    except OSError as error:
-        raise TrainingError(f"{adapter.name}: cannot read {describe(error)}") from error
-    if digest != adapter.sha256:
+    if weights_sha256(path) != adapter.sha256:
         raise TrainingError(f"{adapter.name}: what is in {path} was changed since it was made (sha256 differs)")
     whole = not (path / CONFIG_FILE).exists() and (path / "config.json").exists()
     if whole != (settings.method == "full"):

@@ -10,10 +10,9 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.errors import TrainingError, describe, from_extra
-from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.machine import free_memory
-from openhands_rl_plugin.core.types import Adapter, Frozen, Probe, Sample
-from openhands_rl_plugin.training.algorithms import ALGORITHMS, digest_of
+from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
 
 if TYPE_CHECKING:
@@ -75,15 +74,6 @@ def make_trainer(
     from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
     return LocalTrainer(model, training, adapter=adapter)
-
-
-def report_notes(trainer: Trainer, report: Callable[[str], None]) -> tuple[str, ...]:
-    """Pass on, line by line, what a user should know before training begins: how the model is computed, what of it is
-    trained, who can serve that. Rank 0 does so. Returns the lines."""
-    lines = tuple(trainer.notes) if trainer.is_main_process else ()
-    for line in lines:
-        report(line)
-    return lines
 
 
 def fit(
@@ -163,43 +153,9 @@ def create_version(
     return adapter, probe
 
 
-CALL_FILE = "call.json"
-"""In a command's directory from when its version is written until that is in use, where it is published."""
-
-
-class Call(Frozen):
-    """A command that writes a version: a digest of what it trains on, and the newest version before."""
-
-    digest: str
-    latest: int = 0
-
-
-def call_of(samples: Sequence[Sample], settings: TrainingSettings) -> Call:
-    """The command that trains on these sequences with these settings."""
-    return Call(digest=digest_of(samples, settings))
-
-
-def note_call(run: Path, call: Call, store: AdapterStore, name: str) -> None:
-    """Note in ``run`` that ``call`` writes the next version of ``name``. Raises ``StorageError``."""
-    latest = store.latest(name)
-    noted = call.model_copy(update={"latest": latest.version if latest is not None else 0})
-    write_file(run / CALL_FILE, noted.model_dump_json(), parents=True)
-
-
-def version_written(run: Path, call: Call, store: AdapterStore, name: str, parent: Adapter | None) -> Adapter | None:
-    """The version that the same command, from the same ``parent``, wrote before it was killed, if any."""
-    if not (file := run / CALL_FILE).exists():
-        return None
-    noted = Call.model_validate_json(file.read_bytes())
-    made = next((each for each in store.versions(name) if each.version > noted.latest), None)
-    start = parent.name if parent is not None else None
-    return made if made is not None and noted.digest == call.digest and start in (made.parent, made.name) else None
-
-
 def learn(
     trainer: Trainer,
     dataset: TrainingDataset,
-    settings: TrainingSettings,
     store: AdapterStore,
     name: str,
     *,
@@ -210,12 +166,9 @@ def learn(
 ) -> tuple[dict[str, float], Adapter | None, Probe]:
     """``fit``, then ``create_version`` from its metrics, then delete the checkpoints of the call.
 
-    The arguments are those of the two; the first sample of the dataset is the probe's text. ``version_written`` finds
-    in ``run`` what a killed call has written.
+    The arguments are those of the two; the first sample of the dataset is the probe's text.
     """
     metrics = fit(trainer, dataset, on_progress, run=run)
-    if run is not None and trainer.is_main_process:
-        note_call(run, call_of(dataset.samples, settings), store, name)
     adapter, probe = create_version(
         trainer,
         store,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,47 +61,31 @@ class ServedTeacher:
         await self._http.aclose()
 
 
-class LocalTeacher:
-    """A model in this process, with the adapter in a folder if one is given."""
+class LocalTeacher(ServedTeacher):
+    """A model in this process, with the adapter in a folder if one is given, served on the loopback address."""
 
     def __init__(self, model: Path, adapter: Path | None = None, *, dtype: str = "auto") -> None:
-        from openhands_rl_plugin.models.generator.config import GeneratorConfig
+        from openhands_rl_plugin.models.generator.config import ServerConfig
         from openhands_rl_plugin.models.generator.generator import Generator
-        from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
+        from openhands_rl_plugin.models.server.app import running_server
 
-        self._tokenizer = load_tokenizer(str(model))
-        self._generator = Generator(GeneratorConfig.model_validate({"model": str(model), "dtype": dtype}))
-        self._adapter = None if adapter is None else adapter.name
-        if adapter is not None:
-            self._generator.load_adapter(adapter.name, adapter)
-
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
-        """As ``ServedTeacher.logprobs``."""
-        from openhands_rl_plugin.models.generator.config import ServingError
-        from openhands_rl_plugin.models.generator.sequence import DecodingParams
-
-        params = DecodingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        try:
-            scored = await asyncio.to_thread(self._generator.generate, tuple(token_ids), params, adapter=self._adapter)
-        except ServingError as error:
-            if error.status != 400:
-                raise
-            return [None] * (len(token_ids) - 1)
-        return [None if each is None else each.logprob for each in (scored.prompt or ())[1:]]
-
-    async def encode(self, text: str) -> list[int] | None:
-        """As ``ServedTeacher.encode``."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        given = {"model": str(model), "dtype": dtype, "port": 0, "api_key_env": ""}
+        config = ServerConfig.model_validate(given)
+        with ExitStack() as opened:
+            generator = opened.enter_context(Generator(config))
+            if adapter is not None:
+                generator.load_adapter(adapter.name, adapter)
+            url = opened.enter_context(running_server(config, generator))
+            super().__init__(f"{url}/v1", config.base_name if adapter is None else adapter.name)
+            self._opened = opened.pop_all()
 
     async def aclose(self) -> None:
-        """Free the model."""
-        await asyncio.to_thread(self._generator.close)
+        """Stop the server, and free the model."""
+        await super().aclose()
+        await asyncio.to_thread(self._opened.close)
 
 
-Teacher = ServedTeacher | LocalTeacher
-
-
-def teacher_of(settings: TrainingSettings, model: Path, parent: Adapter | None) -> Teacher:
+def teacher_of(settings: TrainingSettings, model: Path, parent: Adapter | None) -> ServedTeacher:
     """The teacher that the settings name; with ``opsd`` the version that training starts from.
 
     ``model``: the folder of the base model. Raises ``ConfigError``.
@@ -136,7 +120,7 @@ async def with_teacher(
     dataset: TrainingDataset,
     episodes: Episodes,
     settings: TrainingSettings,
-    teacher: Teacher,
+    teacher: ServedTeacher,
     tokenizer: ChatTokenizer,
 ) -> TrainingDataset:
     """The dataset of these episodes with the teacher's logprobs, without the sampled tokens that have none.

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample
@@ -68,18 +66,3 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], t
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         torch.testing.assert_close(tensor, right[name], rtol=tolerance, atol=tolerance, msg=name)
-
-
-def plain_gradients(model: Path, adapter: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
-    """The clipped token-mean loss one sample at a time with transformers, PEFT and autograd alone."""
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    wrapped = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
-    total = sum(sum(sample.mask) for sample in samples)
-    for sample in samples:
-        ids, mask = torch.tensor([sample.input_ids]), torch.tensor(sample.mask[1:])
-        logprobs = torch.log_softmax(wrapped(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
-        ratio = torch.exp(logprobs - torch.tensor(sample.logprobs[1:]))
-        clipped = ratio.clamp(0.8, 1.28)
-        losses = -torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
-        (losses[mask].sum() / total).backward()
-    return {name: p.grad for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is not None}

@@ -72,7 +72,6 @@ def make_plan(adapter: str, training: Any = None, *, run_id: str = "shopping", *
         training=TASKS,
         held_out=TASKS[:2],
         warm_start=TrainingSettings.model_validate({**usual, "algorithm": "sft", "learning_rate": 1e-5}),
-        probe_ids=tuple(range(2, 30)),
     )
 
 

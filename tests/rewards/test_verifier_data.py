@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from verifier_store import episode
 
 from openhands_rl_plugin.config.rl import VerifierSettings
-from openhands_rl_plugin.core.errors import GraderError, TrainingError
+from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.records import Label, LabelKind
-from openhands_rl_plugin.core.types import Failure, FailureKind, Score, Trajectory
+from openhands_rl_plugin.core.types import Failure, FailureKind, Score
 from openhands_rl_plugin.rewards.outcome import HumanReward, ReturnReward
 from openhands_rl_plugin.rewards.verifier.card import task_digest
 from openhands_rl_plugin.rewards.verifier.data import Labelled, balanced, label_of, split_by_task
@@ -73,15 +73,6 @@ async def test_evidence_says_it_and_verifiers_do_not() -> None:
     assert await label_of(episode(1, 1, success=True, failure=broken), judged, SETTINGS, None) is None
 
 
-class Unable:
-    """A reward that cannot judge."""
-
-    version = "unable"
-
-    async def __call__(self, trajectory: Trajectory) -> Score:
-        raise GraderError("no report")
-
-
 async def test_a_reward_says_it_from_its_threshold_on() -> None:
     settings = VerifierSettings(label="return")
     one = episode(1, 1, success=None)
@@ -89,7 +80,6 @@ async def test_a_reward_says_it_from_its_threshold_on() -> None:
     assert await label_of(one, scores, settings, ReturnReward()) is True
     assert await label_of(one, scores[:1], settings, ReturnReward()) is False
     assert await label_of(one, [], settings, ReturnReward()) is None, "its steps have no rewards"
-    assert await label_of(one, [], settings, Unable()) is None
 
 
 async def test_what_people_labelled_is_the_label_of_who_asks_for_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,13 +80,6 @@ def test_a_killed_run_goes_on(verifier: Path, tmp_path: Path) -> None:
     assert [len(scores) for scores in scores_in(store).values()] == [1] * 40
 
 
-def test_no_verifier_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = store_of(tmp_path / "store", episode(1, 1, success=True))
-    assert cli.main(["score", str(store), "--verifier", "no-such-directory"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "no-such-directory is no verifier" in line
-
-
 async def test_a_server_gives_the_same_scores(verifier: Path, served: str) -> None:
     here = build("rewards", "verifier", {"adapter": str(verifier)})
     there = build("rewards", "verifier", {"adapter": str(verifier), "base_url": served})
@@ -101,41 +93,18 @@ async def test_a_server_gives_the_same_scores(verifier: Path, served: str) -> No
     await check_reward(here, episodes[:2])
 
 
-async def test_labels_that_are_not_among_the_likeliest_are_read_exactly(
-    verifier: Path, judge_model: Path, served: str
-) -> None:
-    """The base model has hardly heard of YES and NO."""
-    from openhands_rl_plugin.rewards.verifier.card import VerifierCard
-    from openhands_rl_plugin.rewards.verifier.prompt import prompts_for
-    from openhands_rl_plugin.rewards.verifier.reward import ServedVerifier
-
-    card = VerifierCard.load(verifier)
-    prompt = prompts_for(str(judge_model), 4096).of(episode(1, 1, success=True)).ids
-    body = {"model": "tiny", "prompt": [*prompt], "max_tokens": 1, "logprobs": 20, "return_tokens_as_token_ids": True}
-    top = httpx.post(f"{served}/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"][0]
-    rare = next(token for token in range(900, 1024) if f"token_id:{token}" not in top)
-    verdict = (await ServedVerifier(served, "tiny", yes=rare, no=card.no).judge([prompt]))[0]
-    forced = {"model": "tiny", "prompt": [*prompt, rare], "max_tokens": 1, "prompt_logprobs": 0}
-    answer = httpx.post(f"{served}/completions", json=forced).json()["choices"][0]["prompt_logprobs"][-1]
-    assert not isinstance(verdict, Failure)
-    assert verdict.mass >= math.exp(answer[str(rare)]["logprob"]) * 0.99
-    assert math.isfinite(verdict.margin)
-
-
 async def test_a_server_that_is_not_there_is_a_failure_and_no_score(verifier: Path, served: str) -> None:
     unknown = build("rewards", "verifier", {"adapter": str(verifier), "base_url": served, "served_model": "other"})
     (outcome,) = await unknown.judge_all([episode(1, 1, success=True)])
     assert isinstance(outcome, Failure) and "404" in outcome.message
     with pytest.raises(GraderError, match="404"):
         await unknown(episode(1, 1, success=True))
-    options = {"adapter": str(verifier), "base_url": served, "api_key_env": "NO_SUCH_VARIABLE"}
-    with pytest.raises(ConfigError, match="NO_SUCH_VARIABLE is not set"):
-        await build("rewards", "verifier", options).judge_all([episode(1, 1, success=True)])
+    with pytest.raises(ConfigError, match=r"is no verifier: it holds no verifier.json"):
+        build("rewards", "verifier", {"adapter": "no-such-directory"})
 
 
-@pytest.mark.parametrize("place", ["here", "served"])
-async def test_best_of_n_takes_what_the_verifier_likes(verifier: Path, served: str, place: str) -> None:
-    options = {"adapter": str(verifier), **({"base_url": served} if place == "served" else {})}
+async def test_best_of_n_takes_what_the_verifier_likes(verifier: Path, served: str) -> None:
+    options = {"adapter": str(verifier), "base_url": served}
     strategy = build("strategies", "BestOfN", {"n": 3, "value": "verifier", "value_options": options})
     tree = EpisodeTree()
     tree.observe(Observation(messages=episode(5, 1, success=True).messages()[:2]))

@@ -51,9 +51,8 @@ def ways(model: Path, scratch: Path, length: int) -> tuple[dict[str, Way], int]:
     """The ways to score, by name, and the size of the vocabulary."""
     adapter = AdapterWriter(model, scratch).write("verifier")
     prompts = prompts_for(str(model), 2**20)
-    card = VerifierCard(
-        model=str(model), sha256=weights_sha256(adapter), max_length=prompts.max_length, yes=prompts.yes, no=prompts.no
-    )
+    known = {"model": str(model), "sha256": weights_sha256(adapter), "max_length": prompts.max_length}
+    card = VerifierCard.model_validate({**known, "yes": prompts.yes, "no": prompts.no, "trained_on": ()})
     card.save(adapter)
     verifier = VerifierModel(adapter, tokens_per_pass=64 * length)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=verifier.dtype, local_files_only=True)

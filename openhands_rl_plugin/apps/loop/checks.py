@@ -12,7 +12,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.runs.run_files import lock_folder
@@ -65,7 +65,6 @@ _RUN = "run_id"
 CHECKOUTS, EVALUATION = "checkouts", "evaluation"
 _FOLDERS = ("trainer", "training", "logs", CHECKOUTS, EVALUATION)
 _FILES = ("state.json", OPTIONS, _RUN, FACTS, "report.html")
-_SHOWN = 3
 
 
 @contextmanager
@@ -73,7 +72,7 @@ def held(
     directory: Path, taken: str = "another process runs here; wait for it to end, or choose another --run-dir"
 ) -> Iterator[None]:
     """Keep other processes from ``directory`` until the block ends. Raises ``ConfigError``, with the text ``taken``."""
-    _make(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(directory, taken)
     try:
         yield
@@ -95,15 +94,15 @@ def identity_of(
 
 
 def claim(directory: Path, options: JsonObject) -> None:
-    """Bind ``directory`` to ``options``. Raises ``ConfigError`` when it is bound to others, or cannot be made."""
-    _make(directory)
+    """Bind ``directory`` to ``options``. Raises ``ConfigError`` when it is bound to others."""
+    directory.mkdir(parents=True, exist_ok=True)
     noted = directory / OPTIONS
     if not noted.exists():
         write_file(noted, json.dumps(options, indent=1))
-    elif different := [*_differences(json.loads(noted.read_text()), options)]:
+    elif json.loads(noted.read_text()) != options:
         raise ConfigError(
-            f"{directory} holds a run with other options ({'; '.join(different[:_SHOWN])}): give the same ones to "
-            "resume it, another --run-dir, or --fresh to start over"
+            f"{directory} holds a run with other options (see {OPTIONS} there): give the same ones to resume it, "
+            "another --run-dir, or --fresh to start over"
         )
 
 
@@ -121,19 +120,3 @@ def forget(directory: Path) -> None:
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in _FILES:
         (directory / name).unlink(missing_ok=True)
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be made ({describe(error)}): choose another --run-dir") from error
-
-
-def _differences(before: object, now: object, at: str = "") -> Iterator[str]:
-    """``"training.seed: 0, now 1"`` for each value that differs."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in dict.fromkeys((*before, *now)):
-            yield from _differences(before.get(key), now.get(key), f"{at}.{key}" if at else key)
-    elif before != now:
-        yield f"{at}: {json.dumps(before):.40}, now {json.dumps(now):.40}"

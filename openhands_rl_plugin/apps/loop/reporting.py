@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.statistics import paired_difference
 from openhands_rl_plugin.core.types import FailureKind
-from openhands_rl_plugin.training.data.dataset import CAUSES
+from openhands_rl_plugin.training.data.dataset import CAUSES, causes_of
 from openhands_rl_plugin.training.loop.loop import LoopListener
 from openhands_rl_plugin.training.loop.plan import (
     EVALUATIONS,
@@ -76,7 +76,7 @@ def stage_line(record: StageRecord) -> str:
     figures = [f"{name} {metrics[key]:.3f}" for key, name in _SHOWN.items() if key in metrics]
     figures += [f"{metrics[key]:.0f} {key}" for key in ("failed", "unscored") if metrics.get(key)]
     if metrics.get("episodes_used") == 0:
-        causes = [f"{metrics[key]:.0f} {why}" for name, why in CAUSES.items() if metrics.get(key := f"episodes_{name}")]
+        causes = causes_of({name: int(metrics.get(f"episodes_{name}", 0.0)) for name in CAUSES})
         figures.append(f"nothing learnt: {', '.join(causes) or 'no episode ended'}")
     return (
         f"  {record.name:<20} {record.finished - record.started:6.0f} s  {record.adapter or 'base':<18} "
@@ -140,8 +140,6 @@ class RunReport:
     model: Path
     reward_version: str
     noted: Callable[[str], None]
-    known: dict[str, dict[str, HeldOutEpisode]] = field(default_factory=dict)
-    """The valid episodes of finished evaluations, by stage and task."""
 
     @property
     def path(self) -> Path:
@@ -168,32 +166,28 @@ class RunReport:
         stages = [name for name in EVALUATIONS if state.record(name) is not None]
         names = {"evaluate-warm-start": "After SFT", "evaluate-final": "After RL"}
         against = {"evaluate-base": state.start or "the base model", "evaluate-warm-start": "SFT"}
-        found: list[StageChange] = []
-        for before, after in itertools.pairwise(stages):
-            if both := await self._in_both(before, after):
-                rates = [float(first.success) for _, first, _ in both], [float(last.success) for *_, last in both]
-                difference = paired_difference(*rates)
+        found = [(stage, await self._episodes(stage)) for stage in stages]
+        changes: list[StageChange] = []
+        for (before, first), (after, last) in itertools.pairwise(found):
+            if both := sorted(first.keys() & last.keys()):
+                rates = [[float(episodes[task].success) for task in both] for episodes in (first, last)]
                 name = f"{names[after]} against {against[before]}"
-                found.append(StageChange(name=name, before=before, after=after, difference=difference))
-        both = await self._in_both(stages[0], stages[-1]) if stages else []
-        most = sorted(both, key=lambda each: each[1].reward - each[2].reward)[:_MOST_SAMPLES]
-        gained = (SamplePair(task=task, before=first.id, after=last.id) for task, first, last in most)
-        return tuple(found), tuple(gained)
-
-    async def _in_both(self, before: str, after: str) -> list[tuple[str, HeldOutEpisode, HeldOutEpisode]]:
-        first, later = await self._episodes(before), await self._episodes(after)
-        return [(task, first[task], later[task]) for task in sorted(first.keys() & later.keys())]
+                difference = paired_difference(*rates)
+                changes.append(StageChange(name=name, before=before, after=after, difference=difference))
+        first, last = (found[0][1], found[-1][1]) if found else ({}, {})
+        most = sorted(first.keys() & last.keys(), key=lambda task: (first[task].reward - last[task].reward, task))
+        gained = (SamplePair(task=task, before=first[task].id, after=last[task].id) for task in most[:_MOST_SAMPLES])
+        return tuple(changes), tuple(gained)
 
     async def _episodes(self, stage: str) -> dict[str, HeldOutEpisode]:
-        if stage not in self.known:
-            where = TrajectoryFilter(run_id=f"{self.plan.run_id}/{stage}", failed=False)
-            self.known[stage] = {
-                each.task.id: HeldOutEpisode(each.id, score.reward, self.plan.succeeded(each, score.reward))
-                async for each, scores in self.storage.find(where)
-                for score in scores
-                if score.reward_version == self.reward_version and score.reward is not None
-            }
-        return self.known[stage]
+        """The valid ones of an evaluation, by task."""
+        where = TrajectoryFilter(run_id=f"{self.plan.run_id}/{stage}", failed=False)
+        return {
+            each.task.id: HeldOutEpisode(each.id, score.reward, self.plan.succeeded(each, score.reward))
+            async for each, scores in self.storage.find(where)
+            for score in scores
+            if score.reward_version == self.reward_version and score.reward is not None
+        }
 
 
 _MOST_SAMPLES = 3

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.checks import CHECKOUTS, EVALUATION, check_trainable, evaluated_by
 from openhands_rl_plugin.apps.loop.reporting import RunReport
-from openhands_rl_plugin.apps.loop.tasks import LoopTasks, demonstrator_of, open_demonstrator
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, demonstrator_of
 from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.evals.runs.evaluate import options_of
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.runner import EvalRunner
+from openhands_rl_plugin.evals.runs.runner import EvalRunner, judging_reward
 from openhands_rl_plugin.evals.runs.suites import TESTS
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.pool import open_runner
@@ -42,13 +42,6 @@ from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, RunFacts
 from openhands_rl_plugin.training.teacher import ServedTeacher, teacher_of
 
 STATE = "state.json"
-PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
-"""Ordinary text: trainer and server must give the same logprobs for it before a new adapter is used."""
-
-
-def probe_ids(model: Path) -> tuple[int, ...]:
-    """The token ids of ``PROBE`` for the model in that directory. Raises ``TrainingError``."""
-    return tuple(load_tokenizer(str(model))(PROBE).input_ids)
 
 
 class GradedRunner:
@@ -89,7 +82,6 @@ class LoopJob:
     processes: int = 0
     graders: int = 1
     test_timeout: float = 1800.0
-    command_timeout: int = 300
     native_tool_calling: bool = True
     start: Adapter | None = None
     warm_start: TrainingSettings | None = None
@@ -115,7 +107,7 @@ def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:
     return settings.reward.overridden(TESTS) if verdict else settings.reward
 
 
-def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
+def loop_plan(job: LoopJob) -> LoopPlan:
     """The plan of the settings."""
     turns = {"max_turns": job.settings.loop.training_max_turns or job.limits.max_turns}
     return LoopPlan(
@@ -126,7 +118,6 @@ def loop_plan(job: LoopJob, canary: tuple[int, ...]) -> LoopPlan:
         held_out=_bounded(job.tasks.held_out, job.limits),
         warm_start=job.warm_start or _warm_start(job.settings),
         success=_criterion(job),
-        probe_ids=canary,
     )
 
 
@@ -163,62 +154,61 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
     if not job.tasks.suite.software:
         refuse_without_workspace(make_reward(job.settings.reward), f"{job.tasks.suite.name} has none")
         await _greet(job.settings, job.tasks.held_out[0].task)
-    plan = loop_plan(job, probe_ids(job.model))
+    plan = loop_plan(job)
     _note_start(job)
     title, stages = job.title or job.tasks.suite.name, job.settings.loop.stages
     facts = RunFacts.begin(job.directory, plan, title=title, stages=stages, command=job.command)
-    software = job.tasks.suite.software
-    reward = make_reward(job.settings.reward.overridden(TESTS) if software else RewardSettings(name=RETURN))
-    serving = job.settings.serving
+    reward = judging_reward(job.settings.reward, SuccessRule(at=None), software=job.tasks.suite.software)
+    serving, script = job.settings.serving, demonstrator_of(job.tasks.suite.name)
     adapters = AdapterStore(serving.adapters_directory.resolve())
-    publisher = publisher_for(serving, adapters, keep=job.settings.loop.kept_versions)
-    storage = open_storage(job.settings)
-    try:
+    async with AsyncExitStack() as opened:
+        publisher = publisher_for(serving, adapters, keep=job.settings.loop.kept_versions)
+        opened.push_async_callback(publisher.aclose)
+        storage = open_storage(job.settings)
+        opened.push_async_callback(storage.close)
         if job.backend is not None:
             await job.backend.check()
             remove_tree(job.directory / CHECKOUTS)  # left by a killed process
-        async with (
-            open_player(job, _training(job.settings), storage) as runner,
-            _open_evaluator(job, storage) as evaluator,
-            open_demonstrator(job, storage) as demonstrator,
-        ):
-            parts = LoopParts(
-                runner=runner,
-                demonstrator=demonstrator,
-                storage=storage,
-                reward=reward,
-                objective=make_reward(objective_of(job.tasks, job.settings)),
-                adapters=adapters,
-                publisher=publisher,
-                tokenizer=load_tokenizer(str(job.model)),
-                make_trainer=lambda chosen, adapter: make_trainer(
-                    job.model, chosen, job.settings, serving.model, adapter
-                ),
-                make_teacher=lambda adapter, served: (
-                    teacher_of(job.settings.training, job.model, adapter)
-                    if job.settings.training.teacher
-                    else ServedTeacher(serving.base_url, served, serving.api_key())
-                ),
-                state_file=job.directory / STATE,
-                lessons=script.lessons(job) if (script := demonstrator_of(job.tasks.suite.name)) else None,
-                evaluator=evaluator,
-            )
-            reporting = RunReport(
-                facts,
-                plan,
-                directory=job.directory,
-                storage=storage,
-                adapters=adapters.root,
-                model=job.model,
-                reward_version=reward.version,
-                noted=listener.noted,
-            )
-            state = await TrainingLoop(plan, parts, listener, reporting.write).run()
-            await reporting.write(state)
-            return LoopResult(state, reporting.facts.changes, reporting.path)
-    finally:
-        await publisher.aclose()
-        await storage.close()
+        settings, other = _training(job.settings), evaluated_by(job.settings)
+        runner = await opened.enter_async_context(open_player(job, settings, storage))
+        demonstrator = evaluator = None
+        # Another strategy of held-out tasks, or an environment that is given another last turn.
+        if other is not None or not (job.tasks.suite.software or settings.max_turns == job.settings.max_turns):
+            evaluator = await opened.enter_async_context(open_player(job, other or job.settings, storage))
+        if job.tasks.demonstrations and script is not None:
+            demonstrator = await opened.enter_async_context(script.open(job, storage))
+        parts = LoopParts(
+            runner=runner,
+            demonstrator=demonstrator,
+            storage=storage,
+            reward=reward,
+            objective=make_reward(objective_of(job.tasks, job.settings)),
+            adapters=adapters,
+            publisher=publisher,
+            tokenizer=load_tokenizer(str(job.model)),
+            make_trainer=lambda chosen, adapter: make_trainer(job.model, chosen, job.settings, serving.model, adapter),
+            make_teacher=lambda adapter, served: (
+                teacher_of(job.settings.training, job.model, adapter)
+                if job.settings.training.teacher
+                else ServedTeacher(serving.base_url, served, serving.api_key())
+            ),
+            state_file=job.directory / STATE,
+            lessons=script.lessons(job) if script is not None else None,
+            evaluator=evaluator,
+        )
+        reporting = RunReport(
+            facts,
+            plan,
+            directory=job.directory,
+            storage=storage,
+            adapters=adapters.root,
+            model=job.model,
+            reward_version=reward.version,
+            noted=listener.noted,
+        )
+        state = await TrainingLoop(plan, parts, listener, reporting.write).run()
+        await reporting.write(state)
+        return LoopResult(state, reporting.facts.changes, reporting.path)
 
 
 def _note_start(job: LoopJob) -> None:
@@ -232,18 +222,6 @@ def _note_start(job: LoopJob) -> None:
             "served: serve its base model, or choose another version"
         )
     LoopState(start=job.start.name).save(file)
-
-
-@asynccontextmanager
-async def _open_evaluator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner | None]:
-    """The runner of the held-out tasks, where they have another strategy, or an environment that is given
-    another last turn."""
-    settings, last = evaluated_by(job.settings), _training(job.settings).max_turns
-    if settings is None and (job.tasks.suite.software or last == job.settings.max_turns):
-        yield None
-        return
-    async with open_player(job, settings or job.settings, storage) as runner:
-        yield runner
 
 
 def _training(settings: RLSettings) -> RLSettings:
@@ -283,7 +261,6 @@ def _evaluation_plan(job: LoopJob, settings: RLSettings) -> EvaluationPlan:
         out=job.directory / EVALUATION,
         graders=job.graders,
         test_timeout=job.test_timeout,
-        command_timeout=job.command_timeout,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,17 +55,6 @@ class Demonstrator:
 def demonstrator_of(suite: str) -> Demonstrator | None:
     """The demonstrator of the suite of that name. Raises ``ConfigError`` for one that cannot be loaded."""
     return registry.find("demonstrators", suite) if suite in registry.names("demonstrators") else None
-
-
-@asynccontextmanager
-async def open_demonstrator(job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner | None]:
-    """The runner of the job's demonstrations; ``None`` where it has none."""
-    found = demonstrator_of(job.tasks.suite.name) if job.tasks.demonstrations else None
-    if found is None:
-        yield None
-        return
-    async with found.open(job, storage) as runner:
-        yield runner
 
 
 _HELD_OUT_ORDER = 20_240  # an arbitrary constant: runs with any seed are evaluated on the same tasks

@@ -24,9 +24,9 @@ from openhands_rl_plugin.rollout.scoring import AT_ONCE, UNLABELLED, JudgesLabel
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
-    ExcludedEpisodes,
     TrainingDataset,
     build_dataset,
+    causes_of,
     load_episodes,
 )
 from openhands_rl_plugin.training.loop.plan import PolicyLineage
@@ -186,8 +186,8 @@ async def material(
         if dataset.used >= watch.min_used:
             return Material(training, values, f"{dataset.used} episodes that can be compared"), ""
         # Without token ids no algorithm that compares learns, whatever the rewards are.
-        left = ExcludedEpisodes(no_tokens=dataset.excluded.no_tokens)
-        excluded = f"; left out: {left.in_words()}" if left.no_tokens else ""
+        left = causes_of({"no_tokens": dataset.excluded["no_tokens"]})
+        excluded = f"; left out: {left[0]}" if left else ""
         missing.append(f"{dataset.used} episodes can be compared with others of their task{excluded}")
     pairs = [both for both, better in judged.preferred.items() if better is not None]
     if kind != "imitation" and pairs:
@@ -203,7 +203,8 @@ async def material(
     dataset = await dataset_of(storage, settings, chosen, values)
     if dataset.used >= watch.min_used:
         return Material(chosen, values, f"{dataset.used} successes to imitate"), ""
-    excluded = f"; left out: {dataset.excluded.in_words()}" if dataset.excluded.causes() else ""
+    causes = causes_of(dataset.excluded)
+    excluded = f"; left out: {', '.join(causes)}" if causes else ""
     missing.append(f"{dataset.used} successes can be imitated, {watch.min_used} are needed{excluded}")
     return None, "; ".join(missing)
 

@@ -46,7 +46,7 @@ from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
-from openhands_rl_plugin.training.data.dataset import TrainingDataset
+from openhands_rl_plugin.training.data.dataset import TrainingDataset, nothing_learnt
 from openhands_rl_plugin.training.learn import create_version, fit
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
@@ -279,7 +279,7 @@ class Watch:
             if of_round and self.adapters.probe(each) is not None:
                 return each
         if not dataset.samples:
-            raise TrainingError(f"nothing to train on; left out: {dataset.excluded.in_words()}")
+            raise TrainingError(nothing_learnt(settings, dataset.excluded))
         parent = self.adapters.get(current.parent) if current.parent is not None else None
         with boundary(FailureKind.MODEL, "training"):
             trainer = LocalTrainer(self.job.model, settings, adapter=parent)

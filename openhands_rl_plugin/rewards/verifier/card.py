@@ -52,7 +52,7 @@ class VerifierCard(Frozen):
 
     ``model``: the base model's directory. ``sha256``: of the adapter's weights file. ``max_length``: tokens of the
     longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored. ``trained_on``: the
-    digests of all tasks in the training data of this and earlier versions; missing in cards of earlier releases.
+    digests of all tasks in the training data of this and earlier versions.
     """
 
     model_config = ConfigDict(extra="ignore")  # other releases write other keys
@@ -63,7 +63,7 @@ class VerifierCard(Frozen):
     yes: int = Field(ge=0)
     no: int = Field(ge=0)
     calibration: Calibration = Calibration()
-    trained_on: tuple[str, ...] | None = None
+    trained_on: tuple[str, ...]
 
     @property
     def version(self) -> str:
@@ -103,18 +103,13 @@ def task_digest(task: str) -> str:
 def tasks_trained_on(parent: Adapter | None) -> frozenset[str]:
     """The digests of the tasks in the training data of a verifier and its earlier versions.
 
-    Raises ``TrainingError`` where they are unknown: it might be evaluated on its training data.
+    Raises ``TrainingError`` where ``parent`` is no verifier.
     """
     if parent is None:
         return frozenset()
     if not (Path(parent.path) / CARD_FILE).exists():
         raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
-    if (marks := VerifierCard.load(Path(parent.path)).trained_on) is None:
-        raise TrainingError(
-            f"{parent.name} is of an earlier release, which did not record its training tasks, so a version trained "
-            "from it might be evaluated on them: start over with --from base"
-        )
-    return frozenset(marks)
+    return frozenset(VerifierCard.load(Path(parent.path)).trained_on)
 
 
 def sigmoid(x: float) -> float:

@@ -1,8 +1,7 @@
 """P(success) from a trained verifier, which runs in this process or on a server.
 
 A server is asked by OpenAI's ``POST /completions`` with vLLM's extensions. It samples one token and names the 20
-likeliest: with a trained verifier both labels are among them. Else each label is appended to the prompt and read from
-``prompt_logprobs``, which is exact but may bypass the prefix cache.
+likeliest: with a trained verifier both labels are among them.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -36,7 +35,6 @@ from openhands_rl_plugin.rewards.verifier.card import VerifierCard, VerifierOutp
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompt, VerifierPrompts
-    from openhands_rl_plugin.rewards.verifier.training import VerifierModel
 
 
 class VerifierOptions(Frozen):
@@ -45,8 +43,7 @@ class VerifierOptions(Frozen):
 
     With ``base_url`` (up to and including /v1) a server scores, on which the adapter has the name ``served_model``
     (default: the directory's name); ``api_key_env`` names a variable with the key, ``timeout`` is in seconds. Without
-    it the model is loaded in this process, once for all rewards that use it; ``tokens_per_pass``: tokens of a
-    micro-batch.
+    it the model is loaded in this process, once for all rewards that use it.
     """
 
     adapter: str = Field(min_length=1)
@@ -55,15 +52,10 @@ class VerifierOptions(Frozen):
     served_model: str = ""
     api_key_env: str = ""
     timeout: float = Field(default=120.0, gt=0)
-    tokens_per_pass: int = Field(default=16_384, ge=1)
 
 
-class Judge(Protocol):
-    """Scores the verifier's prompts."""
-
-    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
-        """One output per prompt, in order."""
-        ...
+Judge = Callable[[Sequence[tuple[int, ...]]], Awaitable[Sequence[VerifierOutput | Failure]]]
+"""Prompts of the verifier -> one output per prompt, in order."""
 
 
 class VerifierReward:
@@ -98,7 +90,7 @@ class VerifierReward:
             return [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
         prompts = await asyncio.to_thread(lambda: [self._prompts.of(trajectory) for trajectory in valid])
         judge = await asyncio.to_thread(lambda: self._judge)
-        verdicts = await judge.judge([prompt.ids for prompt in prompts])
+        verdicts = await judge([prompt.ids for prompt in prompts])
         found = iter([self._outcome(*each) for each in zip(valid, prompts, verdicts, strict=True)])
         return [trajectory.failure or next(found) for trajectory in trajectories]
 
@@ -136,7 +128,7 @@ class VerifierReward:
         options = self._options
         if not options.base_url:
             with _LOADING:
-                return _loaded(str(self._directory.resolve()), self._card.sha256, self._base, options.tokens_per_pass)
+                return _loaded(str(self._directory.resolve()), self._card.sha256, self._base)
         return ServedVerifier(
             options.base_url,
             options.served_model or self._directory.name,
@@ -144,33 +136,25 @@ class VerifierReward:
             no=self._card.no,
             api_key_env=options.api_key_env,
             timeout=options.timeout,
-        )
+        ).judge
 
     @property
     def _base(self) -> str:
         return self._options.model or self._card.model
 
 
-class _OwnModel:
-    def __init__(self, model: VerifierModel) -> None:
-        self._model = model
-
-    async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
-        return [*await asyncio.to_thread(self._model.judge, prompts)]
-
-
 _LOADING = threading.Lock()
 
 
 @lru_cache(maxsize=2)
-def _loaded(directory: str, sha256: str, base: str, tokens_per_pass: int) -> _OwnModel:
+def _loaded(directory: str, sha256: str, base: str) -> Judge:
     """The model that all rewards with the same weights share; the newest two are kept.
 
     Every episode has its own reward object, and so may every search.
     """
     with from_extra("train"):
         from openhands_rl_plugin.rewards.verifier.training import VerifierModel
-    return _OwnModel(VerifierModel(Path(directory), model=base, tokens_per_pass=tokens_per_pass))
+    return partial(asyncio.to_thread, VerifierModel(Path(directory), model=base).judge)
 
 
 def forget_models() -> None:
@@ -215,15 +199,6 @@ class ServedVerifier:
             return [*first, *await asyncio.gather(*map(one, prompts[1:]))]
 
     async def _verdict(self, http: ModelServer, prompt: tuple[int, ...]) -> VerifierOutput:
-        try:
-            yes, no = await self._logprobs(http, prompt)
-        except PublishError as error:
-            kind = InfrastructureError if isinstance(error.__cause__, ServerError) else ModelError
-            raise kind(str(error)) from error
-        return VerifierOutput(margin=yes - no, mass=min(1.0, math.exp(yes) + math.exp(no)))
-
-    async def _logprobs(self, http: ModelServer, prompt: tuple[int, ...]) -> tuple[float, float]:
-        """Those of YES and NO."""
         body: JsonObject = {"model": self._model, "prompt": [*prompt], "max_tokens": 1, "temperature": 0.0}
         body |= {"logprobs": _TOP, "return_tokens_as_token_ids": True}
 
@@ -231,13 +206,14 @@ class ServedVerifier:
             top = (answer["choices"][0].get("logprobs") or {}).get("top_logprobs") or [{}]
             return [top[0].get(f"token_id:{label}") for label in (self._yes, self._no)]
 
-        yes, no = await http.ask("v1/completions", body, f"{self._model} cannot judge at {http.url}", pick)
-        if yes is None or no is None:
-            forced = [await http.prompt_logprobs(self._model, (*prompt, label)) for label in (self._yes, self._no)]
-            yes, no = (each[-1] for each in forced)
+        try:
+            yes, no = await http.ask("v1/completions", body, f"{self._model} cannot judge at {http.url}", pick)
+        except PublishError as error:
+            kind = InfrastructureError if isinstance(error.__cause__, ServerError) else ModelError
+            raise kind(str(error)) from error
         if yes is None or no is None:
             raise GraderError(
-                "the server gives no logprobs of the labels: use vLLM or `openhands-rl serve`, or leave base_url out "
-                "to score in this process"
+                f"{self._model} names no logprobs of both labels: serve the verifier by vLLM or `openhands-rl serve`, "
+                "or leave base_url out to score in this process"
             )
-        return yes, no
+        return VerifierOutput(margin=yes - no, mass=min(1.0, math.exp(yes) + math.exp(no)))

@@ -33,7 +33,7 @@ from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.training.distributed.ranks import Ranks
-from openhands_rl_plugin.training.learn import call_of, create_version, note_call
+from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
@@ -56,11 +56,7 @@ class VerifierModel(TrainablePolicy):
         tokens_per_pass: int = 16_384,
     ) -> None:
         self.card = VerifierCard.load(directory)
-        try:
-            digest = weights_sha256(directory)
-        except OSError as error:
-            raise TrainingError(f"cannot read the weights in {directory}: {describe(error)}") from error
-        if digest != self.card.sha256:
+        if weights_sha256(directory) != self.card.sha256:
             raise TrainingError(f"{directory / WEIGHTS_FILE} was changed since it was made (sha256 differs)")
         base = str(model or self.card.model)
         self.prompts = VerifierPrompts(load_tokenizer(base), self.card.max_length)
@@ -121,7 +117,6 @@ def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
 def train_verifier(
     trainer: Trainer,
     dataset: VerifierDataset,
-    training: TrainingSettings,
     settings: VerifierSettings,
     store: AdapterStore,
     name: str,
@@ -145,8 +140,6 @@ def train_verifier(
     samples = [example.sample() for example in dataset.training]
     metrics = trainer.sft(samples, on_progress, run=run)
     report = report_of(_judge(trainer.policy, dataset.held_out, prompts, ranks or Ranks()), settings)
-    if run is not None and trainer.is_main_process:
-        note_call(run, call_of(samples, training), store, name)
 
     def describe_verifier(directory: Path) -> None:
         card = VerifierCard(

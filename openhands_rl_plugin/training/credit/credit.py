@@ -68,6 +68,10 @@ def sampled_tokens(trajectory: Trajectory, at: int) -> int:
     return len(tokens.sampled_ids) if tokens is not None else 0
 
 
+def _trained_tokens(trajectory: Trajectory) -> int:
+    return sum(sampled_tokens(trajectory, at) for at in trained_nodes(trajectory))
+
+
 EQUAL = 1e-9
 """Rewards that differ by at most this much are equal: sums of step rewards, such as 10 x 0.1, have rounding errors."""
 
@@ -124,11 +128,6 @@ def group_advantages(
 def _all_equal(rewards: Sequence[float | None]) -> bool:
     known = [reward for reward in rewards if reward is not None]
     return max(known) - min(known) <= EQUAL
-
-
-def _trained_tokens(trajectory: Trajectory) -> int:
-    tokens = (trajectory.nodes[at].tokens for at in trained_nodes(trajectory))
-    return sum(len(each.sampled_ids) for each in tokens if each is not None)
 
 
 NodeAdvantages = dict[int, float]
@@ -267,17 +266,13 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
         values = [trajectory.nodes[at].value or 0.0 for at in members]
         if max(values) - min(values) <= EQUAL:
             continue
-        sampled = _repeated(values, members, times)
+        sampled = [value for at, value in zip(members, values, strict=True) for _ in range(times[at])]
         advantages = baseline(RolloutBatch(sampled, [0] * len(sampled), [1] * len(sampled)))
         first = 0
         for at in members:
             found[at] = advantages[first]
             first += times[at]
     return found
-
-
-def _repeated(values: Sequence[float], members: Sequence[int], times: dict[int, int]) -> list[float]:
-    return [value for at, value in zip(members, values, strict=True) for _ in range(times[at])]
 
 
 def _is_judged(node: Node) -> bool:

@@ -8,7 +8,6 @@ sharing.
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
-from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.types import (
     Node,
@@ -30,7 +28,7 @@ from openhands_rl_plugin.core.types import (
     StopReason,
     Trajectory,
 )
-from openhands_rl_plugin.training.algorithms import Kind, algorithm_of
+from openhands_rl_plugin.training.algorithms import algorithm_of
 
 MIN_SHARED = 16
 """Shorter common prefixes are not shared: an additional attention call costs more than computing them twice."""
@@ -135,11 +133,6 @@ def _ended_by_limit(trajectory: Trajectory) -> bool:
     return trajectory.stop in _LIMIT_REACHED or (last is not None and last.finish_reason == "length")
 
 
-def samplings(trajectory: Trajectory) -> tuple[str, ...]:
-    """The distinct ways of sampling of the answers that were acted on, in order: not neutral parameters with values."""
-    return tuple(sorted({_in_words(node.sampling) or "temperature 1" for node in trajectory.sampled()}))
-
-
 def off_policy_sampling(trajectory: Trajectory) -> str:
     """How an answer that was acted on was sampled, if not from the policy at a temperature; else empty."""
     found = (_in_words(node.sampling) for node in trajectory.sampled() if is_sampled_off_policy(node.sampling))
@@ -167,22 +160,12 @@ def _altering(params: SamplingParams) -> dict[str, float]:
     return altering_parameters({name: getattr(params, name, None) for name in ("top_p", *NEUTRAL_PARAMETERS)})
 
 
-def regrouped(trajectory: Trajectory, kind: Kind) -> Trajectory:
-    """The episode, with a group id for all episodes of one task and one policy version, across runs.
+def regrouped(trajectory: Trajectory) -> Trajectory:
+    """The episode, with a group id for all episodes of one task, policy version and strategy, across runs.
 
-    A baseline estimates the expected return of one policy on one task, and a preference pair must differ in quality,
-    not in the way of sampling. So episodes that are compared also have the same strategy, sampling and prompt;
-    for SFT the best episodes of a task may have different ones.
+    A baseline estimates the expected return of one policy on one task.
     """
-    key = [*asked_in_common(trajectory.task), trajectory.policy.served_name]
-    if kind != "imitation":
-        options = {name: value for name, value in trajectory.strategy.options.items() if name != "seed"}
-        key += [
-            trajectory.strategy.name,
-            json.dumps(options, sort_keys=True),
-            str(samplings(trajectory)),
-            prompt_of(trajectory),
-        ]
+    key = (*asked_in_common(trajectory.task), trajectory.policy.served_name, trajectory.strategy.name)
     return trajectory.model_copy(update={"group_id": "\0".join(key)})
 
 

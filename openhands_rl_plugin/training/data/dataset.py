@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pydantic import Field
-
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, labels_of, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
@@ -35,7 +32,6 @@ from openhands_rl_plugin.training.data.batch import (
     regrouped,
     samples_of,
     samples_of_tree,
-    trained_nodes,
     until_secret,
 )
 from openhands_rl_plugin.training.data.demonstrations import demonstration_reward, is_imported
@@ -140,86 +136,58 @@ def _sampled_tokens(trajectory: Trajectory) -> int:
     return sum(len(node.tokens.sampled_ids) for node in trajectory.sampled() if node.tokens is not None)
 
 
-class ExcludedEpisodes(Frozen):
-    """Counts of the stored episodes that are excluded from training, by reason.
-
-    ``held_out``: of an evaluation split (``HELD_OUT_SPLITS``) that is not in the filter; ``other_policy``: sampled from
-    another model or another agent's adapter; ``sub_agents``: a sub-agent's that nobody scored, because a reward is made
-    for the task of its parent; ``no_reward``: no failure, and no judgement of the outcome;
-    ``unjudged``: why, for most of them; ``failed``, and ``failures`` by kind; ``no_tokens``: the token ids (or, for
-    reinforcement learning, logprobs) were not recorded; ``unfinished``: ended by a timeout or with the process, so the
-    reward is not a result of the policy; ``overlong``: cut short by a limit, where ``overlong`` excludes such episodes;
-    ``off_temperature``: sampled greedily, or with a ``top_p``, ``top_k``, ``min_p`` or penalty, so not from the policy
-    at a temperature, and ``sampled_by``: how, most of them; ``no_signal``: all rewards of its group are equal, or, for
-    SFT, it is not a success or not among the best. These are used: ``shortened`` episodes up to a secret that was taken
-    out, ``partial`` ones without the answers before a rewritten history whose token ids were not recorded, and
-    ``presumed`` imports of which nobody said how they turned out.
-    """
-
-    held_out: int = 0
-    other_policy: int = 0
-    sub_agents: int = 0
-    no_reward: int = 0
-    unjudged: str = ""
-    failed: int = 0
-    failures: dict[str, int] = Field(default_factory=dict)
-    no_tokens: int = 0
-    unfinished: int = 0
-    overlong: int = 0
-    off_temperature: int = 0
-    sampled_by: str = ""
-    no_signal: int = 0
-    shortened: int = 0
-    partial: int = 0
-    presumed: int = 0
-
-    def causes(self) -> list[str]:
-        """For each reason how many, why, and what to do about it: ``"3 have no reward (say one: ...)"``."""
-        told = [f"{count} {CAUSES[name]}" for name, count in self if name in CAUSES and count]
-        if self.no_reward:
-            told.insert(0, f"{self.no_reward} {'has' if self.no_reward == 1 else 'have'} no reward ({self.unjudged})")
-        return [*told, *(f"{count} failed: {kind}" for kind, count in self.failures.items())]
-
-    def and_unjudged(self, more: int) -> ExcludedEpisodes:
-        """The same with so many more without a reward."""
-        change = {"no_reward": self.no_reward + more, "unjudged": self.unjudged or UNJUDGED}
-        return self.model_copy(update=change) if more else self
-
-    def in_words(self) -> str:
-        """The causes in a line; ``"none"`` when nothing was excluded."""
-        return ", ".join(self.causes()) or "none"
-
-
 CAUSES = {
+    "no_reward": "have no reward",
+    "failed": "failed",
     "held_out": "held out (of evaluation splits: name one with --split)",
     "other_policy": "by other models or adapters (choose with --base-model and --adapter)",
     "sub_agents": "of sub-agents (a reward of the parent's task is none of theirs; say one: openhands-rl score STORE "
     "--id ID --value 1)",
-    "no_tokens": "without token ids (serve with `openhands-rl serve`, or vLLM, and record again)",
+    "no_tokens": "without token ids or, to reinforce, logprobs (serve with `openhands-rl serve`, or vLLM, and "
+    "record again)",
     "unfinished": "unfinished (a timeout or the end of the process cut them short; give them more time)",
     "overlong": 'overlong (a limit cut them short; overlong = "keep" uses them)',
     "off_temperature": "not sampled from the policy (leave top_p, top_k, min_p and the penalties of [rl.sampling] at "
     "their defaults and the temperature above 0, or imitate them)",
     "shortened": "in part (from the first secret on, which was taken out of text and token ids)",
-    "partial": "in part (without answers before a rewritten history that have no token ids)",
     "presumed": "judged by nobody and imitated all the same, as imports are (judge them by openhands-rl score --value; "
     "and take it: --reward human)",
     "no_signal": "without a signal (no attempt at the same task with another reward, or not among the best)",
 }
+"""Why stored episodes are left out; of ``shortened`` ones only a part is, of ``presumed`` ones nothing.
+
+A key of a count of them may say more behind a colon: ``"failed: model"``.
+"""
+
+
+def causes_of(excluded: Mapping[str, int]) -> list[str]:
+    """For each cause how many, why, and what to do about it: ``"3 have no reward: no report of tests"``."""
+    parts = [(count, *name.partition(": ")) for name, count in excluded.items() if count]
+    return [f"{count} {CAUSES[cause]}{colon}{more}" for count, cause, colon, more in parts]
+
+
+def nothing_learnt(settings: TrainingSettings, excluded: Mapping[str, int]) -> str:
+    """The error of an empty dataset."""
+    if algorithm_of(settings).kind == "imitation":
+        why = f"imitate: no episode has a reward above {settings.imitate_above:g}; see training.imitate_above"
+    else:
+        why = (
+            "compare: no task has episodes of one policy version and strategy with different rewards; "
+            'roll out several episodes a task, or imitate the best with algorithm = "rejection-sampling"'
+        )
+    return f"nothing to {why}; left out: {', '.join(causes_of(excluded)) or 'none'}"
 
 
 class TrainReport(Frozen):
-    """The result of ``RLAgent.train``; ``used`` counts episodes, ``metrics`` are those of the optimiser.
-
-    ``notes``: how the model was computed, what of it was trained and who can serve that, a line each.
+    """The result of ``RLAgent.train``; ``used`` and ``excluded`` (by cause, see ``CAUSES``) count episodes, ``metrics``
+    are those of the optimiser.
     """
 
     algorithm: AlgorithmName
     adapter: Adapter
     used: int
-    excluded: ExcludedEpisodes
+    excluded: dict[str, int]
     metrics: dict[str, float]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,7 +199,7 @@ class Episodes:
 
     trajectories: tuple[Trajectory, ...]
     returns: tuple[float | None, ...]
-    excluded: ExcludedEpisodes
+    excluded: Counter[str] = field(default_factory=Counter)
     said: Preferences = field(default_factory=dict)
 
 
@@ -247,15 +215,17 @@ class TrainingDataset:
     algorithm: AlgorithmName
     samples: tuple[Sample, ...]
     used: int
-    excluded: ExcludedEpisodes
+    excluded: Counter[str] = field(default_factory=Counter)
     pairs: tuple[PreferencePair, ...] = ()
     searched: int = 0
     untaught: int = 0
 
     def as_floats(self) -> dict[str, float]:
         """How many episodes are used, and how many are not for which reason: metrics of a stage of a loop."""
-        counts = {name: count for name, count in self.excluded if isinstance(count, int) and count}
-        return {f"episodes_{name}": float(count) for name, count in {"used": self.used, **counts}.items()}
+        counts = Counter({"used": self.used})
+        for name, count in self.excluded.items():
+            counts[name.partition(": ")[0]] += count
+        return {f"episodes_{name}": float(count) for name, count in counts.items()}
 
     def warnings(self) -> list[str]:
         """What is wrong with the data, and what to do about it, a line each."""
@@ -294,24 +264,24 @@ async def load_episodes(
     """
     own: list[Trajectory] = []
     known: dict[str, Score | Failure] = {}
-    failed: Counter[str] = Counter()
-    others = held_out = presumed = 0
+    excluded: Counter[str] = Counter()
     by_labels = isinstance(reward, JudgesLabels)
     async for trajectory, scores in storage.find(where):
         imported, policy = demonstrations and is_imported(trajectory), trajectory.policy
         if where.only_measures(trajectory.task.split):
-            held_out += 1
+            excluded["held_out"] += 1
         elif not imported and (policy.base_model != base_model or policy.adapter not in (None, adapter)):
-            others += 1
+            excluded["other_policy"] += 1
         elif trajectory.failure is not None:
-            failed[trajectory.failure.kind.value] += 1
+            excluded[f"failed: {trajectory.failure.kind.value}"] += 1
         else:
             own.append(trajectory)
             score = None if by_labels or imported else known_score(reward, trajectory, scores)
             if imported and not by_labels:
                 value = demonstration_reward(trajectory, scores, reward.version)
                 if value is None and presume and not (scores or sub_agent_of(trajectory.task)):
-                    value, presumed = 1.0, presumed + 1
+                    value = 1.0
+                    excluded["presumed"] += 1
                 if value is not None:
                     score = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
             if score is not None:
@@ -330,70 +300,25 @@ async def load_episodes(
     said = {both: better for both, better in preferences(labels).items() if both <= ids}
     named = ids if unjudged else {each for both in said for each in both}
     valid: list[tuple[Trajectory, float | None]] = []
-    reasons: Counter[str] = Counter()
-    for each in own:  # a sub-agent's that nobody scored is none of these
+    for each in own:
         outcome = known.get(each.id)
         if isinstance(outcome, Score) and outcome.reward is not None:
             valid.append((each, outcome.reward))
         elif each.id in named:
             valid.append((each, None))
-        elif outcome is not None:
+        elif outcome is None:
+            excluded["sub_agents"] += 1
+        else:
             why = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
-            reasons[why.removeprefix("GraderError: ")] += 1
-    return Episodes(
-        trajectories=tuple(trajectory for trajectory, _ in valid),
-        returns=tuple(value for _, value in valid),
-        said=said,
-        excluded=ExcludedEpisodes(
-            held_out=held_out,
-            presumed=presumed,
-            other_policy=others,
-            sub_agents=len(own) - len(valid) - reasons.total(),
-            failed=failed.total(),
-            failures=dict(failed),
-            no_reward=reasons.total(),
-            unjudged=next((why for why, _ in reasons.most_common(1)), ""),
-        ),
-    )
-
-
-def build_dataset_or_sft(episodes: Episodes, settings: TrainingSettings | AlgorithmName) -> TrainingDataset:
-    """``build_dataset``, or an SFT dataset of the successes where no two episodes of a task can be compared.
-
-    ``settings`` may be the name of an algorithm with default options. Raises ``TrainingError`` when both are empty.
-    """
-    if not episodes.trajectories:
-        raise TrainingError(
-            "there is nothing to train on: no valid episodes of this model are stored; "
-            + (f"left out: {episodes.excluded.in_words()}" if episodes.excluded.causes() else "call run(...) first")
-        )
-    chosen = settings if isinstance(settings, TrainingSettings) else TrainingSettings(algorithm=settings)
-    dataset = build_dataset(episodes, chosen)
-    if not dataset.samples and dataset.excluded.off_temperature and not dataset.excluded.no_signal:
-        raise TrainingError(off_temperature_message(dataset.excluded))
-    if not dataset.samples and algorithm_of(chosen).kind != "imitation":
-        dataset = build_dataset(episodes, chosen.model_copy(update={"algorithm": "sft"}))
-    if dataset.samples:
-        return dataset
-    if dataset.excluded.no_tokens:
-        raise TrainingError(NO_TOKENS)
-    raise TrainingError(
-        f"nothing can be learnt from {len(episodes.trajectories)} episodes: no task has episodes with different "
-        f"returns, and none succeeded (return > {chosen.imitate_above:g}); left out: {dataset.excluded.in_words()}. "
-        "Collect more with run(..., batch_size=8), or on easier tasks"
-    )
-
-
-NO_TOKENS = (
-    "the recorded episodes hold no token ids (and logprobs, to reinforce); use a server that returns them (vLLM 0.10.2 "
-    "or newer, or `openhands-rl serve`, and no proxy in between that drops them) and run again"
-)
+            excluded[f"no_reward: {why.removeprefix('GraderError: ')}"] += 1
+    trajectories, returns = zip(*valid, strict=True) if valid else ((), ())
+    return Episodes(trajectories, returns, excluded, said)
 
 
 def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bool = True) -> TrainingDataset:
     """The dataset for the algorithm of ``settings``; it may be empty.
 
-    ``regroup``: compare all episodes of a task and a version, sampled alike, else those of one group.
+    ``regroup``: compare all episodes of a task, a version and a strategy, else those of one group.
     """
     usable = _usable(episodes, settings, regroup=regroup)
     trajectories = usable.trajectories
@@ -415,7 +340,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bo
         algorithm=settings.algorithm,
         samples=tuple(samples),
         used=used,
-        excluded=usable.excluded.model_copy(update={"no_signal": len(trajectories) - used}),
+        excluded=usable.excluded + Counter(no_signal=len(trajectories) - used),
         pairs=tuple(pairs),
         searched=sum(is_searched(each) for each in trajectories if each.id in trained) if as_sampled else 0,
     )
@@ -427,14 +352,12 @@ def _usable(episodes: Episodes, settings: TrainingSettings, *, regroup: bool) ->
     An episode that timed out after its success is a success: SFT may use it, algorithms that compare may not.
     """
     kind, shortens = algorithm_of(settings).kind, may_be_shortened(settings)
-    excluded: Counter[str] = Counter()
-    unjudged = 0
-    ways: Counter[str] = Counter()
+    excluded = Counter(episodes.excluded)
     kept: list[tuple[Trajectory, float | None]] = []
     for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
         short = until_secret(trajectory) if shortens else trajectory
         if value is None and kind != "preference" and algorithm_of(settings).rewarded:
-            unjudged += 1  # there for a preference only, which is not what is trained on now
+            excluded[f"no_reward: {UNJUDGED}"] += 1  # there for a preference, which is not what is trained on now
         elif not is_recorded(short, need_logprobs=needs_logprobs(settings)):
             excluded["no_tokens"] += 1
         elif trajectory.stop is StopReason.UNFINISHED or (kind != "imitation" and is_interrupted(trajectory)):
@@ -442,31 +365,9 @@ def _usable(episodes: Episodes, settings: TrainingSettings, *, regroup: bool) ->
         elif is_overlong(trajectory, settings):
             excluded["overlong"] += 1
         elif kind == "reinforcement" and (how := off_policy_sampling(trajectory)):
-            ways[how] += 1
+            excluded[f"off_temperature: {how}"] += 1
         else:
             excluded["shortened"] += short is not trajectory
-            left = len(trained_nodes(short, need_logprobs=needs_logprobs(settings))) < len(short.acted())
-            excluded["partial"] += left and short is trajectory
-            whole = regrouped(trajectory, kind) if regroup else trajectory
-            kept.append((until_secret(whole) if shortens else whole, value))
-    return Episodes(
-        trajectories=tuple(trajectory for trajectory, _ in kept),
-        returns=tuple(value for _, value in kept),
-        excluded=episodes.excluded.and_unjudged(unjudged).model_copy(
-            update={
-                **excluded,
-                "off_temperature": ways.total(),
-                "sampled_by": next((how for how, _ in ways.most_common(1)), ""),
-            }
-        ),
-        said=episodes.said,
-    )
-
-
-def off_temperature_message(excluded: ExcludedEpisodes) -> str:
-    """The error text for a dataset that is empty because of how it was sampled, with the remedy."""
-    return (
-        f"{excluded.off_temperature} episodes were sampled with {excluded.sampled_by}, which is not the policy's own "
-        "distribution at a temperature: roll out again with the defaults of [rl.sampling] (the temperature may be any "
-        'above 0), or train on these with algorithm = "dpo", "sft" or "rejection-sampling"'
-    )
+            kept.append((regrouped(short) if regroup else short, value))
+    trajectories, returns = zip(*kept, strict=True) if kept else ((), ())
+    return Episodes(trajectories, returns, excluded, episodes.said)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary, describe
+from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.judgements import resolved, score_of
 from openhands_rl_plugin.core.messages import SpokenMessage
 from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
@@ -20,7 +20,6 @@ from openhands_rl_plugin.core.templates.parsing import RenderError
 from openhands_rl_plugin.core.templates.text_form import single_call_turns, text_messages
 from openhands_rl_plugin.core.types import (
     ACTED,
-    FailureKind,
     JsonObject,
     Message,
     Node,
@@ -197,14 +196,6 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-class Tokenised(NamedTuple):
-    """Episodes with token ids of ours. ``failed``: why others have none -> how many."""
-
-    trajectories: tuple[Trajectory, ...]
-    made: int
-    failed: Counter[str]
-
-
 def is_demonstration(trajectory: Trajectory) -> bool:
     """Whether an episode has answers, and none of its nodes has token ids."""
     return any(node.sampled for node in trajectory.nodes) and not any(node.tokens for node in trajectory.nodes)
@@ -230,22 +221,18 @@ def demonstration_reward(trajectory: Trajectory, scores: Sequence[Score], reward
     return None if solved is None else float(solved)
 
 
-def tokenised(trajectories: Sequence[Trajectory], tokenizer: ChatTokenizer) -> Tokenised:
-    """All of them, in order, demonstrations with token ids; those that the template refuses stay without."""
-    maker = TokenMaker(tokenizer)
-    out: list[Trajectory] = []
-    failed: Counter[str] = Counter()
-    made = 0
+def tokenised(
+    trajectories: Sequence[Trajectory], tokenizer: ChatTokenizer
+) -> tuple[tuple[Trajectory, ...], Counter[str]]:
+    """All of them, in order, demonstrations with token ids; and why others stay without -> how many."""
+    maker, out, failed = TokenMaker(tokenizer), list[Trajectory](), Counter[str]()
     for trajectory in trajectories:
-        rendered = trajectory
-        if is_demonstration(trajectory):
-            try:
-                rendered = maker.with_tokens(trajectory)
-                made += 1
-            except TrainingError as error:
-                failed[str(error)] += 1
-        out.append(rendered)
-    return Tokenised(tuple(out), made, failed)
+        try:
+            out.append(maker.with_tokens(trajectory) if is_demonstration(trajectory) else trajectory)
+        except TrainingError as error:
+            out.append(trajectory)
+            failed[str(error)] += 1
+    return tuple(out), failed
 
 
 def demonstration_samples(trajectory: Trajectory, tokenizer: ChatTokenizer) -> list[Sample]:
@@ -348,17 +335,3 @@ class TokenMaker:
     def ids(self, text: str) -> tuple[int, ...]:
         """The token ids of a text."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def takes_objects(tokenizer: ChatTokenizer) -> bool:
-    """Whether the template prints calls whose arguments are objects, as other programs render them."""
-
-    def render(messages: WireMessages, tools: Sequence[JsonObject], cue: bool) -> str:
-        options = {"tokenize": False, "add_generation_prompt": cue}
-        try:
-            with boundary(FailureKind.MODEL, "chat template"):
-                return tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **options)
-        except CaughtFailure as caught:
-            raise TrainingError(caught.failure.message) from caught
-
-    return prints_calls(render)

@@ -9,7 +9,7 @@ process. Only rank 0 writes files and talks to servers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,13 +17,14 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.training.losses.losses import TrainingSample, micro_batches
 
 _TIMEOUT = timedelta(days=1)
@@ -85,31 +86,20 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks(environ: Mapping[str, str] | None = None) -> Iterator[Ranks]:
+def join_ranks() -> Iterator[Ranks]:
     """Join the process group that a launcher has started until the block ends; one process without a launcher.
 
-    On GPUs each process uses the device of its ``LOCAL_RANK``. Raises ``TrainingError`` when the process group cannot
-    be joined.
+    On GPUs each process uses the device of its ``LOCAL_RANK``.
     """
-    known = os.environ if environ is None else environ
-    if int(known.get("WORLD_SIZE", "1")) == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(known.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=_TIMEOUT)
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        raise TrainingError(
-            f"the other processes of this training cannot be joined: {describe(error)}; start all of them with "
-            "torchrun or accelerate launch"
-        ) from error
-    try:
-        yield current_ranks(device)
+        assert state.device is not None
+        yield current_ranks(state.device)
     finally:
-        dist.destroy_process_group()
+        state.destroy_process_group()
 
 
 def current_ranks(device: torch.device) -> Ranks:
@@ -151,13 +141,12 @@ def is_sharded(setting: Literal["auto", "none", "layers"]) -> bool:
 def shard_layers(base: nn.Module, trained: Iterable[nn.Parameter], device: torch.device) -> None:
     """Shard the frozen weights of every layer of ``base`` over the ranks; ``trained`` parameters stay whole.
 
-    Raises ``TrainingError`` for an architecture whose layers are unknown or cannot be sharded.
+    Raises ``TrainingError`` for an architecture whose layers are unknown.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     whole = set(trained)
-    with _sharding_errors(base):
-        for layer in _layers(base):
-            fully_shard(layer, mesh=mesh, ignored_params=whole)
+    for layer in _layers(base):
+        fully_shard(layer, mesh=mesh, ignored_params=whole)
 
 
 def shard_all(base: nn.Module, device: torch.device, compute: torch.dtype) -> None:
@@ -168,16 +157,15 @@ def shard_all(base: nn.Module, device: torch.device, compute: torch.dtype) -> No
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
-    with _sharding_errors(base):
-        for module in (*_layers(base), base):
-            for parameter in module.parameters():
-                if not isinstance(parameter, DTensor):
-                    parameter.data = parameter.data.float()
-            sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-            assert isinstance(sharded, FSDPModule)
-            # Token weights are those in the whole batch, so gradients are summed. Gloo cannot scale while it sums.
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
+    for module in (*_layers(base), base):
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.float()
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        assert isinstance(sharded, FSDPModule)
+        # Token weights are those in the whole batch, so gradients are summed. Gloo cannot scale while it sums.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -204,13 +192,3 @@ def _layers(base: nn.Module) -> list[nn.Module]:
     if not layers:
         raise TrainingError(f'{type(base).__name__} has no layers that could be sharded; set sharding = "none"')
     return layers
-
-
-@contextmanager
-def _sharding_errors(base: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise TrainingError(
-            f'the layers of {type(base).__name__} cannot be sharded: {describe(error)}; set sharding = "none"'
-        ) from error

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,16 +33,15 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Sample, SamplingParams, Task, Trajectory
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
-from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
+from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
-    ExcludedEpisodes,
     TrainingDataset,
     build_dataset,
-    off_temperature_message,
+    nothing_learnt,
 )
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
-from openhands_rl_plugin.training.learn import create_version, report_notes
+from openhands_rl_plugin.training.learn import create_version
 from openhands_rl_plugin.training.loop.plan import (
     ChosenBatch,
     LoopPlan,
@@ -59,7 +59,7 @@ from openhands_rl_plugin.training.loop.rollouts import (
     OutageTolerantServer,
     RolloutBuffer,
 )
-from openhands_rl_plugin.training.teacher import Teacher, with_teacher
+from openhands_rl_plugin.training.teacher import ServedTeacher, with_teacher
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import TrainingSettings
@@ -73,6 +73,10 @@ log = redacting_logger(__name__)
 
 class _CancelledTraining(Exception):
     """Stops the thread of a cancelled training."""
+
+
+PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
+"""Ordinary text: trainer and server must give the same logprobs for it before a new adapter is used."""
 
 
 class LoopListener:
@@ -116,7 +120,7 @@ class LoopParts:
     state_file: Path
     lessons: Lessons | None = None
     evaluator: EpisodeRunner | None = None
-    make_teacher: Callable[[Adapter | None, str], Teacher] | None = None
+    make_teacher: Callable[[Adapter | None, str], ServedTeacher] | None = None
 
 
 class TrainingLoop:
@@ -143,9 +147,9 @@ class TrainingLoop:
         self._trainer: Trainer | None = None
         self._served: dict[str, str] = {}  # version -> its model name on the server
         self._server = OutageTolerantServer(parts.publisher, self._loop.patience, self._note_outage)
-        logprobs = needs_logprobs(plan.settings.training)
-        self._runner = OutageTolerantRunner(parts.runner, self._server, logprobs=logprobs)
-        self._evaluator = OutageTolerantRunner(parts.evaluator or parts.runner, self._server, logprobs=logprobs)
+        self._imitates = algorithm_of(plan.settings.training).kind == "imitation"
+        self._runner = OutageTolerantRunner(parts.runner, self._server)
+        self._evaluator = OutageTolerantRunner(parts.evaluator or parts.runner, self._server)
         self._stage_name = ""
 
     async def run(self) -> LoopState:
@@ -189,22 +193,43 @@ class TrainingLoop:
     async def _check_training(self) -> None:
         """Load the model for training and let go of it: what cannot be trained or served is said before any episode."""
         trainer = await asyncio.to_thread(self._parts.make_trainer, self._settings.training, self._adapter())
-        report_notes(trainer, self._listener.noted)
+        for line in trainer.notes:
+            self._listener.noted(line)
         del trainer
         forget_unused()
 
     async def _evaluate(self, stage: str, first: int | None = None) -> StageRecord:
         """Evaluate on the held-out tasks, or on the ``first`` of them."""
-        started = time.time()
         sampling = self._settings.sampling_params()
-        episodes = await self._roll_out(stage, self._plan.held_out[:first], sampling, self._evaluator)
-        return self._record(stage, started, await self._judge(self._where(stage), episodes))
+        return await self._measure(stage, self._plan.held_out[:first], sampling, self._evaluator)
 
     async def _demonstrate(self, stage: str) -> StageRecord:
-        started = time.time()
         runner = self._parts.demonstrator or self._runner
-        episodes = await self._roll_out(stage, self._plan.demonstrations, SamplingParams(), runner)
-        return self._record(stage, started, await self._judge(self._where(stage), episodes))
+        return await self._measure(stage, self._plan.demonstrations, SamplingParams(), runner)
+
+    async def _measure(
+        self, stage: str, tasks: Sequence[Task], sampling: SamplingParams, runner: EpisodeRunner
+    ) -> StageRecord:
+        """One episode of each task, and how many of them succeeded."""
+        started, finished = time.time(), count(1)
+        plan = RolloutPlan(
+            run_id=self._run_id(stage),
+            tasks=tuple(tasks),
+            served_model=self._newest(),
+            sampling=sampling,
+            seed=self._settings.sampling.seed,
+            concurrency=self._settings.max_workers,
+        )
+        self._listener.advanced(stage, "episodes", 0, len(tasks))  # the first one may take a minute
+        episodes = await roll_out(
+            plan,
+            runner,
+            self._parts.storage,
+            lambda _: self._listener.advanced(stage, "episodes", next(finished), len(tasks)),
+        )
+        where = TrajectoryFilter(run_id=self._run_id(stage))
+        rewards = await self._rewards(self._parts.reward, where, episodes)
+        return self._record(stage, started, success_metrics(episodes, rewards, self._plan.succeeded))
 
     async def _warm_start(self, stage: str) -> StageRecord:
         started = time.time()
@@ -230,7 +255,7 @@ class TrainingLoop:
     async def _reinforce(self) -> None:
         plan, bounds = self._plan, (self._loop.min_success, self._loop.max_success)
         pool = DifficultyPool(plan.training, bounds, newest=self._loop.samples_per_task, enough=plan.batch_size)
-        groups = GroupRunner(plan, self._runner, self._parts.storage, self._server, self._newest, pool)
+        groups = GroupRunner(plan, self._runner, self._parts.storage, self._newest, pool)
         await groups.look(self._parts.reward.version)
         held, batch = 0, self._state.batch
         used = {number for record in self._state.records for number in record.groups}
@@ -264,16 +289,16 @@ class TrainingLoop:
             **success_metrics(episodes, rewards, self._plan.succeeded),
             **dataset.as_floats(),
             "rollout_seconds": chosen - started,
+            "episodes_stale": float(batch.stale),
+            "groups_dropped": float(len(batch.dropped)),
         }
-        if not dataset.samples:
-            adapter, metrics = None, metrics | self._staleness(batch, episodes)
-        else:
+        adapter = None
+        if dataset.samples:
             trainer = await self._reinforcement_trainer()
             learned = await self._learn(stage, trainer, dataset.samples, sft=self._imitates)
             metrics |= learned | {"training_seconds": time.time() - chosen}
-            metrics |= self._staleness(batch, episodes)
             adapter = await self._publish(stage, trainer, metrics)
-            await self._save_trainer(trainer, adapter)
+            await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
             trainer.finish()
         record = self._record(stage, started, metrics, adapter)
         return record.model_copy(update={"groups": (*batch.groups, *batch.dropped)})
@@ -321,12 +346,6 @@ class TrainingLoop:
             raise StorageError(f"{missing} episodes of {batch.stage} are no longer in the storage; restore them")
         return [found[identity] for identity in batch.trajectories]
 
-    def _staleness(self, batch: ChosenBatch, episodes: Sequence[Trajectory]) -> dict[str, float]:
-        valid = [trajectory for trajectory in episodes if trajectory.failure is None]
-        lineage = PolicyLineage.of_run(self._settings.serving.model, self._state)
-        dropped = {"episodes_stale": float(batch.stale), "groups_dropped": float(len(batch.dropped))}
-        return lineage.staleness(valid) | dropped
-
     @property
     def _limit(self) -> int:
         """Number of groups that may be open now; none is started that no iteration will train on."""
@@ -346,10 +365,10 @@ class TrainingLoop:
         settings = self._settings.training
         rewards = await self._rewards(self._parts.objective, where, episodes)
         valid = [(each, reward) for each, reward in zip(episodes, rewards, strict=True) if each.failure is None]
-        scored = Episodes(tuple(each for each, _ in valid), tuple(reward for _, reward in valid), ExcludedEpisodes())
+        scored = Episodes(tuple(each for each, _ in valid), tuple(reward for _, reward in valid))
         dataset = build_dataset(scored, settings, regroup=False)
-        if dataset.excluded.off_temperature and not dataset.samples:
-            raise TrainingError(off_temperature_message(dataset.excluded))
+        if not dataset.samples and any(each.startswith(("off_", "no_tokens")) for each in dataset.excluded):
+            raise TrainingError(nothing_learnt(settings, dataset.excluded))
         if self._imitates or self._parts.make_teacher is None or not settings.taught or not dataset.samples:
             return dataset
         async with aclosing(self._parts.make_teacher(self._adapter(), self._newest())) as teacher:
@@ -357,36 +376,6 @@ class TrainingLoop:
         for line in dataset.warnings():
             self._listener.noted(line)
         return dataset
-
-    @property
-    def _imitates(self) -> bool:
-        return algorithm_of(self._settings.training).kind == "imitation"
-
-    async def _roll_out(
-        self, stage: str, tasks: Sequence[Task], sampling: SamplingParams, runner: EpisodeRunner
-    ) -> tuple[Trajectory, ...]:
-        """One episode of each task."""
-        plan = RolloutPlan(
-            run_id=self._run_id(stage),
-            tasks=tuple(tasks),
-            served_model=self._newest(),
-            sampling=sampling,
-            seed=self._settings.sampling.seed,
-            concurrency=self._settings.max_workers,
-        )
-        finished = 0
-
-        def count(_: Trajectory) -> None:
-            nonlocal finished
-            finished += 1
-            self._listener.advanced(stage, "episodes", finished, len(tasks))
-
-        self._listener.advanced(stage, "episodes", 0, len(tasks))  # the first one may take a minute
-        return await roll_out(plan, runner, self._parts.storage, count)
-
-    async def _judge(self, where: TrajectoryFilter, episodes: Sequence[Trajectory]) -> dict[str, float]:
-        rewards = await self._rewards(self._parts.reward, where, episodes)
-        return success_metrics(episodes, rewards, self._plan.succeeded)
 
     async def _rewards(
         self, reward: Reward, where: TrajectoryFilter, episodes: Sequence[Trajectory]
@@ -416,7 +405,7 @@ class TrainingLoop:
             parent=self._adapter(),
             steps=int(metrics["steps"]),
             metrics=metrics,
-            probe_ids=self._plan.probe_ids,
+            probe_ids=self._parts.tokenizer.encode(PROBE, add_special_tokens=False),
         )
         assert adapter is not None  # a loop is one process
         self._save(self._state.model_copy(update={"made": (*self._state.made, adapter.name)}))
@@ -467,15 +456,8 @@ class TrainingLoop:
     def _run_id(self, stage: str) -> str:
         return f"{self._plan.run_id}/{stage}"
 
-    def _where(self, stage: str) -> TrajectoryFilter:
-        return TrajectoryFilter(run_id=self._run_id(stage))
-
     def _run_directory(self, stage: str) -> Path:
         return self._parts.state_file.parent / "training" / stage
-
-    async def _save_trainer(self, trainer: Trainer, adapter: Adapter) -> None:
-        """Save the optimiser's state for the stage after this one."""
-        await asyncio.to_thread(trainer.save_state, self._trainer_directory(adapter))
 
     def _trainer_directory(self, adapter: Adapter) -> Path:
         return self._parts.state_file.parent / "trainer" / adapter.name

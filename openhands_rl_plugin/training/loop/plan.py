@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -25,8 +25,7 @@ _SUCCESS = 0.999
 class LoopPlan(Frozen):
     """A whole run, by its ``settings``.
 
-    ``success``: the criterion on the return; without it a reward of 1 is a success. ``probe_ids``: the token
-    ids on whose logprobs server and trainer must agree after each publication.
+    ``success``: the criterion on the return; without it a reward of 1 is a success.
     """
 
     settings: RLSettings
@@ -36,7 +35,6 @@ class LoopPlan(Frozen):
     held_out: tuple[Task, ...]
     warm_start: TrainingSettings
     success: SuccessRule | None = None
-    probe_ids: tuple[int, ...] = Field(min_length=2)
 
     def succeeded(self, trajectory: Trajectory, reward: float) -> bool:
         """Whether an episode with this reward is a success."""
@@ -173,21 +171,8 @@ class PolicyLineage:
 
     def is_too_stale(self, trajectory: Trajectory, most: int) -> bool:
         """Whether a token was sampled more than ``most`` versions ago, or by weights that are not of this run."""
-        return any(age is None or age > most for age, _ in self._sampled(trajectory))
-
-    def staleness(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Versions between the newest weights and those that sampled a token: mean over tokens, and maximum."""
-        ages = [(age, tokens) for each in trajectories for age, tokens in self._sampled(each) if age is not None]
-        total = sum(tokens for _, tokens in ages)
-        mean = sum(age * tokens for age, tokens in ages) / total if total else 0.0
-        return {"staleness": mean, "staleness_max": float(max((age for age, _ in ages), default=0))}
-
-    def _sampled(self, trajectory: Trajectory) -> Iterator[tuple[int | None, int]]:
-        """Age and number of tokens of every sampled node, including the branches of a search."""
-        for node in trajectory.nodes:
-            if node.sampled:
-                tokens = len(node.tokens.sampled_ids) if node.tokens is not None else 0
-                yield self.age(node.policy or trajectory.policy), tokens
+        ages = (self.age(node.policy or trajectory.policy) for node in trajectory.nodes if node.sampled)
+        return any(age is None or age > most for age in ages)
 
 
 FACTS = "run.json"

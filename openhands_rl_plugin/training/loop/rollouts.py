@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import InfrastructureError, PublishError, TrainingError
+from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
 from openhands_rl_plugin.core.judgements import scores_of
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Task, Trajectory
 from openhands_rl_plugin.models.engines.client import ServerError
 from openhands_rl_plugin.rollout.many import RolloutPlan, play_until_valid
-from openhands_rl_plugin.training.data.dataset import NO_TOKENS
 from openhands_rl_plugin.training.loop.plan import LoopPlan, iteration_name
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 _OUTAGE_BACKOFF = Backoff(first=0.5, longest=15.0)  # short beside the time that a server needs to load a model
 _MODEL_SERVER = frozenset({FailureKind.INFRASTRUCTURE, FailureKind.MODEL})
+"""A version that a server has unloaded, or lost in a restart, is refused as unknown: a failure of the model."""
 
 
 class OutageTolerantServer:
@@ -43,14 +43,11 @@ class OutageTolerantServer:
     """
 
     def __init__(self, publisher: AdapterPublisher, patience: float, tell: Callable[[str], None]) -> None:
-        self.outages = 0
-        """Number of outages so far."""
         self._publisher = publisher
         self._patience = patience
         self._tell = tell
         self._adapter: Adapter | None = None
         self._turn = asyncio.Lock()
-        self._checked = -1.0
 
     async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
         """As ``AdapterPublisher.publish``, as soon as the server is available.
@@ -65,17 +62,11 @@ class OutageTolerantServer:
 
     async def check(self) -> None:
         """Wait until it responds and has the version in use loaded, if there is one. Raises as ``publish`` does."""
-        asked = time.monotonic()
         async with self._turn:
-            # Another caller may have checked while this one waited for the lock.
-            if self._checked >= asked:
-                return
-            started = time.monotonic()
             if (adapter := self._adapter) is None:
                 await self._answer(self._publisher.loaded)
             else:
                 await self._answer(lambda: self._publisher.publish(adapter))
-            self._checked = started
 
     async def _answer[T](self, ask: Callable[[], Awaitable[T]]) -> T:
         """The result of ``ask``, retried until the server responds."""
@@ -97,34 +88,20 @@ class OutageTolerantServer:
                 await _OUTAGE_BACKOFF.wait(failures, at_most=left)
             else:
                 if failures:
-                    self.outages += 1
                     self._tell("")
                 return answer
 
 
 class OutageTolerantRunner:
-    """An ``EpisodeRunner`` that returns an episode that failed because of the server after the outage.
+    """An ``EpisodeRunner`` that returns an episode that failed because of the server after the outage."""
 
-    ``logprobs``: whether training needs them, beside token ids.
-    """
-
-    def __init__(self, runner: EpisodeRunner, server: OutageTolerantServer, *, logprobs: bool) -> None:
+    def __init__(self, runner: EpisodeRunner, server: OutageTolerantServer) -> None:
         self._runner = runner
         self._server = server
-        self._logprobs = logprobs
-        self._proven = False
 
     async def run(self, request: EpisodeRequest) -> Trajectory:
-        """Run one episode.
-
-        Raises ``InfrastructureError`` when the server stays unavailable, ``TrainingError`` when its first completions
-        came without what training needs.
-        """
+        """Run one episode. Raises ``InfrastructureError`` when the server stays unavailable."""
         trajectory = await self._runner.run(request)
-        if not self._proven and (own := [*trajectory.sampled()]):
-            self._proven = any(each.tokens and (each.tokens.logprobs or not self._logprobs) for each in own)
-            if not self._proven:
-                raise TrainingError(NO_TOKENS)
         if trajectory.failure is not None and trajectory.failure.kind in _MODEL_SERVER:
             await self._server.check()
         return trajectory
@@ -219,10 +196,6 @@ class DifficultyPool:
             if task.id in fitting:
                 return task
 
-    def go_on_after(self, task: str) -> None:
-        """Draw next what stands behind the task of that id."""
-        self._next = next((at + 1 for at, each in enumerate(self._tasks) if each.id == task), 0)
-
     def _fits(self, task: str) -> bool:
         newest = [*self._attempts[task].values()][-self._newest :]
         return len(newest) < _LEAST_ATTEMPTS or self._low <= sum(newest) / len(newest) <= self._high
@@ -243,19 +216,16 @@ class GroupRunner:
         plan: LoopPlan,
         runner: OutageTolerantRunner,
         storage: TrajectoryStorage,
-        server: OutageTolerantServer,
         newest: Callable[[], str],
         pool: DifficultyPool,
     ) -> None:
         self._plan, self._loop = plan, plan.settings.loop
         self._runner = runner
         self._storage = storage
-        self._server = server
         self._newest = newest
         self._pool = pool
         self._gate = asyncio.Semaphore(plan.settings.max_workers)
         self._begun: dict[int, Task] = {}
-        self._lost: set[str] = set()  # episodes that failed because the server or their version went away
 
     async def look(self, reward_version: str) -> None:
         """Read which groups an earlier process has started, and how this policy fared at the tasks so far.
@@ -280,8 +250,6 @@ class GroupRunner:
             number, _, task = each.group_id.removeprefix(f"{each.run_id}/").partition("/")
             if each.run_id in runs and task == each.task_id:
                 self._begun[int(number)] = tasks[task]
-        if self._begun:
-            self._pool.go_on_after(self._begun[max(self._begun)].id)
 
     async def play(self, number: int) -> Group:
         """The episodes of a group; stored ones are not rolled out again. Raises errors that must stop a run."""
@@ -291,7 +259,8 @@ class GroupRunner:
         if begun is not None:
             where = TrajectoryFilter(run_id=requests[0].run_id, group_id=requests[0].group_id)
             stored = {trajectory.id: trajectory async for trajectory, _ in self._storage.find(where)}
-        episodes = [asyncio.ensure_future(self._play(request, stored)) for request in requests]
+        plays = (play_until_valid(each, self, self._storage, stored, again=_MODEL_SERVER) for each in requests)
+        episodes = [asyncio.ensure_future(play) for play in plays]
         try:
             # A task group inside the loop's task group would nest the error in two exception groups.
             return Group(number, tuple(await asyncio.gather(*episodes)))
@@ -311,22 +280,10 @@ class GroupRunner:
         )
         return tuple(request.model_copy(update={"run_id": run_id}) for request in plan.requests())
 
-    async def _play(self, request: EpisodeRequest, stored: Mapping[str, Trajectory]) -> Trajectory:
-        return await play_until_valid(
-            request, self, self._storage, stored, is_excused=lambda each: each.id in self._lost
-        )
-
     async def run(self, request: EpisodeRequest) -> Trajectory:
         """One try at an episode, on the newest weights at its start."""
         async with self._gate:
-            newest, outages = self._newest(), self._server.outages
-            trajectory = await self._runner.run(request.model_copy(update={"served_model": newest}))
-        kind = trajectory.failure.kind if trajectory.failure is not None else None
-        # The server refuses a version that it has unloaded, or lost in a restart, as unknown.
-        outdated = kind is FailureKind.MODEL and newest != self._newest()
-        if outdated or (kind in _MODEL_SERVER and self._server.outages != outages):
-            self._lost.add(trajectory.id)
-        return trajectory
+            return await self._runner.run(request.model_copy(update={"served_model": self._newest()}))
 
     async def close(self) -> None:
         """Close the wrapped runner."""

@@ -35,8 +35,6 @@ class FullPolicy(PackedModel):
     """
 
     def _prepare(self, settings: TrainingSettings) -> None:
-        if not Path(self.model_path).is_dir():
-            raise TrainingError(f"{self.model_path} is not a directory: full fine-tuning needs the model's files")
         if settings.kl != "none":
             raise TrainingError(
                 'full fine-tuning keeps no base model: set [rl.training] kl = "none", or method = "lora"'

@@ -107,19 +107,17 @@ CUSTOM_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: TrainableLin
 
 
 def adapter_config(settings: TrainingSettings, model_path: str) -> LoraConfig:
-    """PEFT's configuration of the adapter. DoRA and QLoRA use PEFT's own layers: the fused step has no magnitudes."""
-    dora = settings.lora_variant == "dora"
+    """PEFT's configuration of the adapter. QLoRA uses PEFT's own layers."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=model_path,
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         use_rslora=settings.lora_variant == "rslora",
-        use_dora=dora,
         lora_dropout=0.0,
         target_modules=list(settings.target_modules),
     )
-    if settings.method != "qlora" and not dora:
+    if settings.method != "qlora":
         config._register_custom_module(CUSTOM_LAYERS)
     return config
 
@@ -143,12 +141,7 @@ class TrainablePolicy(PackedModel):
             bnb_4bit_compute_dtype=self.dtype,
         )
         place = {"": torch.device(self.device)}
-        try:
-            return load_model(self.model_path, self.dtype, self.device, quantization_config=quantised, device_map=place)
-        except (RuntimeError, AttributeError) as error:
-            raise TrainingError(
-                f'{self.model_path} cannot be quantised here: {describe(error)}; set method = "lora"'
-            ) from error
+        return load_model(self.model_path, self.dtype, self.device, quantization_config=quantised, device_map=place)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

@@ -96,11 +96,8 @@ class RunLog:
     def log(self, step: int, record: Mapping[str, float]) -> None:
         """Note the metrics of a step."""
         if self._file is not None:
-            try:
-                with self._file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
-            except OSError as error:
-                raise StorageError(f"{self._file} cannot be written: {describe(error)}; free some space") from error
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
         if self._tracker is not None:
             self._tracker.log({name: value for name, value in record.items() if name != "step"}, step=step)
 

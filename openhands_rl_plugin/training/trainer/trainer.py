@@ -320,20 +320,20 @@ class Trainer:
     @property
     def notes(self) -> list[str]:
         """What a user should know before training begins, a line each."""
-        return self._policy.notes()
+        return self._policy.notes() if self.is_main_process else []
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is rank 0, which writes files."""
         return self._ranks.rank == 0
 
-    def probe(self, token_ids: Sequence[int], max_difference: float | None = None) -> Probe:
+    def probe(self, token_ids: Sequence[int]) -> Probe:
         """The current policy's logprobs of fixed ids, to check a server against."""
         ids = tuple(token_ids)
         return Probe(
             token_ids=ids,
             logprobs=tuple(self._policy.sequence_logprobs(ids)),
-            max_difference=max_difference or self._policy.probe_tolerance,
+            max_difference=self._policy.probe_tolerance,
         )
 
     def became(self, adapter: Adapter | None) -> None:

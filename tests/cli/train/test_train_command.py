@@ -13,8 +13,6 @@ import httpx
 import pytest
 import torch
 from train_store import TINY, episode, store_of, stored
-from verifier_store import store_of as judged_store
-from verifier_store import tiny_judge, toy_episodes
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.files import file_sha256
@@ -56,7 +54,7 @@ def test_versions_follow_each_other(store: Path, model: Path, tmp_path: Path, ca
     assert cli.main([*words, "--algorithm", "dapo", "--reward", "success"]) == 0
     printed = capsys.readouterr().out
     assert "shop from the base model, by dapo" in printed
-    assert "episodes: 4 used; left out:\n    1 by other models" in printed
+    assert "episodes: 4 used; left out:\n" in printed and "\n    1 by other models" in printed
     assert "\n    1 failed: infrastructure\n" in printed
     assert "shop-v000001: steps 1, " in printed
     assert scores_in(store) == ["success-1@environment"] * 5, "the one of another adapter is scored too"
@@ -72,45 +70,6 @@ def test_versions_follow_each_other(store: Path, model: Path, tmp_path: Path, ca
     assert versions[1].base_model == "tiny" and versions[1].step == 2
     lines = (adapters / "shop.training" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["done"] for line in lines] == [1]
-
-
-_ENDS_AT = """
-import os, pydoc, signal, sys
-from openhands_rl_plugin import cli
-place, _, name = sys.argv[1].rpartition(".")
-setattr(pydoc.locate(place), name, lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL))
-cli.main(sys.argv[2:])
-"""
-_SLOW = [pytest.mark.slow]
-_KILLS = [
-    pytest.param("models.adapters.store.AdapterStore._commit", 0, (), id="before it is written", marks=_SLOW),
-    pytest.param("training.trainer.trainer.Trainer.became", 1, (), id="when it is written", marks=_SLOW),
-    pytest.param("models.adapters.store.AdapterStore.point", 1, (), id="published"),
-    pytest.param("training.trainer.metrics.RunCheckpoint.delete", 1, ("--verifier",), id="verifier", marks=_SLOW),
-]
-
-
-@pytest.mark.parametrize(("place", "written", "more"), _KILLS)
-def test_what_a_killed_command_wrote_is_not_trained_on_the_same_episodes_again(
-    place: str, written: int, more: tuple[str, ...], store: Path, model: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    if more:
-        store, model = judged_store(tmp_path / "judged", *toy_episodes(4, 2)), tiny_judge(tmp_path / "model")
-    adapters = AdapterStore(tmp_path / "adapters")
-    words = ["train", str(store), "--model", str(model), "--adapters", str(adapters.root), "--adapter", "shop", *TINY]
-    words += more
-    with running_server(ServerConfig(model=str(model), port=0, dtype="float32", adapters="/")) as url:
-        publish = ["--publish", "--set", f"serving.base_url={url}/v1"]
-        command = [sys.executable, "-c", _ENDS_AT, f"openhands_rl_plugin.{place}", *words, *publish]
-        killed = subprocess.run(command, capture_output=True, check=False)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        made = adapters.versions("shop")
-        assert len(made) == written and adapters.current("shop") is None
-        assert cli.main([*words, *publish, "--set", "training.checkpoint_steps=7"]) == 0
-    said = "shop-v000001 is what this command wrote before it was ended" in capsys.readouterr().out
-    assert said == bool(made) and adapters.versions("shop") == (adapters.current("shop"),)
-    assert cli.main([*words, "--from", "base"]) == 0
-    assert [each.parent for each in adapters.versions("shop")] == [None, None], "asked for once more"
 
 
 def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
@@ -141,7 +100,7 @@ def test_greedy_episodes_are_counted_and_not_reinforced(model: Path, tmp_path: P
     assert "episodes: 2 used; left out:\n    3 not sampled from the policy (leave top_p" in capsys.readouterr().out
     alone = store_of(tmp_path / "alone", *(greedy(number) for number in range(2)))
     assert cli.main(["train", str(alone), *words]) == 1
-    assert "2 episodes were sampled with temperature = 0, which is not the policy" in _said(capsys)
+    assert "2 not sampled from the policy (leave top_p" in (said := _said(capsys)) and "temperature = 0" in said
 
 
 def test_the_reward_comes_from_the_configuration_or_from_options(
@@ -202,7 +161,7 @@ def test_what_only_measures_is_not_learnt_from_unless_it_is_named(
 WRONG = [
     (["--publish"], "--publish: there is no server to publish to: set base_url in [rl.serving]"),
     (["--set", "training.learning_rate=fast"], "[rl.training] learning_rate: must be a valid number"),
-    (["--set", "training.lora_variant=dora", "--publish"], "nor vLLM can serve it"),
+    (["--set", "training.method=full", "--publish"], "no running server loads"),
     (["--set", "fast"], "--set fast: give KEY=VALUE"),
     (["--from", "9"], "--from 9: policy has no such version"),
     (["--reward", "retrun"], "unknown reward 'retrun'; did you mean 'return'?"),
@@ -257,7 +216,7 @@ def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsy
     assert cli.main(words) == 1
     assert "tiny (2), another (1); choose one with --base-model" in capsys.readouterr().err
     assert cli.main([*words, "--base-model", "tiny"]) == 0
-    assert "episodes: 2 used; left out:\n    1 by other models" in capsys.readouterr().out
+    assert "\n    1 by other models" in capsys.readouterr().out
 
 
 def test_tasks_have_to_have_passed_the_gate(store: Path, model: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -9,7 +9,7 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
-from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks, open_demonstrator
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, demonstrator_of, loop_tasks
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.contrib.repair.oracle import ORACLE
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
@@ -69,8 +69,9 @@ async def test_the_oracle_repairs_inside_the_host(tmp_path: Path, native: bool):
         EpisodeRequest(task=entry.task, run_id="demo", group_id="g", served_model="m")
         for entry in job.tasks.demonstrations
     ]
-    async with open_demonstrator(job, storage) as oracle:
-        assert oracle is not None
+    script = demonstrator_of(job.tasks.suite.name)
+    assert script is not None
+    async with script.open(job, storage) as oracle:
         episodes = await asyncio.gather(*map(oracle.run, requests))
     await storage.close()
     for episode in episodes:

@@ -95,7 +95,7 @@ async def test_a_verifier_counts_where_it_is_certain(store: FileTrajectoryStorag
 
 
 def test_a_verifier_without_calibration_lets_nothing_in(tmp_path: Path) -> None:
-    card = VerifierCard(model="m", sha256="0" * 64, max_length=10, yes=1, no=2)
+    card = VerifierCard(model="m", sha256="0" * 64, max_length=10, yes=1, no=2, trained_on=())
     card.save(tmp_path)
     given = {"name": "verifier", "options": {"adapter": str(tmp_path)}}
     with pytest.raises(ConfigError, match=r"no calibrated probabilities.*--calibration platt"):

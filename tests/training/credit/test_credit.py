@@ -9,7 +9,7 @@ from credited_episodes import episode, settings
 from searched_episode import searched
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.types import Message, Node, Trajectory
+from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.credit.credit import (
     credited_samples,
     group_advantages,
@@ -84,30 +84,6 @@ def test_turn_advantages_give_the_exact_gradient_in_expectation() -> None:
     assert found == pytest.approx(true)
 
 
-def test_turn_advantages_are_whitened_over_tokens() -> None:
-    chosen = settings(step_rewards="environment")
-    values = [value for trajectory in PLAYED for value in advantages_of_turns(trajectory, chosen)]
-    assert sum(values) == pytest.approx(0.0, abs=1e-6)
-    assert sum(value * value for value in values) / len(values) == pytest.approx(1.0)
-
-
-def shopping(number: int, *turns: tuple[str, float]) -> Trajectory:
-    """An episode whose turn ``t`` is taken in the state that its text names, and is paid its reward."""
-    bare = episode(number, *(reward for _, reward in turns))
-    nodes: list[Node] = []
-    for (state, _), node in zip(turns, bare.nodes[1:], strict=True):
-        nodes.append(Node(parent=len(nodes) - 1 if nodes else None, message=Message(role="user", content=state)))
-        nodes.append(node.model_copy(update={"parent": len(nodes) - 1}))
-    return bare.model_copy(update={"nodes": tuple(nodes), "head": len(nodes) - 1})
-
-
-SHOPPED = [
-    shopping(0, ("front", 0.0), ("item", 0.0), ("item, red chosen", 1.0)),
-    shopping(1, ("front", 0.0), ("item", 0.5)),
-    shopping(2, ("front", 0.0), ("no such button", 0.0), ("item", 0.5)),
-]
-
-
 def turns_of(played: list[Trajectory], rewards: list[float], chosen: TrainingSettings) -> list[list[float]]:
     """The advantage of each turn of each episode."""
     samples = credited_samples(played, rewards, chosen)
@@ -119,21 +95,6 @@ def turns_of(played: list[Trajectory], rewards: list[float], chosen: TrainingSet
         starts = [sum(number + earlier + 1 for earlier in range(turn)) for turn in range(turns)]
         found.append([values[start] for start in starts])
     return found
-
-
-def test_turns_are_compared_with_what_else_was_done_in_the_same_state() -> None:
-    plain = turns_of(SHOPPED, [1.0, 0.5, 0.5], settings(algorithm="dr-grpo"))
-    both = turns_of(SHOPPED, [1.0, 0.5, 0.5], settings(algorithm="dr-grpo", state_weight=2.0, discount=0.9))
-    added = [[b - p for b, p in zip(after, before, strict=True)] for after, before in zip(both, plain, strict=True)]
-    front = [0.9 * 0.9, 0.9 * 0.5, 0.9 * 0.9 * 0.5]
-    item = [0.9, 0.5, 0.5]
-    means = sum(front) / 3, sum(item) / 3
-    assert added[0] == pytest.approx([2 * (front[0] - means[0]), 2 * (item[0] - means[1]), 0.0], abs=1e-7)
-    assert added[1] == pytest.approx([2 * (front[1] - means[0]), 2 * (item[1] - means[1])], abs=1e-7)
-    assert added[2] == pytest.approx(
-        [2 * (front[2] - means[0]), 0.0, 2 * (item[2] - means[1])], abs=1e-7
-    )  # whenever it was met
-    assert both[1][1] < plain[1][1] < 0, "what was bought too early loses more than what led there"
 
 
 async def test_search_values_can_be_the_rewards_of_steps() -> None:

@@ -63,12 +63,6 @@ def by_formula(name: str, rollouts: RolloutBatch) -> list[float]:
     return values.tolist()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_golden_batch_agrees_with_the_formulas_to_more_digits(name: str):
-    expected = by_formula(name, BATCH)
-    assert ESTIMATORS[name](BATCH) == pytest.approx(expected, rel=0, abs=1e-9)
-
-
 ROLLOUTS = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=20).map(
     lambda rows: RolloutBatch(*zip(*rows, strict=True))
 )
@@ -81,8 +75,3 @@ def test_every_estimator_is_its_formula(rollouts: RolloutBatch):
     for name, estimate in ESTIMATORS.items():
         expected = by_formula(name, rounded)
         assert estimate(rounded) == pytest.approx(expected, rel=1e-6, abs=1e-6), name
-
-
-def test_one_rollout_alone_has_no_group_to_be_compared_with():
-    alone = RolloutBatch(rewards=[3.0], groups=[0], lengths=[5])
-    assert grpo(alone) == rloo(alone) == dr_grpo(alone) == [0.0]

@@ -6,23 +6,19 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
-from credited_episodes import episode, settings
+from credited_episodes import settings
 
 from evaluation.performance.search.planning import PlanningEnvironment, PlanningOptions
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
-    Completion,
     EpisodeRequest,
     Message,
-    Observation,
     PolicyRef,
     StopReason,
     StrategySpec,
     Task,
     Times,
-    Tokens,
     Trajectory,
 )
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
@@ -108,58 +104,3 @@ async def test_the_gradient_over_proposals_is_exact_in_expectation_and_that_of_t
     path = sum(p * q * estimate([a, b], algorithm="rloo") for (p, a), (q, b) in itertools.product(trees, trees))
     assert isinstance(path, torch.Tensor)
     assert torch.nn.functional.cosine_similarity(path, true, dim=0) < 0.9
-
-
-def bandit(*proposals: tuple[int, float, int], merged: bool) -> Trajectory:
-    """One state; each proposal is a token, its value, and how often it was sampled: merged into one node, or not."""
-    tree = EpisodeTree()
-    tree.append(Message(role="user", content="?"))
-    for token, value, times in proposals:
-        said = Completion(
-            message=Message(role="assistant", content=str(token)),
-            tokens=Tokens(
-                prompt_ids=(5, 6, 7), sampled_ids=(token, 9)[: 1 + token % 2], logprobs=(-1.0,) * (1 + token % 2)
-            ),
-        )
-        for _ in range(1 if merged else times):
-            at = tree.propose(said, parent=0)
-            tree.nodes[at].value, tree.nodes[at].visits = value, 1
-            if merged and times > 1:
-                tree.nodes[at].metadata["search"] = {"merged": times - 1}
-    tree.commit(1)
-    tree.observe(Observation(messages=(Message(role="user", content="done"),), reward=proposals[0][1]))
-    then = Completion(
-        message=Message(role="assistant", content="then"),
-        tokens=Tokens(prompt_ids=(*tree.context_ids(1), 8), sampled_ids=(4,), logprobs=(-1.0,)),
-    )
-    last = tree.propose(then)
-    other = tree.propose(
-        then.model_copy(update={"message": Message(role="assistant", content="else")}), parent=tree.head
-    )
-    for at, value in ((last, 0.25), (other, 0.75)):
-        tree.nodes[at].value, tree.nodes[at].visits = value, 1
-    tree.commit(last)
-    tree.observe(Observation(messages=(Message(role="user", content="bye"),), terminated=True))
-    return finished(tree)
-
-
-PROPOSED = ((11, 1.0, 3), (12, 0.5, 1), (13, 0.0, 2))
-ALGORITHMS = ["rloo", "grpo", "dr-grpo", "dapo", "gspo", "cispo", "reinforce++", "reinforce++-baseline"]
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_merged_proposals_weigh_as_often_as_they_were_sampled(algorithm: str) -> None:
-    chosen = settings(algorithm=algorithm, tree="proposals")
-    weighed = []
-    for merged in (True, False):
-        other = episode(1, 0.0, 0.0).model_copy(update={"group_id": "group"})
-        samples = credited_samples([bandit(*PROPOSED, merged=merged), other], [1.0, 0.0], chosen)
-        items = samples_from_rollouts(samples)
-        found: dict[tuple[object, ...], float] = {}
-        for item, weight in zip(items, batch_weights(items, chosen).tolist(), strict=True):
-            for at in item.positions:
-                key = (item.sample.input_ids[: at + 1], round(item.sample.advantage_at(at), 9))
-                found[key] = found.get(key, 0.0) + weight
-        weighed.append(found)
-    assert weighed[0] == pytest.approx(weighed[1])
-    assert len(credited_samples([bandit(*PROPOSED, merged=True)], [1.0], chosen)) < 9

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import Message, Node, PolicyRef, Sample, Tokens, Trajectory
+from openhands_rl_plugin.core.types import ACTED, Message, Node, PolicyRef, Sample, Tokens, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.training.credit.credit import credited_samples
 from openhands_rl_plugin.training.data.batch import lay_out, pack, recorded_nodes, samples_of, samples_of_tree
+from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
 
 POLICY = PolicyRef(base_model="base", adapter="shop", version=3)
 
@@ -44,6 +48,26 @@ def test_a_rewritten_history_starts_a_new_sequence() -> None:
         answered(2, turn(7, extends=True, sampled=(8,))),
     )
     assert [sample.input_ids for sample in samples_of(played)] == [(1, 2, 3), (1, 9, 4, 7, 8)]
+
+
+def test_every_answer_that_was_acted_on_is_trained_once_on_whichever_path_of_a_condensed_history() -> None:
+    executed = {ACTED: True}
+    old = answered(0, turn(1, extends=False, sampled=(2, 3))).model_copy(update={"metadata": executed})
+    dropped = answered(0, turn(1, extends=False, sampled=(9,)))
+    later = answered(1, turn(4, extends=True, sampled=(5,))).model_copy(update={"metadata": executed})
+    after = answered(4, turn(1, 7, extends=False, sampled=(8,)))
+    condensed = episode(asked(None), old, dropped, later, asked(None), after)
+    samples = samples_of(condensed, 0.5)
+    trained = [[token for token, own in zip(each.input_ids, each.mask, strict=True) if own] for each in samples]
+    assert trained == [[2, 3, 5], [8]] and {sample.advantage for sample in samples} == {0.5}
+    whole = episode(asked(None), answered(0, turn(1, extends=False, sampled=(6, 6, 6, 6)))).model_copy(
+        update={"id": "w"}
+    )
+    for algorithm in ("grpo", "gspo", "dr-grpo"):
+        settings = TrainingSettings.model_validate({"algorithm": algorithm})
+        items = samples_from_rollouts(credited_samples([condensed, whole], [1.0, 0.0], settings))
+        weights = batch_weights(items, settings) * torch.tensor([float(len(item.positions)) for item in items])
+        assert weights[:2].sum().item() == pytest.approx(weights[2].item()) == pytest.approx(0.5)
 
 
 def test_a_node_of_several_leaves_is_trained_once() -> None:
@@ -83,9 +107,7 @@ def test_a_branch_that_was_not_wholly_recorded_is_left_out() -> None:
     ("tokens", "says"),
     [
         (None, "no token ids"),
-        (Tokens(prompt_ids=(1,)), "no token ids"),
         (Tokens(prompt_ids=(1,), sampled_ids=(2, 3), logprobs=(-1.0,)), "1 logprobs for 2"),
-        (Tokens(prompt_ids=(1,), sampled_ids=(2,)), "returns logprobs"),
         (Tokens.model_construct(prompt_ids=(1,), sampled_ids=(2,), logprobs=(-math.inf,)), "not finite"),
     ],
 )

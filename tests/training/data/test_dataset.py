@@ -1,124 +1,114 @@
-"""Which stored episodes an algorithm learns from, and as what the others are counted."""
+"""Which stored episodes an algorithm learns from, in which pairs, and as what the others are counted."""
 
 from __future__ import annotations
 
-import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from credited_episodes import episode, settings
+from searched_episode import searched
 from stored_samples import trajectory
 
-from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.records import SUB_AGENT, TrajectoryFilter, sub_agents_run
 from openhands_rl_plugin.core.redaction import redact_trajectory
-from openhands_rl_plugin.core.types import Message, SamplingParams, StopReason, StrategySpec, Task, Trajectory
+from openhands_rl_plugin.core.types import (
+    Message,
+    PolicyRef,
+    SamplingParams,
+    Score,
+    StopReason,
+    StrategySpec,
+    Task,
+    Trajectory,
+)
+from openhands_rl_plugin.rollout.scoring import rescore
 from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
-    ExcludedEpisodes,
     TrainingDataset,
     build_dataset,
-    build_dataset_or_sft,
+    causes_of,
+    load_episodes,
+    nothing_learnt,
+    preference_pairs,
+    select_for_sft,
 )
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-REINFORCING = ("grpo", "reinforce++", "reinforce++-baseline", "rloo")
-COMPARING = ("dpo", *REINFORCING)
+COMPARING = ("dpo", "grpo", "reinforce++", "reinforce++-baseline", "rloo")
 
 
-def played(number: int, reward: float, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
+def played(number: int, *rewards: float, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
     task = Task(id="task", environment="shop")
-    return episode(number, reward, stop=stop).model_copy(update={"task": task})
+    return episode(number, *rewards, stop=stop).model_copy(update={"task": task})
 
 
-def stored(*trajectories: Trajectory) -> Episodes:
-    returns = tuple(trajectory.episode_return for trajectory in trajectories)
-    return Episodes(trajectories, returns, ExcludedEpisodes())
+def made(algorithm: str, *trajectories: Trajectory, **changes: object) -> TrainingDataset:
+    returns = tuple(each.episode_return for each in trajectories)
+    return build_dataset(Episodes(trajectories, returns), settings(algorithm=algorithm, **changes))
 
 
 def ids(dataset: TrainingDataset) -> set[str]:
     return {sample.trajectory_id for sample in dataset.samples}
 
 
-@pytest.mark.parametrize("algorithm", COMPARING)
-def test_an_episode_that_ran_out_of_time_is_compared_with_none(algorithm: str) -> None:
-    episodes = stored(played(0, 1.0), played(1, 0.5), played(2, 0.0, StopReason.TIMEOUT))
-    dataset = build_dataset(episodes, settings(algorithm=algorithm))
-    assert (dataset.used, dataset.excluded) == (2, ExcludedEpisodes(unfinished=1))
-    assert ids(dataset) == {"0", "1"}
-    alone = build_dataset(stored(played(0, 1.0), played(2, 0.0, StopReason.TIMEOUT)), settings(algorithm="dpo"))
-    assert (alone.used, alone.excluded) == (0, ExcludedEpisodes(unfinished=1, no_signal=1))
-
-
 def cut_by_length(trajectory: Trajectory) -> Trajectory:
     """Its last answer ended at ``max_tokens``, and the environment went by what there was of it."""
     nodes = list(trajectory.nodes)
-    at = trajectory.acted()[-1]
-    nodes[at] = nodes[at].model_copy(update={"finish_reason": "length"})
+    nodes[-1] = nodes[-1].model_copy(update={"finish_reason": "length"})
     return trajectory.model_copy(update={"nodes": tuple(nodes)})
 
 
-@pytest.mark.parametrize("stop", [StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TRUNCATED, "length"])
 @pytest.mark.parametrize("algorithm", [*COMPARING, "sft", "rejection-sampling"])
-def test_what_a_limit_cut_short_is_left_out_of_every_algorithm(algorithm: str, stop: StopReason | str) -> None:
-    long = played(2, 2.0, stop) if isinstance(stop, StopReason) else cut_by_length(played(2, 2.0))
-    episodes = stored(played(0, 1.0), played(1, 0.5), long)
-    left_out = build_dataset(episodes, settings(algorithm=algorithm, overlong="leave-out"))
-    assert "2" not in ids(left_out) and left_out.excluded.overlong == 1
-    kept = build_dataset(episodes, settings(algorithm=algorithm))
-    assert "2" in ids(kept) and kept.excluded.overlong == 0
-    assert kept.used + kept.excluded.no_signal == 3
-
-
-def test_a_success_is_imitated_though_its_time_ran_out() -> None:
-    episodes = stored(played(0, 1.0, StopReason.TIMEOUT), played(1, 0.0), played(2, 1.0, StopReason.UNFINISHED))
-    for algorithm in ("sft", "rejection-sampling"):
-        dataset = build_dataset(episodes, settings(algorithm=algorithm))
-        assert ids(dataset) == {"0"}
-        assert dataset.excluded == ExcludedEpisodes(unfinished=1, no_signal=1)
-        assert re.fullmatch(r"1 unfinished \(.*\), 1 without a signal \(.*\)", dataset.excluded.in_words())
+def test_an_episode_that_was_cut_short_is_counted_and_not_compared(algorithm: str) -> None:
+    late = played(2, 2.0, stop=StopReason.TIMEOUT)
+    dataset = made(algorithm, played(0, 1.0), played(1, 0.5), late, played(3, 1.0, stop=StopReason.UNFINISHED))
+    if algorithm in COMPARING:
+        assert (ids(dataset), dataset.excluded) == ({"0", "1"}, Counter(unfinished=2))
+    else:
+        assert "2" in ids(dataset) and dataset.excluded["unfinished"] == 1, "it succeeded before its time was up"
+    limits = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TRUNCATED)
+    for long in (*(played(2, 2.0, stop=stop) for stop in limits), cut_by_length(played(2, 2.0))):
+        left_out = made(algorithm, played(0, 1.0), played(1, 0.5), long, overlong="leave-out")
+        assert "2" not in ids(left_out) and left_out.excluded["overlong"] == 1
+        kept = made(algorithm, played(0, 1.0), played(1, 0.5), long)
+        assert "2" in ids(kept) and kept.used + kept.excluded["no_signal"] == 3 and not kept.excluded["overlong"]
 
 
 SECRET = "api_key = " + '"' + "Zk39slQ2x7Lm4#" + '"'
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rejection-sampling"])
-def test_what_was_sampled_before_a_secret_is_trained(algorithm: str) -> None:
+def test_what_was_sampled_before_a_secret_is_trained() -> None:
     whole = [trajectory(f"{number}", reward=float(number % 2), turns=4) for number in range(4)]
     nodes = list(whole[1].nodes)
     told = next(at for at, node in enumerate(nodes) if at > 3 and not node.sampled)
     nodes[told] = nodes[told].model_copy(update={"message": Message(role="user", content=SECRET)})
     dirty = redact_trajectory(whole[1].model_copy(update={"nodes": tuple(nodes)}))
     assert any(node.sampled and node.tokens is None for node in dirty.nodes)
-    episodes = stored(whole[0], dirty, *whole[2:])
-    settings = TrainingSettings(algorithm=algorithm, keep_best=4 if algorithm == "rejection-sampling" else 1)
-    dataset = build_dataset(episodes, settings)
-    assert "1" in ids(dataset) and dataset.excluded.shortened == 1 and dataset.excluded.no_tokens == 0
+    dataset = made("grpo", whole[0], dirty, *whole[2:])
+    assert "1" in ids(dataset) and dataset.excluded == Counter(shortened=1)
     kept = sum(sum(sample.mask) for sample in dataset.samples if sample.trajectory_id == "1")
     before = [node for node in whole[1].nodes[:told] if node.sampled and node.tokens]
     assert kept == sum(len(node.tokens.sampled_ids) for node in before if node.tokens) > 0
-    assert "1 in part (from the first secret on" in dataset.excluded.in_words()
-    compared = build_dataset(episodes, TrainingSettings(algorithm="dpo"))
-    assert compared.excluded.no_tokens == 1, "a preference compares whole episodes"
+    compared = made("dpo", whole[0], dirty, *whole[2:])
+    assert compared.excluded["no_tokens"] == 1, "a preference compares whole episodes"
 
 
 def sampled(trajectory: Trajectory, asked: SamplingParams | None, *, last: bool = False) -> Trajectory:
     """The episode with all its answers (or only its ``last`` one) sampled as asked."""
     answers = [at for at, node in enumerate(trajectory.nodes) if node.sampled]
-    chosen = answers[-1:] if last else answers
-    nodes = [
-        node.model_copy(update={"sampling": asked}) if at in chosen else node
-        for at, node in enumerate(trajectory.nodes)
-    ]
+    nodes = list(trajectory.nodes)
+    for at in answers[-1:] if last else answers:
+        nodes[at] = nodes[at].model_copy(update={"sampling": asked})
     return trajectory.model_copy(update={"nodes": tuple(nodes)})
-
-
-HALF, NUCLEUS = SamplingParams(temperature=0.5), SamplingParams(temperature=1.0, top_p=0.9)
 
 
 @pytest.mark.parametrize(
     ("asked", "how"),
     [
-        (NUCLEUS, "top_p = 0.9"),
+        (SamplingParams(temperature=1.0, top_p=0.9), "top_p = 0.9"),
         (SamplingParams(temperature=0.0), "temperature = 0"),
         (SamplingParams(temperature=0.7, top_k=20, min_p=0.0), "temperature = 0.7, top_k = 20"),
         (SamplingParams(min_p=0.05), "min_p = 0.05"),
@@ -127,67 +117,132 @@ HALF, NUCLEUS = SamplingParams(temperature=0.5), SamplingParams(temperature=1.0,
         (SamplingParams(frequency_penalty=0.1), "frequency_penalty = 0.1"),
     ],
 )
-@pytest.mark.parametrize("algorithm", REINFORCING)
-def test_what_was_sampled_from_another_distribution_is_not_reinforced(
-    algorithm: str, asked: SamplingParams, how: str
-) -> None:
+def test_what_was_sampled_from_another_distribution_is_not_reinforced(asked: SamplingParams, how: str) -> None:
     plain = [played(0, 1.0), played(1, 0.5)]
-    dataset = build_dataset(stored(*plain, sampled(played(2, 0.0), asked)), settings(algorithm=algorithm))
-    assert ids(dataset) == {"0", "1"}
-    assert dataset.excluded == ExcludedEpisodes(off_temperature=1, sampled_by=how)
-    two_turns = episode(2, 0.0, 0.0).model_copy(update={"task": plain[0].task})
-    partly = build_dataset(stored(*plain, sampled(two_turns, asked, last=True)), settings(algorithm=algorithm))
-    assert partly.excluded == ExcludedEpisodes(off_temperature=1, sampled_by=how)
+    for other in (sampled(played(2, 0.0), asked), sampled(played(2, 0.0, 0.0), asked, last=True)):
+        dataset = made("grpo", *plain, other)
+        assert (ids(dataset), dataset.excluded) == ({"0", "1"}, Counter({f"off_temperature: {how}": 1}))
+        assert how in nothing_learnt(settings(algorithm="grpo"), dataset.excluded)
+        assert ids(made("sft", *plain, other)) == {"0", "1"}
+    assert made("dpo", *(sampled(each, asked) for each in plain)).used == 2
 
 
 def test_what_was_sampled_at_another_temperature_is_reinforced_at_that_one() -> None:
-    warm = [sampled(played(number, float(number)), HALF) for number in range(2)]
-    dataset = build_dataset(stored(*warm), settings(algorithm="grpo"))
-    assert (dataset.used, dataset.excluded) == (2, ExcludedEpisodes())
+    half = SamplingParams(temperature=0.5)
+    dataset = made("grpo", *(sampled(played(number, float(number)), half) for number in range(2)))
+    assert (dataset.used, dataset.excluded) == (2, Counter())
     assert {sample.temperature for sample in dataset.samples} == {0.5}
-    mixed = sampled(episode(2, 0.0, 1.0), HALF, last=True)
-    (sample,) = samples_of(mixed)
+    (sample,) = samples_of(sampled(episode(2, 0.0, 1.0), half, last=True))
     trained = [at for at, own in enumerate(sample.mask) if own]
     assert sample.temperature_at(trained[0]) == 1.0 and sample.temperature_at(trained[-1]) == 0.5
 
 
-def test_fine_tuning_and_preferences_take_any_temperature() -> None:
-    episodes = stored(*(sampled(played(number, float(number)), NUCLEUS) for number in range(2)))
-    assert ids(build_dataset(episodes, settings(algorithm="sft"))) == {"1"}
-    assert build_dataset(episodes, settings(algorithm="dpo")).used == 2
-    with pytest.raises(TrainingError, match=r"2 episodes were sampled with top_p = 0.9, .*: roll out again with"):
-        build_dataset_or_sft(episodes, "grpo")
-
-
-def by(trajectory: Trajectory, name: str, **options: int) -> Trajectory:
-    strategy = StrategySpec(name=name, options=dict(options))
-    return trajectory.model_copy(update={"strategy": strategy})
-
-
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
-def test_what_was_played_otherwise_is_not_compared(algorithm: str) -> None:
-    chosen = settings(algorithm=algorithm)
-    apart = [
-        by(played(0, 1.0), "MCTS", depth=2),
-        by(played(1, 0.0), "StandardReAct"),
-        by(played(2, 0.5), "MCTS", depth=3),
+def test_what_another_strategy_rolled_out_is_not_compared(algorithm: str) -> None:
+    names = ("MCTS", "ReAct", "MCTS")
+    played_by = [
+        played(number, float(number)).model_copy(update={"strategy": StrategySpec(name=name)})
+        for number, name in enumerate(names)
     ]
-    assert build_dataset(stored(*apart), chosen).excluded == ExcludedEpisodes(no_signal=3)
-    alike = [by(played(number, float(number)), "MCTS", depth=2, seed=number) for number in range(2)]
-    assert build_dataset(stored(*alike), chosen).used == 2, "a seed is no other policy"
+    assert made(algorithm, *played_by[:2]).excluded == Counter(no_signal=2)
+    assert ids(made(algorithm, *played_by)) == {"0", "2"}
 
 
-def with_prompt(trajectory: Trajectory, prompt: str) -> Trajectory:
-    first = trajectory.nodes[0].model_copy(update={"metadata": {"prompt": prompt}})
-    return trajectory.model_copy(update={"nodes": (first, *trajectory.nodes[1:])})
+PLAYED = [episode(0, 1.0), episode(1, 1.0), episode(2, 0.0), episode(3, 0.5, group="b"), episode(4, 0.2, group="b")]
+REWARDS = [1.0, 1.0, 0.0, 0.5, 0.2]
 
 
-def test_episodes_with_different_instructions_are_trained_side_by_side() -> None:
-    mixed = stored(
-        *(with_prompt(played(number, float(number)), "compact") for number in range(2)),
-        *(played(number, float(number - 2)) for number in range(2, 4)),
+def test_all_successes_are_imitated_or_the_best_of_a_task() -> None:
+    assert select_for_sft(PLAYED, REWARDS, settings(algorithm="sft")) == (0, 1, 3, 4)
+    assert select_for_sft(PLAYED, REWARDS, settings(algorithm="sft", imitate_above=0.5)) == (0, 1)
+    best = settings(algorithm="rejection-sampling")
+    assert select_for_sft(PLAYED, REWARDS, best) == (0, 3), "the shorter one of two equally good ones"
+    assert select_for_sft(PLAYED, REWARDS, best.model_copy(update={"keep_best": 2})) == (0, 1, 3, 4)
+
+
+def test_the_best_is_paired_with_the_worst_after_what_people_preferred() -> None:
+    chosen = settings(algorithm="dpo")
+
+    def names(*arguments: object) -> list[tuple[str, str]]:
+        pairs = preference_pairs(*arguments)  # type: ignore[arg-type]
+        return [(pair.chosen[0].trajectory_id, pair.rejected[0].trajectory_id) for pair in pairs]
+
+    assert names(PLAYED, REWARDS, chosen) == [("0", "2"), ("3", "4")]
+    assert names(PLAYED[:2], REWARDS[:2], chosen) == [], "equally good"
+    five = [episode(number, float(number)) for number in range(5)]
+    assert names(five, [float(number) for number in range(5)], chosen) == [("4", "0"), ("3", "1")]
+    preferred = {frozenset(("0", "2")): "2", frozenset(("1", "4")): "1", frozenset(("3", "4")): None}
+    assert names(PLAYED, REWARDS, chosen, preferred) == [("2", "0"), ("1", "4")], "nothing where neither is better"
+    assert names(PLAYED[:3], [None, None, None], chosen, preferred) == [("2", "0")]
+
+
+async def test_siblings_of_a_tree_are_pairs_with_one_context() -> None:
+    trajectory = await searched()
+    pairs = preference_pairs([trajectory], [1.0], settings(algorithm="dpo", tree="proposals"))
+    assert pairs
+    for pair in pairs:
+        (better,), (worse,) = pair.chosen, pair.rejected
+        start = better.mask.index(True)
+        assert worse.mask.index(True) == start and better.input_ids[:start] == worse.input_ids[:start]
+        assert sum(better.mask) == len(better.mask) - start, "one action alone is trained"
+        assert better.input_ids[start:] != worse.input_ids[start:]
+    assert preference_pairs([trajectory], [1.0], settings(algorithm="dpo")) == []
+
+
+class Opinion:
+    version = "verifier-1@abc"
+
+    async def __call__(self, trajectory: Trajectory) -> Score:
+        return Score(trajectory_id=trajectory.id, reward=0.02, reward_version=self.version)
+
+
+def score(version: str, reward: float | None, name: str = "0") -> Score:
+    return Score(trajectory_id=name, reward=reward, reward_version=version)
+
+
+def imported() -> Trajectory:
+    one = episode(0, 0.0).model_copy(update={"strategy": StrategySpec(name="imported")})
+    return one.model_copy(
+        update={"nodes": tuple(node.model_copy(update={"tokens": None, "reward": None}) for node in one.nodes)}
     )
-    assert build_dataset(mixed, settings(algorithm="grpo")).used == 4
-    apart = stored(with_prompt(played(0, 1.0), "compact"), played(1, 0.0))
-    assert build_dataset(apart, settings(algorithm="grpo")).excluded == ExcludedEpisodes(no_signal=2)
-    assert not build_dataset(stored(played(0, 0.0), played(1, 1.0)), settings(algorithm="grpo")).warnings()
+
+
+@pytest.mark.parametrize(
+    ("scores", "presume", "expected"),
+    [
+        ([score("verifier-1@abc", 0.02)], True, 0.02),
+        ([score("imported-1", 0.0), score("verifier-1@abc", 0.02)], True, 0.02),
+        ([score("verdict-1", 0.0), score("verdict-1", None)], True, 0.02),
+        ([score("imported-1", 0.0)], True, 0.0),
+        ([], True, 1.0),
+        ([], False, 0.02),
+    ],
+)
+async def test_an_import_is_worth_its_newest_judgement(
+    scores: Sequence[Score], presume: bool, expected: float, tmp_path: Path
+) -> None:
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        await storage.add(imported())
+        await storage.add_scores(scores)
+        where = {"base_model": "m", "adapter": "z", "demonstrations": True, "presume": presume}
+        loaded = await load_episodes(storage, TrajectoryFilter(), reward=Opinion(), **where)  # type: ignore[arg-type]
+    assert loaded.returns == (expected,)
+    assert any("judged by nobody" in cause for cause in causes_of(loaded.excluded)) == (presume and not scores)
+
+
+async def test_a_sub_agent_is_trained_on_only_where_somebody_scored_it(tmp_path: Path) -> None:
+    """A reward that is made for the parent's task does not judge the sub-agent's."""
+    policy = PolicyRef(base_model="m")
+    task = Task(id="s", environment="swe", data={SUB_AGENT: {"parent": "0", "kind": "researcher"}})
+    of_run = {"policy": policy, "task": task, "run_id": sub_agents_run("r")}
+    begun = [episode(number, 0.0).model_copy(update={**of_run, "group_id": f"{number}"}) for number in (1, 2)]
+    async with FileTrajectoryStorage(tmp_path) as storage:
+        for each in (episode(0, 0.0).model_copy(update={"policy": policy}), *begun):
+            await storage.add(each)
+        await storage.add_scores([score("verifier-1@abc", 0.7, "2")])
+        report = await rescore(storage, Opinion(), sub_agents=False)
+        assert (report.scored, report.already_scored) == (1, 1)
+        loaded = await load_episodes(storage, TrajectoryFilter(), base_model="m", adapter="z", reward=Opinion())
+        assert [each.id for each in loaded.trajectories] == ["0", "2"] and loaded.returns == (0.02, 0.7)
+        assert loaded.excluded == Counter(sub_agents=1)
+        assert (await rescore(storage, Opinion())).scored == 1, "who asks for all of them gets them"

@@ -70,7 +70,7 @@ def test_every_pass_is_computed_once_and_all_ranks_compute_equally_many(passes: 
 
 
 def test_without_a_launcher_a_process_is_alone(model: Path) -> None:
-    with join_ranks({}) as ranks:
+    with join_ranks() as ranks:
         assert ranks == Ranks() and (ranks.rank, ranks.size) == (0, 1)
     with pytest.raises(TrainingError, match="needs several processes: start with torchrun"):
         LocalTrainer(model, EXACT.model_copy(update={"sharding": "layers"}))

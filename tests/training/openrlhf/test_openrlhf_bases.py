@@ -58,43 +58,41 @@ def executor(bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return load(str(FILE))
 
 
-async def execute(executor: Any, tokenizer: Any, vllm: ScriptedVllm, params: VllmParams) -> Any:
-    # The keywords of RolloutRayActor.generate_responses.
-    return await executor.execute(
-        prompt=TASK,
-        label="",
-        sampling_params=params,
-        max_length=1000,
-        hf_tokenizer=tokenizer,
-        llm_engine=vllm,
-        images=None,
-    )
-
-
-async def test_openrlhf_loads_the_file_and_gets_a_rollout(executor: Any, bases: Any, tokenizer: Any) -> None:
+async def test_openrlhf_loads_the_file_and_makes_an_experience_of_a_rollout(
+    executor: Any, bases: Any, tokenizer: Any
+) -> None:
     assert isinstance(executor, bases.AgentExecutorBase)
-    params = VllmParams()
-    found = await execute(executor, tokenizer, ScriptedVllm(tokenizer, WALK), params)
-    assert params == VllmParams() and found["reward"] == 1.0 and found["truncated"] is False
-    limited = await execute(executor, tokenizer, ScriptedVllm(tokenizer, ["up"]), VllmParams())
-    assert limited["truncated"] is True and len(limited["action_ranges"]) == 6
 
+    async def execute(script: list[str]) -> Any:
+        params = VllmParams()
+        # The keywords of RolloutRayActor.generate_responses.
+        found = await executor.execute(
+            prompt=TASK,
+            label="",
+            sampling_params=params,
+            max_length=1000,
+            hf_tokenizer=tokenizer,
+            llm_engine=ScriptedVllm(tokenizer, script),
+            images=None,
+        )
+        assert params == VllmParams()
+        return found
 
-async def test_its_sampler_makes_an_experience_of_it(executor: Any, tokenizer: Any) -> None:
+    found = await execute(WALK)
+    assert found["reward"] == 1.0 and found["truncated"] is False
     process = function_of(
         "_process_response_into_experience",
         "trainer/ppo_utils/samples_generator.py",
         torch=torch,
         Experience=SimpleNamespace,
     )
-    found = await execute(executor, tokenizer, ScriptedVllm(tokenizer, ["up"]), VllmParams())
-    experience = process(None, found, max_len=1000)
-    assert experience.sequences.tolist() == [found["observation_tokens"]]
-    sampled = sum(end - start for start, end in found["action_ranges"])
-    assert int(experience.action_mask.sum()) == sampled
+    limited = await execute(["up"])
+    experience = process(None, limited, max_len=1000)
+    assert experience.sequences.tolist() == [limited["observation_tokens"]]
+    assert int(experience.action_mask.sum()) == sum(end - start for start, end in limited["action_ranges"])
     assert experience.rollout_log_probs.shape == experience.action_mask.shape
     assert bool(experience.truncated) and experience.rewards.item() == 0.0
-    assert experience.info["agent_turns"].item() == 6.0
+    assert experience.info["agent_turns"].item() == len(limited["action_ranges"]) == 6.0
 
 
 def test_without_openrlhf_it_says_what_to_install() -> None:

@@ -56,11 +56,16 @@ async def test_ids_go_in_and_come_out_as_they_were_sampled(tmp_path: Path, token
     assert text.count("<|im_start|>assistant\n") == 4 and "<|im_end|><|im_end|>" not in text
 
 
-async def test_every_answer_counts_and_the_limit_is_flagged(tmp_path: Path, tokenizer: Any) -> None:
-    vllm = ScriptedVllm(tokenizer, ["no move at all", "up"])
-    found = await play(rollouts(tmp_path, "max_turns = 5"), vllm, tokenizer)
+async def test_a_limit_of_turns_or_tokens_ends_the_episode_and_is_flagged(tmp_path: Path, tokenizer: Any) -> None:
+    found = await play(
+        rollouts(tmp_path, "max_turns = 5"), ScriptedVllm(tokenizer, ["no move at all", "up"]), tokenizer
+    )
     assert len(found["action_ranges"]) == 5 and found["truncated"] is True and found["reward"] == 0.0
     assert found["extra_logs"] == {"agent_turns": 5.0, "agent_cut_short": 1.0}
+    vllm, length = ScriptedVllm(tokenizer, ["up"]), len(found["observation_tokens"])
+    found = await play(rollouts(tmp_path, "max_turns = 50"), vllm, tokenizer, max_length=length)
+    assert found["truncated"] is True and found["reward"] == 0.0 and len(found["observation_tokens"]) <= length
+    assert max(params.max_tokens or 0 for params in vllm.asked) <= 512, "[rl] max_response_length bounds an answer"
 
 
 async def test_a_cut_answer_gets_the_end_of_its_turn_from_us(tmp_path: Path, tokenizer: Any) -> None:
@@ -71,15 +76,6 @@ async def test_a_cut_answer_gets_the_end_of_its_turn_from_us(tmp_path: Path, tok
     start, end = found["action_ranges"][0]
     assert tokenizer.decode(found["observation_tokens"][start:end]) == "right"
     assert found["reward"] == 1.0 and found["truncated"] is True, "the last answer was cut"
-
-
-async def test_tokens_that_are_used_up_end_the_episode_and_do_not_fail_it(tmp_path: Path, tokenizer: Any) -> None:
-    vllm = ScriptedVllm(tokenizer, ["up"])
-    opening = len((await play(rollouts(tmp_path), vllm, tokenizer))["observation_tokens"])
-    found = await play(rollouts(tmp_path, "max_turns = 50"), vllm, tokenizer, max_length=opening + 40)
-    assert found["truncated"] is True and found["reward"] == 0.0
-    assert len(found["observation_tokens"]) <= opening + 40
-    assert max(params.max_tokens or 0 for params in vllm.asked) <= 512, "[rl] max_response_length bounds an answer"
 
 
 async def test_failed_episodes_are_replaced_and_never_worth_nothing(tmp_path: Path, tokenizer: Any) -> None:
@@ -105,21 +101,12 @@ async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:
         config.task('{"goal": [2, 2]}', "")
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+async def test_what_cannot_be_played_is_one_line(tmp_path: Path, tokenizer: Any) -> None:
+    for options, says in (
         ({"prompt": "<|im_start|>user\nwalk<|im_end|>\n"}, "drop --data.apply_chat_template"),
         ({"max_length": 30}, "task grid-1: its first prompt leaves no room"),
-    ],
-    ids=["rendered", "too long"],
-)
-async def test_what_cannot_be_played_is_one_line(
-    options: dict[str, Any], says: str, tmp_path: Path, tokenizer: Any
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        await play(rollouts(tmp_path), ScriptedVllm(tokenizer, WALK), tokenizer, **options)
-
-
-def test_without_a_configuration_it_is_one_line() -> None:
+    ):
+        with pytest.raises(ConfigError, match=says):
+            await play(rollouts(tmp_path), ScriptedVllm(tokenizer, WALK), tokenizer, **options)
     with pytest.raises(RLError, match="OPENHANDS_RL_CONFIG is not set: export"):
         Rollouts({})

@@ -35,13 +35,6 @@ def test_flexattention_gives_the_processors_numbers(
     assert torch.allclose(found, plain(layout, inputs, 0.3, window, softcap), atol=1e-5)
 
 
-def test_score_caps_are_left_to_the_models_own_attention_on_processors() -> None:
-    layout = tree_of(1, 2, 50)
-    query, key, value = inputs_of(layout, Heads(), torch.float32)
-    with pytest.raises(ValueError, match="score caps"):
-        attend(nn.Module(), query, key, value, None, rows=PackedRows(layout, CPU), softcap=5.0)
-
-
 def compared(
     layout: Layout, shape: Heads, dtype: torch.dtype, window: int | None, softcap: float | None = None, device="cuda"
 ) -> None:

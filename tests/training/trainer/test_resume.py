@@ -1,4 +1,4 @@
-"""A run that is killed goes on where it was: the same steps in the same order with the same numbers."""
+"""A run that is killed goes on where it was, with the same numbers in the same order; what its log and tracker get."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from keep_training import train
 from made_samples import EXACT, adapter_of, assert_same, make_samples
 
+from openhands_rl_plugin.core.errors import TrainingError
+from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.models.adapters.store import METRICS_FILE
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
@@ -60,16 +63,42 @@ def test_a_checkpoint_of_another_run_is_not_continued(model: Path, tmp_path: Pat
     torch.set_num_threads(1)
     settings = EXACT.model_copy(update={"checkpoint_steps": 1})
 
-    class Stopped(Exception):
-        pass
-
     def stop(_: object) -> None:
-        raise Stopped
+        raise KeyboardInterrupt
 
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         LocalTrainer(model, settings).reinforce(make_samples(), stop, run=tmp_path / "run")
-    plain = LocalTrainer(model, settings)
+    plain, other = LocalTrainer(model, settings), LocalTrainer(model, settings)
     plain.reinforce(make_samples(seed=1))
-    other = LocalTrainer(model, settings)
     other.reinforce(make_samples(seed=1), run=tmp_path / "run")
     assert_same(adapter_of(other, tmp_path / "a"), adapter_of(plain, tmp_path / "b"))
+
+
+def test_a_tracker_gets_every_step_and_one_that_cannot_start_is_one_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for trackio; every step has the mean age of its samples, in versions."""
+    logged: list[tuple[int, float]] = []
+    ended: list[bool] = []
+    run = SimpleNamespace(
+        log=lambda values, step: logged.append((step, values["loss"])), finish=lambda: ended.append(True)
+    )
+    stand_in = ModuleType("trackio")
+    vars(stand_in).update(init=lambda **_: run, config={})
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    ages = [PolicyRef(base_model="m", adapter="a" if of else None, version=of) for of in (3, 1, None, 2)]
+    samples = [each.model_copy(update={"policy": of}) for each, of in zip(make_samples(4), ages, strict=True)]
+    settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 1, "tracker": "trackio"})
+    metrics = LocalTrainer(model, settings).reinforce(samples, run=tmp_path / "run")
+    lines = lines_of(tmp_path / "run")
+    assert logged == [(line["done"], line["loss"]) for line in lines] and ended == [True]
+    assert sorted(line["staleness"] for line in lines) == [0, 1, 2, 3] and metrics["staleness"] == 1.5
+    needed = {"loss", "entropy", "approx_kl", "kl", "clip_share", "ratio", "drift", "staleness"}
+    assert all(needed <= set(line) for line in lines)
+
+    def refuse(**_: object) -> None:
+        raise RuntimeError("no such Space")
+
+    vars(stand_in).update(init=refuse)
+    with pytest.raises(TrainingError, match=r"trackio cannot begin a run .*no such Space.* tracker = \"none\""):
+        LocalTrainer(model, settings).reinforce(samples)

@@ -1,4 +1,4 @@
-"""The trainer on a tiny real model: gradients against transformers and PEFT, determinism, resuming, refusals."""
+"""The trainer on a tiny real model: what it writes and starts from, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from made_samples import EXACT, adapter_of, assert_same, make_samples, plain_gradients
+from made_samples import EXACT, adapter_of, assert_same, make_samples
 from peft import PeftModel
 from tiny_model import write_model
 from transformers import AutoModelForCausalLM
@@ -31,51 +30,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        {"model_type": "llama"},
-        {"model_type": "qwen2", "tie_word_embeddings": False},
-        {"model_type": "qwen3"},
-        {"model_type": "mistral", "sliding_window": 12},
-        {"model_type": "granite"},
-    ],
-    ids=lambda changes: changes["model_type"],
-)
-def test_gradients_are_those_of_transformers_and_peft(architecture: dict[str, object], tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", **architecture)
-    samples = make_samples(4)
-    settings = RECORDED.model_copy(update={"num_epochs": 1, "batch_size": 4, "max_grad_norm": 1e9})
-    trainer = LocalTrainer(model, settings)
-    trainer.sft(samples)  # away from the start, where half of the gradients are zero
-    trainer.save_adapter(tmp_path / "adapter")
-    expected = plain_gradients(model, tmp_path / "adapter", samples)
-    trainer.reinforce(samples)
-    mine = {name: p.grad for name, p in trainer.parameters.items()}
-    assert mine.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(mine[name], gradient, rtol=2e-4, atol=2e-6, msg=name)
-
-
 def test_zero_advantages_cost_nothing_but_count(model: Path) -> None:
-    samples = [
-        sample.model_copy(update={"advantage": 0.0 if at % 2 else 1.0}) for at, sample in enumerate(make_samples(4))
-    ]
+    samples = make_samples(4)
+    samples[1::2] = [sample.model_copy(update={"advantage": 0.0}) for sample in samples[1::2]]
     settings = EXACT.model_copy(update={"num_epochs": 1, "batch_size": 4})
-    metrics = LocalTrainer(model, settings).reinforce(samples)
-    live = LocalTrainer(model, settings).reinforce(samples[::2])
+    metrics, live = (LocalTrainer(model, settings).reinforce(some) for some in (samples, samples[::2]))
     share = sum(sum(s.mask) for s in samples[::2]) / sum(sum(s.mask) for s in samples)
     assert metrics["loss"] == pytest.approx(live["loss"] * share, rel=1e-5)
     assert (metrics["skipped_samples"], metrics["tokens"]) == (2, live["tokens"])
-
-    trainer = LocalTrainer(model, settings)
-    progress: list[Any] = []
-    skipped = trainer.reinforce(samples[1::2], progress.append)
-    assert (skipped["steps"], skipped["skipped_steps"], trainer.step) == (0, 1, 0)
-    assert [(each["done"], each["total"]) for each in progress] == [(1, 1)]
+    skipped = LocalTrainer(model, settings).reinforce(samples[1::2])
+    assert (skipped["steps"], skipped["skipped_steps"]) == (0, 1)
 
 
-def test_the_saved_adapter_is_peft_s_and_bfloat16_is_close(model: Path, tmp_path: Path) -> None:
+def test_the_saved_adapter_is_of_peft_and_bfloat16_is_close(model: Path, tmp_path: Path) -> None:
     for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.2)):
         trainer = LocalTrainer(model, EXACT.model_copy(update={"dtype": dtype, "num_epochs": 4, "seed": 3}))
         trainer.sft(make_samples(2))
@@ -93,29 +60,23 @@ def test_the_saved_adapter_is_peft_s_and_bfloat16_is_close(model: Path, tmp_path
 
 
 def test_a_trainer_starts_from_a_stored_adapter(model: Path, tmp_path: Path) -> None:
-    store = AdapterStore(tmp_path)
-    first = LocalTrainer(model, EXACT)
+    store, first = AdapterStore(tmp_path), LocalTrainer(model, EXACT)
     first.sft(make_samples())
     adapter = store.create("shop", first.save_adapter, base_model="tiny")
     again = LocalTrainer(model, EXACT, adapter=adapter)
     assert again.probe(range(2, 20)).logprobs == first.probe(range(2, 20)).logprobs
-
     for name, value, says in (
         ("lora_rank", 4, r"lora_rank = \d+, and \[rl.training\] has 4"),
-        ("lora_alpha", 77, r"lora_alpha = \d+, and \[rl.training\] has 77"),
         ("lora_variant", "rslora", 'lora_variant = "lora", and .* "rslora"'),
         ("target_modules", ("q_proj",), r'target_modules = \[.*\], and .* \["q_proj"\]'),
     ):
         with pytest.raises(TrainingError, match=says):
             LocalTrainer(model, EXACT.model_copy(update={name: value}), adapter=adapter)
-    other = write_model(tmp_path / "other", hidden_size=32)
     with pytest.raises(TrainingError, match="does not fit"):
-        LocalTrainer(other, EXACT, adapter=adapter)
+        LocalTrainer(write_model(tmp_path / "other", hidden_size=32), EXACT, adapter=adapter)
     (Path(adapter.path) / "adapter_model.safetensors").write_bytes(b"something else")
     with pytest.raises(TrainingError, match="was changed"):
         LocalTrainer(model, EXACT, adapter=adapter)
-    with pytest.raises(TrainingError, match="cannot read"):
-        LocalTrainer(model, EXACT, adapter=adapter.model_copy(update={"path": str(tmp_path / "gone")}))
 
 
 def changed(**update: object) -> Sample:
@@ -151,27 +112,15 @@ def test_a_loss_that_is_not_finite_stops_with_the_weights_unchanged(model: Path,
         trainer.sft([])
 
 
-def test_models_that_cannot_be_trained_are_one_line(tmp_path: Path, model: Path) -> None:
+def test_models_and_states_that_cannot_be_trained_are_one_line(tmp_path: Path, model: Path) -> None:
     with pytest.raises(TrainingError, match="cannot load the model"):
         LocalTrainer(tmp_path / "absent", EXACT)
-    with pytest.raises(TrainingError, match="target_modules"):
-        LocalTrainer(model, EXACT.model_copy(update={"target_modules": ("no_such_layer",)}))
     # Its output layer is more than a product, so that logprobs of the hidden states would be others.
     more = write_model(tmp_path / "bert", model_type="bert", is_decoder=True)
-    settings = EXACT.model_copy(update={"target_modules": ("query", "value")})
     with pytest.raises(TrainingError, match=r"this architecture \(bert\) cannot be trained: its logprobs differ"):
-        LocalTrainer(more, settings)
-
-
-def test_damaged_and_foreign_states_are_refused(model: Path, tmp_path: Path) -> None:
+        LocalTrainer(more, EXACT.model_copy(update={"target_modules": ("query", "value")}))
     trainer = LocalTrainer(model, EXACT)
-    with pytest.raises(TrainingError, match="cannot read the training state"):
-        trainer.load_state(tmp_path / "absent")
     trainer.save_state(tmp_path / "fresh")
-    trainer.load_state(tmp_path / "fresh")
-    small = LocalTrainer(model, EXACT.model_copy(update={"lora_rank": 4}))
-    with pytest.raises(TrainingError, match="does not fit"):
-        small.load_state(tmp_path / "fresh")
     state = tmp_path / "fresh" / "trainer_state.pt"
     state.write_bytes(state.read_bytes()[:-10])
     with pytest.raises(TrainingError, match="cannot read the training state"):
