@@ -25,7 +25,7 @@ _EXPORTS = {
     "Message": "core.types",
     "MongoDBTrajectoryStorage": "trajectories.mongodb.storage",
     "Observation": "core.types",
-    "OpenAIEngine": "models.engines.openai",
+    "OpenAIEngine": "models.engines.client",
     "PlayOptions": "config.rollout",
     "PolicyRef": "core.types",
     "RLAgent": "apps.rl_agent",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Annotated, cast
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -16,17 +16,15 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import HttpUrl, VariableName
-from openhands_rl_plugin.core.errors import ModelError, RLError
+from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
-from openhands_rl_plugin.core.protocols import LLMEngine, StreamingEngine, TrajectoryStorage
+from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.core.servers import error_body, listening, read_body, serving
 from openhands_rl_plugin.core.types import (
-    Completion,
     EpisodeRequest,
     Failure,
     FailureKind,
     Frozen,
-    JsonObject,
     Limits,
     Message,
     PolicyRef,
@@ -36,10 +34,17 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.environments.tools.environment import ToolBase, ToolEnvironment, ToolOptions
-from openhands_rl_plugin.environments.tools.environment import ToolCallStarted as ToolCallStarted
-from openhands_rl_plugin.environments.tools.environment import ToolResult as ToolResult
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine, merge_sampling
+from openhands_rl_plugin.environments.tools.environment import (
+    ToolBase,
+    ToolCallStarted,
+    ToolEnvironment,
+    ToolEvent,
+    ToolListener,
+    ToolOptions,
+    ToolResult,
+    TurnText,
+)
+from openhands_rl_plugin.models.engines.client import OpenAIEngine, SeededEngine, merge_sampling
 from openhands_rl_plugin.models.generator.config import (
     NotFound,
     Overloaded,
@@ -67,20 +72,12 @@ from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 
 
-class TextDelta(Frozen):
-    """New text of the agent, without reasoning and tool calls. ``turn`` counts the model responses from 1."""
-
-    text: str
-    turn: int
-
-
 class AgentResult(Frozen):
-    """Result of a request, and its last event. Without an ``answer`` it is ``None``; ``stop`` and ``failure`` are the
-    reason. ``streamed``: the answer's text was already sent as ``TextDelta`` events of the last turn."""
+    """Result of a request, and its last event. ``answer`` is ``None`` where there is none; ``stop`` and ``failure`` are
+    the reason."""
 
     answer: str | None
     trajectory: Trajectory
-    streamed: bool = False
 
     @property
     def stop(self) -> StopReason:
@@ -108,56 +105,8 @@ class AgentResult(Frozen):
         return tuple(self.trajectory.nodes[index].message for index in path[first:])
 
 
-AgentEvent = TextDelta | ToolCallStarted | ToolResult | AgentResult
+AgentEvent = ToolEvent | AgentResult
 """The last event of a request, and only the last, is an ``AgentResult``."""
-
-
-class TextStreamingEngine:
-    """Sends the visible text of each response to ``listener``; all at once when the engine cannot stream.
-
-    ``streamed_text`` is the text of the last response that was sent.
-    """
-
-    def __init__(self, engine: LLMEngine, environment: ToolEnvironment, listener: Callable[[TextDelta], None]) -> None:
-        self.streamed_text = ""
-        self._engine = engine
-        self._environment = environment
-        self._listener = listener
-        self._turn = 0
-
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[JsonObject] = (),
-        n: int = 1,
-        sampling: SamplingParams | None = None,
-    ) -> list[Completion]:
-        """Sample one completion; ``n`` has to be 1. Raises what the engine raises."""
-        self._turn += 1
-        self.streamed_text = text = ""
-        if not isinstance(self._engine, StreamingEngine):
-            (completion,) = await self._engine.complete(messages, tools=tools, n=n, sampling=sampling)
-        else:
-            completion = None
-            stream = self._engine.stream(messages, tools=tools, sampling=sampling)
-            async with aclosing(cast("AsyncGenerator[str | Completion]", stream)):
-                async for piece in stream:
-                    if isinstance(piece, Completion):
-                        completion = piece
-                    else:
-                        text += piece
-                        self._emit(self._environment.said(text))
-            if completion is None:
-                raise ModelError("the engine's stream ended without a completion")
-        self._emit(self._environment.read(completion.message).speech)
-        return [completion]
-
-    def _emit(self, speech: str) -> None:
-        """Send the new part of ``speech``; nothing when it no longer starts with the text that was sent."""
-        if speech.startswith(self.streamed_text) and (fresh := speech[len(self.streamed_text) :]):
-            self.streamed_text = speech
-            self._listener(TextDelta(text=fresh, turn=self._turn))
 
 
 class AgentCompletionRequest(ChatCompletionRequest):
@@ -221,7 +170,7 @@ class AgentRuntime:
         *,
         sampling: SamplingParams | None = None,
         name: str = "",
-        listener: Callable[[TextDelta | ToolCallStarted | ToolResult], None] | None = None,
+        listener: ToolListener | None = None,
     ) -> AgentResult:
         """Answer a conversation. ``sampling``: the parameters of this request; its ``seed`` is that of the episode.
 
@@ -230,14 +179,11 @@ class AgentRuntime:
         """
         name, wanted = name or uuid.uuid4().hex, sampling or SamplingParams()
         environment = ToolEnvironment(self._options, tools=self._tools, listener=listener)
-        engine, spoken = self._engine, None
-        if listener is not None and environment.speaks:
-            engine = spoken = TextStreamingEngine(self._engine, environment, listener)
         session = AgentSession(
             environment=environment,
             strategy=StandardReActStrategy(),
             strategy_spec=StrategySpec(name="StandardReAct"),
-            engine=SeededEngine(engine, self._merged(wanted), wanted.seed),
+            engine=SeededEngine(self._engine, self._merged(wanted), wanted.seed),
             policy=self.policy,
             limits=self._limits,
             storage=self._storage,
@@ -247,8 +193,7 @@ class AgentRuntime:
         answer = trajectory.evidence.get("answer")
         if not isinstance(answer, str) or trajectory.failure is not None:
             answer = None
-        streamed = spoken is not None and spoken.streamed_text == answer
-        return AgentResult(answer=answer, trajectory=trajectory, streamed=streamed)
+        return AgentResult(answer=answer, trajectory=trajectory)
 
     async def stream(
         self, messages: Sequence[Message], *, sampling: SamplingParams | None = None, name: str = ""
@@ -343,11 +288,12 @@ def build_app(model: str, runtime: AgentRuntime) -> Starlette:
             raise NotFound(f"The model '{body.model:.200}' does not exist; this is '{model}'.", param="model")
         name = uuid.uuid4().hex  # the task id of the recorded episode
         conversation = tuple(to_message(message.wire) for message in body.messages)
-        events = runtime.stream(conversation, sampling=body.sampling(), name=name)
+        asked: Any = {"messages": conversation, "sampling": body.sampling(), "name": name}
         if body.stream:
+            events = runtime.stream(**asked)
             head = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": now(), "model": model}
             return StreamingResponse(_sse(events, head, body.with_usage), media_type="text/event-stream")
-        result = await unless_disconnected(request, _last(events))
+        result = _checked(await unless_disconnected(request, runtime.run(**asked)))
         choice = {"index": 0, "message": assistant_body(result.answer, ()), "logprobs": None, **result.end}
         return json_response(chat_body(f"chatcmpl-{name}", model, [choice], _usage(result)))
 
@@ -370,14 +316,8 @@ def build_app(model: str, runtime: AgentRuntime) -> Starlette:
     return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS, lifespan=lifespan)
 
 
-async def _last(events: AsyncGenerator[AgentEvent]) -> AgentResult:
-    async with aclosing(events):
-        return _checked([event async for event in events][-1])
-
-
 async def _sse(events: AsyncGenerator[AgentEvent], head: Body, with_usage: bool) -> AsyncIterator[str]:
     """All events up to and including ``[DONE]``. The episode is cancelled when the client disconnects."""
-    turn = 0
 
     def chunk(*, end: Body | None = None, **delta: object) -> str:
         return sse_event(chunk_body(head, [chunk_choice(0, delta=delta, **(end or {}))]))
@@ -386,18 +326,16 @@ async def _sse(events: AsyncGenerator[AgentEvent], head: Body, with_usage: bool)
         async with aclosing(events):
             yield chunk(role="assistant", content="")
             async for event in events:
-                gap = "\n\n" if turn else ""
                 match event:
-                    case TextDelta():
-                        yield chunk(content=(gap if event.turn != turn else "") + event.text)
-                        turn = event.turn
+                    case TurnText():
+                        yield chunk(content=f"{event.text}\n\n")
                     case ToolCallStarted() | ToolResult():
                         fields = event.model_dump(exclude={"call_id"})
                         kind = "started" if isinstance(event, ToolCallStarted) else "result"
                         yield chunk(tool_event={"event": kind, "id": event.call_id, **fields})
                     case AgentResult():
-                        answer = _checked(event).answer if not event.streamed else None
-                        yield chunk(end=event.end, **({"content": gap + answer} if answer else {}))
+                        answer = _checked(event).answer
+                        yield chunk(end=event.end, **({"content": answer} if answer else {}))
                         if with_usage:
                             yield sse_event(chunk_body(head, [], usage=_usage(event)))
     except RLError as error:
@@ -411,12 +349,11 @@ def _usage(result: AgentResult) -> Body:
     return usage_body(result.trajectory.usage.prompt_tokens, result.trajectory.usage.completion_tokens)
 
 
-def _checked(event: AgentEvent) -> AgentResult:
+def _checked(result: AgentResult) -> AgentResult:
     """The result. Raises ``ServingError`` for a failure."""
-    assert isinstance(event, AgentResult), "it is the last event"
-    if (failure := event.failure) is not None:
+    if (failure := result.failure) is not None:
         raise (Overloaded if failure.kind is FailureKind.INFRASTRUCTURE else UpstreamFailure)(failure.message)
-    return event
+    return result
 
 
 @contextmanager

@@ -6,12 +6,12 @@ import asyncio
 import random
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, Self, TypedDict
 
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 
 from openhands_rl_plugin.config.build import (
     make_engine,
@@ -24,10 +24,8 @@ from openhands_rl_plugin.config.build import (
 from openhands_rl_plugin.config.rl import AUTO, IN_PROCESS, RLSettings
 from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
-    CaughtFailure,
     ConfigError,
     TrainingError,
-    boundary,
     describe,
     from_extra,
 )
@@ -39,7 +37,6 @@ from openhands_rl_plugin.core.types import (
     Adapter,
     EpisodeRequest,
     Failure,
-    FailureKind,
     Limits,
     PolicyRef,
     Probe,
@@ -49,8 +46,13 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine
-from openhands_rl_plugin.models.engines.server_models import local_weights, served_base, with_version
+from openhands_rl_plugin.models.engines.client import (
+    OpenAIEngine,
+    SeededEngine,
+    local_weights,
+    served_base,
+    with_version,
+)
 from openhands_rl_plugin.models.generator.config import ServerConfig, server_options
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
@@ -68,44 +70,40 @@ class Policy:
     ``base_model`` is its name in trajectories and manifests; ``adapter`` is ``None`` while it is sampled as it is.
     """
 
-    def __init__(
-        self, settings: RLSettings, *, url: str = "", model: str = "", weights: str | Path | None = None
-    ) -> None:
-        """``url``: a server, whose base model's ``weights`` may be named; else ``model`` is a name for the engine of
-        ``[rl] engine``, whose episodes are not trained here.
+    def __init__(self, model: str | Path, weights: str | Path | None, settings: RLSettings) -> None:
+        """``model``: a URL, whose base model's ``weights`` may be named; a directory or cached hub name, which the
+        embedded server serves from this process; or a name for the engine of ``[rl] engine``, whose episodes are not
+        trained here.
 
         Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not
-        answer.
+        answer, ``ServingError`` for a model that cannot be served, ``MissingExtraError`` without torch.
         """
-        serving = settings.serving
+        serving, served = settings.serving, str(model).startswith(("http://", "https://"))
         # A server may have another working directory, so the paths that are sent to it must be absolute.
         self.store = AdapterStore(serving.adapters_directory.resolve())
         self.adapter: Adapter | None = None
-        self.settings, self.base_model, self._url, self._weights = settings, model, url and with_version(url), weights
-        self._server, self._publisher, self._asked = ExitStack(), None, model
-        if url:
-            base = served_base(self._url, serving.model, serving.api_key(), serving.request_timeout)
-            self.base_model, self._asked, self._weights = base.name, base.name, weights or base.weights
-            # Versions that stay loaded while a new one is checked.
-            keep = max(1, serving.max_adapters - 1)
-            reached = serving.model_copy(update={"base_url": self._url})
-            self._publisher = publisher_for(reached, self.store, keep=keep)
-
-    @classmethod
-    def served_here(cls, model: str, settings: RLSettings) -> Self:
-        """A model directory (or cached hub name), which the embedded server serves from this process.
-
-        Raises ``ServingError`` for a model that cannot be served, ``MissingExtraError`` without torch.
-        """
-        with from_extra("train"):
-            from openhands_rl_plugin.models.server.app import running_server
+        self.settings, self.base_model, self._asked = settings, str(model), str(model)
+        self._server, self._publisher, self._url, self._weights = ExitStack(), None, "", None
+        if not served and settings.engine not in (AUTO, IN_PROCESS):
+            return
         with ExitStack() as opened:
-            config = ServerConfig.model_validate({"port": 0, **server_options(settings, model)})
-            url = opened.enter_context(running_server(config))
-            serving = settings.serving.model_copy(update={"model": model, "api_key_env": ""})
-            policy = cls(settings.model_copy(update={"serving": serving, "engine": AUTO}), url=url, weights=model)
-            policy._server = opened.pop_all()
-        return policy
+            if served:
+                url, self._weights = str(model), local_weights(weights) if weights else None
+            else:
+                with from_extra("train"):
+                    from openhands_rl_plugin.models.server.app import running_server
+                self._weights = folder = local_weights(model) or Path(model)
+                config = ServerConfig.model_validate({"port": 0, **server_options(settings, str(folder))})
+                url = opened.enter_context(running_server(config))
+                serving = serving.model_copy(update={"model": str(folder), "api_key_env": ""})
+                self.settings = settings.model_copy(update={"serving": serving, "engine": AUTO})
+            self._url = with_version(url)
+            base = served_base(self._url, serving.model, serving.api_key(), serving.request_timeout)
+            self.base_model, self._asked, self._weights = base.id, base.id, self._weights or base.weights
+            # Versions that stay loaded while a new one is checked.
+            keep, reached = max(1, serving.max_adapters - 1), serving.model_copy(update={"base_url": self._url})
+            self._publisher = publisher_for(reached, self.store, keep=keep)
+            self._server = opened.pop_all()
 
     @property
     def served_model(self) -> str:
@@ -155,15 +153,6 @@ class Policy:
         if self._publisher is not None:
             await self._publisher.aclose()
         await asyncio.to_thread(self._server.close)
-
-
-def open_policy(model: str | Path, weights: str | Path | None, settings: RLSettings) -> Policy:
-    """The policy for ``model``: a URL, whose base model's ``weights`` may be named, or a directory or name."""
-    if str(model).startswith(("http://", "https://")):
-        return Policy(settings, url=str(model), weights=local_weights(weights) if weights else None)
-    if settings.engine not in (AUTO, IN_PROCESS):
-        return Policy(settings, model=str(model))
-    return Policy.served_here(str(local_weights(model) or model), settings)
 
 
 # The range of an episode's seed: far larger than the number of completions of a call, whose seeds are consecutive.
@@ -250,7 +239,7 @@ class RLAgent:
         self._reward = make_reward(self.config.reward)
         refuse_without_workspace(self._reward, "RLAgent plays environments, which have none")
         self._storage = open_storage(self.config)
-        self._policy = open_policy(model, tokenizer, self.config)
+        self._policy = Policy(model, tokenizer, self.config)
         self._thread = LoopThread("rl-agent")
         self._one_call = threading.Lock()
         self._closed = False
@@ -277,26 +266,23 @@ class RLAgent:
         task_description: str = "",
         max_rounds: int | None = None,
         task_indices: Sequence[int] | None = None,
-        parallel: bool = True,
         batch_size: int = 1,
-        metadata: Mapping[str, JsonValue] | None = None,
         split: str = "",
     ) -> list[EpisodeResult]:
-        """Run and store episodes; return one result per episode, in the order of ``task_indices``.
+        """Run and store episodes, up to ``config.max_workers`` at once; return one result per episode, in the order of
+        ``task_indices``.
 
         Args:
             task_description: the instruction, in the first prompt of every episode.
             max_rounds: maximum turns of an episode; default: ``config.max_turns``.
             task_indices: indices of the environment's tasks; default: the first one.
-            parallel: run up to ``config.max_workers`` episodes concurrently, else one after another.
             batch_size: episodes per task (the group size); training compares them, so use 4 or more.
-            metadata: kept with the stored tasks.
             split: of the tasks; ``train`` never learns from ``"heldout"``.
 
         A failed episode is part of the result, with ``failure`` set and ``reward`` ``None``. Raises ``StorageError``
         when an episode cannot be stored, ``ConfigError`` for invalid arguments.
         """
-        tasks = self._tasks(task_description, [0] if task_indices is None else task_indices, metadata, split)
+        tasks = self._tasks(task_description, [0] if task_indices is None else task_indices, split)
         for name, value in (("batch_size", batch_size), ("max_rounds", 1 if max_rounds is None else max_rounds)):
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -312,7 +298,7 @@ class RLAgent:
                 tasks=tasks,
                 samples_per_task=batch_size,
                 served_model=self._policy.served_model,
-                concurrency=self.config.max_workers if parallel else 1,
+                concurrency=self.config.max_workers,
             )
             return self._thread.wait_for(self._play(plan, limits))
 
@@ -321,11 +307,9 @@ class RLAgent:
         learning_rate: float | None = None,
         num_epochs: int | None = None,
         batch_size: int | None = None,
-        max_grad_norm: float | None = None,
-        env_name: str | None = None,
         task_id: int | str | None = None,
     ) -> TrainReport:
-        """Train on this policy's stored episodes, and sample from the new adapter from now on.
+        """Train on this policy's stored episodes of ``config.env_name``, and sample from the new adapter from now on.
 
         Uses ``[rl.training] algorithm`` (default: REINFORCE++ with a group baseline, which needs tasks whose episodes
         differ in reward) on the recorded token ids. The reward is that of ``[rl.reward]`` (default: the return); stored
@@ -335,24 +319,17 @@ class RLAgent:
             learning_rate: AdamW's learning rate.
             num_epochs: passes over the episodes.
             batch_size: episodes per optimiser step.
-            max_grad_norm: the norm that gradients are clipped to.
-            env_name: use only this environment's episodes; default: ``config.env_name``.
             task_id: use only the episodes of this task: its index, or the ``task_id`` of a result.
 
         Raises ``TrainingError`` when no stored episode can be trained on, ``ConfigError`` when the weights of an
         endpoint's model are not on this machine, ``PublishError`` when the served adapter's logprobs differ from the
         trainer's; the previous adapter then stays in use.
         """
-        given = {
-            "learning_rate": learning_rate,
-            "num_epochs": num_epochs,
-            "batch_size": batch_size,
-            "max_grad_norm": max_grad_norm,
-        }
+        given = {"learning_rate": learning_rate, "num_epochs": num_epochs, "batch_size": batch_size}
         own = self.config.training.model_dump() | {name: value for name, value in given.items() if value is not None}
         settings = RLSettings.model_validate({"training": own}).training
         weights = self._policy.training_weights()
-        environment = env_name or self.config.env_name
+        environment = self.config.env_name
         chosen = task_id_of(environment, task_id) if isinstance(task_id, int) else task_id
         where = TrajectoryFilter(environment=environment, task_id=chosen)
         with self._working():
@@ -391,15 +368,6 @@ class RLAgent:
             self._thread.wait_for(self._policy.adopt(adapter, probe))
         used = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics}
         return TrainReport(algorithm=dataset.algorithm, adapter=adapter, **used)
-
-    def create_prompt(self, task_description: str) -> str:
-        """The first prompt of the environment's first task, as text. Opens and closes an episode for it.
-
-        Raises ``RLError`` when the environment does not answer.
-        """
-        (task,) = self._tasks(task_description, [0], None)
-        with self._working():
-            return self._thread.wait_for(self._opening(task))
 
     def close(self) -> None:
         """Release the model, the connections, the storage and the thread. A given server keeps running. Idempotent."""
@@ -456,34 +424,20 @@ class RLAgent:
         await storage.add_scores([outcome for outcome in outcomes if isinstance(outcome, Score)])
         return [result_of(trajectory, outcome) for trajectory, outcome in zip(finished, outcomes, strict=True)]
 
-    async def _opening(self, task: Task) -> str:
-        environment = make_environment(self.config)
-        try:
-            with boundary(FailureKind.ENVIRONMENT, "environment.reset"):
-                opening = await environment.reset(task)
-        finally:
-            # The opening is known already, so a failure of close does not matter.
-            with suppress(CaughtFailure), boundary(FailureKind.INFRASTRUCTURE, "environment.close"):
-                await environment.close()
-        return "\n\n".join(f"{message.role}: {message.content or ''}" for message in opening.messages)
-
-    def _tasks(
-        self, instruction: str, indices: Sequence[int], metadata: Mapping[str, JsonValue] | None, split: str = ""
-    ) -> tuple[Task, ...]:
+    def _tasks(self, instruction: str, indices: Sequence[int], split: str) -> tuple[Task, ...]:
         name = self.config.env_name
         if len(set(indices)) < len(indices):
             raise ConfigError("task_indices contains a task twice: repeat a task with batch_size")
-        extra = {"metadata": dict(metadata)} if metadata else {}
         try:
             return tuple(
                 Task(
-                    id=task_id_of(name, index),
+                    id=task_id_of(name, each),
                     environment=name,
                     instruction=instruction,
-                    data={"idx": index, **extra},
+                    data={"idx": each},
                     split=split,
                 )
-                for index in indices
+                for each in indices
             )
         except ValidationError as error:
             raise ConfigError(describe(error)) from error

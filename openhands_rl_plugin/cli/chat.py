@@ -20,16 +20,16 @@ from openhands_rl_plugin.apps.chat_endpoint import (
     AgentResult,
     AgentRuntime,
     PolicyConfig,
-    TextDelta,
     ToolCallStarted,
     ToolResult,
+    TurnText,
     open_runtime,
 )
 from openhands_rl_plugin.cli.options import add_fields, read_fields
 from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import Message
-from openhands_rl_plugin.models.engines.server_models import listed_models
+from openhands_rl_plugin.models.engines.client import listed_models
 
 OWN_INTERRUPT = True
 
@@ -85,36 +85,29 @@ def _next_line() -> str:
 
 
 async def _answer(runtime: AgentRuntime, messages: tuple[Message, ...]) -> AgentResult:
-    """Print what the policy says and does, as it comes."""
-    turn = 0  # whose text is in the unfinished line; 0: none is
-
-    def show(text: str) -> None:
-        nonlocal turn
-        print(("\n" if turn else "") + visible(text), flush=True)
-        turn = 0
-
+    """Print what the policy says and does, a turn at a time."""
     async with aclosing(runtime.stream(messages)) as events:
         async for event in events:
             match event:
-                case TextDelta():
-                    print(("\n" if turn not in (0, event.turn) else "") + visible(event.text), end="", flush=True)
-                    turn = event.turn
+                case TurnText():
+                    _show(event.text)
                 case ToolCallStarted():
-                    show(f"[{event.name}] {_short(event.arguments)}")
+                    _show(f"[{event.name}] {_short(event.arguments)}")
                 case ToolResult():
-                    show(f"[{event.name}] {'-> ' if event.ok else 'failed: '}{_short(event.content)}")
+                    _show(f"[{event.name}] {'-> ' if event.ok else 'failed: '}{_short(event.content)}")
                 case AgentResult(answer=None, failure=failure):
-                    show(f"(no answer: {failure.message if failure else event.stop})")
+                    _show(f"(no answer: {failure.message if failure else event.stop})")
                     return event
                 case AgentResult():
-                    if not event.streamed:
-                        show(event.answer or "")
-                    elif turn:
-                        print(flush=True)
+                    _show(event.answer or "")
                     if event.end["finish_reason"] == "length":
-                        print("(cut off at --max-tokens)", flush=True)
+                        _show("(cut off at --max-tokens)")
                     return event
     raise AssertionError("a stream ends with an ``AgentResult``")
+
+
+def _show(text: str) -> None:
+    print(visible(text), flush=True)
 
 
 def _short(text: str) -> str:

@@ -36,8 +36,7 @@ from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.models.engines.server_models import listed_models
+from openhands_rl_plugin.models.engines.client import OpenAIEngine, listed_models
 from openhands_rl_plugin.trajectories.view import console, print_json, table
 
 SECONDS = 60.0

@@ -195,7 +195,7 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
     from openhands_rl_plugin.config.build import check_environment_server
     from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
     from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
-    from openhands_rl_plugin.models.engines.server_models import check_model_server
+    from openhands_rl_plugin.models.engines.client import check_model_server
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     def started(evaluation: Evaluation) -> Callable[[Outcome], None]:

@@ -52,7 +52,7 @@ BUILTINS: Mapping[Kind, Mapping[str, str]] = {
         "webshop": "openhands_rl_plugin.environments.http.client:WebEnvClient",
     },
     "engines": {
-        "openai": "openhands_rl_plugin.models.engines.openai:OpenAIEngine",
+        "openai": "openhands_rl_plugin.models.engines.client:OpenAIEngine",
         "transformers": "openhands_rl_plugin.models.engines.transformers:TransformersEngine",
     },
     "storages": {

@@ -74,26 +74,6 @@ class LLMEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class StreamingEngine(Protocol):
-    """An engine that can show an answer while it is sampled. A capability, not a flag.
-
-    Examples:
-        >>> isinstance(ScriptedEngine([]), StreamingEngine)
-        False
-    """
-
-    def stream(
-        self, messages: Sequence[Message], *, tools: Sequence[JsonObject] = (), sampling: SamplingParams | None = None
-    ) -> AsyncIterator[str | Completion]:
-        """Sample one answer; arguments and errors are those of ``LLMEngine.complete``.
-
-        Returns:
-            The answer's text in pieces, then, last, the same completion that ``complete`` would return.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EnvInfo:
     """What an environment can do, beside the methods that all have.

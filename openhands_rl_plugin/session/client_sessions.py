@@ -71,9 +71,8 @@ from openhands_rl_plugin.core.types import (
     kind_of,
     path_to,
 )
-from openhands_rl_plugin.models.engines.client import missing_parts
+from openhands_rl_plugin.models.engines.client import missing_parts, with_version
 from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json
-from openhands_rl_plugin.models.engines.server_models import with_version
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, Upstream

@@ -174,7 +174,7 @@ class Gateway:
         scope = request.scope
         match scope["method"], request.path:
             case "GET" | "HEAD", ["health"]:
-                now = {"status": "ok", "sessions": len(self.sessions), "refusal": self._upstream.refusal}
+                now = {"status": "ok", "sessions": len(self.sessions)}
                 return Reply(200, dump_object({**now, **vars(self._counts)}))
             case "POST", ["session"]:
                 return await self._open(request.body)

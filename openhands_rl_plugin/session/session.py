@@ -74,12 +74,13 @@ from openhands_rl_plugin.models.engines.client import (
     LOGPROBS,
     TOKEN_IDS,
     Attempts,
+    ConversationSeeds,
     HttpUpstream,
     ServerError,
     Upstream,
+    merge_sampling,
     missing_parts,
 )
-from openhands_rl_plugin.models.engines.openai import ConversationSeeds, merge_sampling
 from openhands_rl_plugin.models.engines.openai_wire import (
     PROMPT_IDS,
     SAMPLED_IDS,
@@ -101,7 +102,6 @@ class EngineUpstream:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.extensions: JsonObject = {}
-        self.refusal = ""
         self._engine = engine
 
     async def send(self, body: Json) -> bytes:
@@ -547,7 +547,7 @@ class Session(Episode):
             attempts.append({**attempt, "latency": time.perf_counter() - started})
             return answer
 
-        wanted = bool(upstream.extensions or upstream.refusal) and self.token_ids
+        wanted = bool(upstream.extensions) and self.token_ids
         try:
             answer = await asking.answered(send)
         except ServerError as error:

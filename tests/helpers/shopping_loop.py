@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Score, Strate
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine
+from openhands_rl_plugin.models.engines.client import OpenAIEngine, SeededEngine
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.apps.rollout.rollout import TIMED_OUT, PlayedRollout
-from openhands_rl_plugin.config.build import check_environment_server, make_reward, make_strategy, open_storage
+from openhands_rl_plugin.config.build import make_reward, make_strategy, open_storage
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
@@ -44,8 +44,8 @@ from openhands_rl_plugin.evals.runs.suites import (
 from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
-from openhands_rl_plugin.models.engines.server_models import check_model_server, listed_models
-from openhands_rl_plugin.rollout.scoring import judge, refuse_labels, refuse_without_workspace
+from openhands_rl_plugin.models.engines.client import listed_models
+from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.training.data.batch import (
     is_cut_short,
     is_interrupted,
@@ -105,23 +105,16 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
 def _checked(found: FoundTask, options: PlayOptions) -> tuple[RLSettings, Reward]:
     """The settings with the policy's base model, and the reward.
 
-    Raises for what every episode would fail of: the host, the reward, the endpoint, the environment's server.
+    Raises for a host or a reward that there is not, and an endpoint that does not answer.
     """
     host_of(found.settings)
     serving, own = found.settings.serving, found.settings.reward
-    if options.token_ids:  # one that records by itself would record the question for an unlisted model, too
-        check_model_server(serving.base_url, serving.model, serving.api_key())
     listed = listed_models(serving.base_url, serving.api_key()) or ()
     parent = next((each.parent for each in listed if each.id == serving.model), None)
     based = serving.model_copy(update={"model": options.base_model or parent or serving.model})
     settings = found.settings.model_copy(update={"serving": based})
-    if found.suite.name == ENVIRONMENT:
-        check_environment_server(settings)
     # The return of a repository task is what its grading says, as in a loop.
     reward = make_reward(own.overridden(TESTS) if found.suite.software and own.name == "return" else own)
-    refuse_labels(reward, "nobody labels while a trainer waits")
-    if not found.suite.software:
-        refuse_without_workspace(reward, f"{found.entry.task.environment} has none")
     return settings, reward
 
 

@@ -153,7 +153,7 @@ def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSet
     """The weights, and the settings with a prompt and lengths that fit the model's context."""
     from openhands_rl_plugin.apps.demo_model import ensure_model
     from openhands_rl_plugin.contrib.improve.price import choose_prompt, context_of, fitted
-    from openhands_rl_plugin.models.engines.server_models import listed_models
+    from openhands_rl_plugin.models.engines.client import listed_models
 
     context, serving = None, settings.serving
     if serving.base_url:

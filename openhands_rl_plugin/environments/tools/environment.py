@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
 _UP_TO_THOUGHT_END = re.compile(r"\A.*</think>", re.IGNORECASE | re.DOTALL)
-_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
-_TAGGED = ("<tool_call", "</tool_call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Dialect:
     def __init__(self, template: str = "", *, opens_thought: bool = False) -> None:
         self._native = not template
         self._template = template_for(template or "hermes")
-        self._opening = _THOUGHT_BEGIN if opens_thought else ""
+        self._opening = "<think>" if opens_thought else ""
 
     def offered(self, tools: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
         """The tools in the request to the model server."""
@@ -95,10 +93,6 @@ class Dialect:
         calls = message.tool_calls if self._native else (*message.tool_calls, *parsed.calls)
         return ReadAnswer(calls, tuple(problems), without_thought(parsed.before + parsed.after).strip())
 
-    def said(self, unfinished: str) -> str:
-        """The part of an unfinished response that is certain to be speech."""
-        return _certain(self._opening + unfinished, _TAGGED if self._native else self._template.openings)
-
     def results(self, results: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
         """The results of the calls, as messages."""
         if self._native:
@@ -114,19 +108,6 @@ def without_thought(text: str) -> str:
     """``text`` without ``<think>`` blocks, also where only the closing or only the opening tag is present."""
     rest = _THOUGHT.sub("", text)
     return _UP_TO_THOUGHT_END.sub("", rest)
-
-
-def _certain(unfinished: str, openings: Sequence[str]) -> str:
-    """The speech before anything that is, or may become, a call or a ``<think>`` block."""
-    text = without_thought(unfinished)
-    begun = re.search("|".join(map(re.escape, openings)), text, re.IGNORECASE)
-    end = begun.start() if begun else len(text)
-    for opening in (*openings, _THOUGHT_BEGIN, _THOUGHT_END):
-        for length in range(min(len(opening) - 1, end), 0, -1):
-            if text[end - length : end].lower() == opening[:length]:
-                end -= length
-                break
-    return text[:end].strip()
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -274,6 +255,12 @@ def validators(tools: Sequence[ToolBase]) -> dict[str, Draft202012Validator]:
     return found
 
 
+class TurnText(Frozen):
+    """The text of a response that is not the answer, without reasoning and calls."""
+
+    text: str
+
+
 class ToolCallStarted(Frozen):
     """A call of a tool that is not private starts. ``arguments`` is JSON text, as the model wrote it."""
 
@@ -291,7 +278,7 @@ class ToolResult(Frozen):
     ok: bool = True
 
 
-ToolEvent = ToolCallStarted | ToolResult
+ToolEvent = TurnText | ToolCallStarted | ToolResult
 ToolListener = Callable[[ToolEvent], None]
 
 
@@ -348,8 +335,8 @@ class ToolEnvironment:
     A task's ``data`` may hold ``messages`` (a conversation in OpenAI's format, to which ``instruction`` is appended as
     a user message) and ``label``, which is not part of the conversation but evidence for a reward.
 
-    ``tools`` replace those that the options name; a tool with state must not be shared. ``listener`` receives the calls
-    that a user may see. Raises ``ConfigError`` for invalid tools or an unknown template.
+    ``tools`` replace those that the options name; a tool with state must not be shared. ``listener`` receives the texts
+    and calls that a user may see. Raises ``ConfigError`` for invalid tools or an unknown template.
     """
 
     Options = ToolOptions
@@ -390,10 +377,6 @@ class ToolEnvironment:
         """A response, parsed into calls, problems and speech."""
         return self._dialect.read(message)
 
-    def said(self, unfinished: str) -> str:
-        """The part of an unfinished response that is certain to be speech, not a call or reasoning."""
-        return self._dialect.said(unfinished)
-
     async def reset(self, task: Task) -> Observation:
         """Open the conversation: one system message (none when it would be empty), then the task's messages."""
         messages = [*_conversation(task)]
@@ -417,6 +400,8 @@ class ToolEnvironment:
         if not answer.calls and not answer.problems and self.speaks and answer.speech:
             self._answer, self._open = answer.speech, False
             return Observation(messages=(), terminated=True)
+        if self._listener is not None and self.speaks and answer.speech:
+            self._listener(TurnText(text=answer.speech))
         results: list[tuple[ToolCall, str]] = []
         for at, call in enumerate(answer.calls):
             call = call if call.id else call.model_copy(update={"id": f"call_{self._steps}_{at}"})

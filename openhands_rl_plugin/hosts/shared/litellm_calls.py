@@ -42,9 +42,16 @@ from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.types import FailureKind, JsonObject
 from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.client import HttpUpstream, ServerError, Upstream, server_error
+from openhands_rl_plugin.models.engines.client import (
+    HttpUpstream,
+    ListedModel,
+    ServerError,
+    Upstream,
+    check_model_server,
+    listed_models,
+    server_error,
+)
 from openhands_rl_plugin.models.engines.openai_wire import Json, parse_object
-from openhands_rl_plugin.models.engines.server_models import ListedModel, check_model_server, listed_models
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy
 from openhands_rl_plugin.session.session import Complete
 
@@ -136,7 +143,6 @@ class _LiteLLM:
 
     def __init__(self, send: Callable[..., ModelResponse], provider: str) -> None:
         self.extensions: JsonObject = {}
-        self.refusal = ""
         self._send = send
         self._provider = provider
 
@@ -209,7 +215,7 @@ def check_model(settings: RLSettings, llm: Mapping[str, object]) -> str | None:
     url, key = str(llm.get("base_url") or "").rstrip("/"), str(llm.get("api_key") or "") or None
     if url and provider in OPENAI_COMPATIBLE:
         key = key or key_of(provider)
-        check_model_server(url, model, key, named_by="[llm] base_url")
+        check_model_server(url, model, key)
         return adapter_in_use(settings.serving, model, url, key)
     return None
 

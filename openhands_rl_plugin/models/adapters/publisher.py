@@ -23,8 +23,13 @@ from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Frozen, Probe
 from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_config
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.engines.client import Connections, HttpUpstream, ServerError, close_connections
-from openhands_rl_plugin.models.engines.server_models import ListedModels
+from openhands_rl_plugin.models.engines.client import (
+    Connections,
+    HttpUpstream,
+    ListedModels,
+    ServerError,
+    close_connections,
+)
 
 log = redacting_logger(__name__)
 

@@ -1,24 +1,43 @@
-"""The client of model servers: requests, the errors of their answers, and when a request is sent again."""
+"""The client of model servers: requests and the errors of their answers, the models that they list, and the engine
+for any OpenAI-compatible endpoint (vLLM, SGLang, ``openhands-rl serve``, hosted models)."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Protocol
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
 from multidict import CIMultiDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from yarl import URL
 
-from openhands_rl_plugin.core.concurrency import Backoff
-from openhands_rl_plugin.core.errors import EpisodeError, InfrastructureError, ModelError
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, error_in
+from openhands_rl_plugin.core.concurrency import Backoff, background
+from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, InfrastructureError, ModelError
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, error_in, sampling_in
+from openhands_rl_plugin.core.protocols import LLMEngine
+from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.secrets import SHORTEST_OWN
-from openhands_rl_plugin.core.types import JsonObject, Tokens
-from openhands_rl_plugin.models.engines.openai_wire import LOGPROBS, TOKEN_IDS, Json, dump_object, parse_object
+from openhands_rl_plugin.core.servers import named_key, sendable_key
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
+from openhands_rl_plugin.models.engines.openai_wire import (
+    LOGPROBS,
+    TOKEN_IDS,
+    ChatAnswer,
+    Json,
+    Unrecordable,
+    chat_answer,
+    completion_in,
+    dump_object,
+    parse_object,
+    request_body,
+)
 
 Response = aiohttp.ClientResponse
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -39,10 +58,9 @@ _REFUSABLE = (*EXTENSIONS, "stream_options")
 
 
 class Upstream(Protocol):
-    """A source of answers. ``extensions``: the fields that may be added to a request; none after a ``refusal``."""
+    """A source of answers. ``extensions``: the fields that may be added to a request."""
 
     extensions: JsonObject
-    refusal: str
 
     async def send(self, body: Json) -> bytes:
         """The body of the answer. Raises ``ServerError``."""
@@ -56,22 +74,17 @@ class Attempts:
     def __init__(self, server: Upstream, *, extended: bool = True, tries: int = 1, pauses: Backoff = _PAUSES) -> None:
         self.extended = extended and bool(server.extensions)
         self.failures = 0
-        self._server, self._refusal, self._tries, self._pauses = server, server.refusal, tries, pauses
+        self._refusal, self._tries, self._pauses = "", tries, pauses
 
     async def answered[T](self, send: Callable[[], Awaitable[T]]) -> T:
         """The result of ``send``, which sends the request with the extensions where they are ``extended``. It is called
         again after a refusal, and after a pause where its error is temporary. Raises ``ServerError``."""
         while True:
             try:
-                result = await send()
+                return await send()
             except ServerError as error:
                 if not await self._goes_on(error):
                     raise
-            else:
-                # vLLM repeats the request, and so the names of all fields, in any error.
-                if self._refusal and not self._server.refusal:
-                    self._server.extensions, self._server.refusal = {}, self._refusal
-                return result
 
     async def _goes_on(self, error: ServerError) -> bool:
         text = error.body.decode("utf-8", "replace").lower()
@@ -139,21 +152,12 @@ Connections = dict[tuple[asyncio.AbstractEventLoop, str], aiohttp.ClientSession]
 _SHARED: Connections = {}
 
 
-class _Connector(aiohttp.TCPConnector):
-    """Uses no idle connection on which something came in since its response: it would answer another request."""
-
-    async def connect(self, *asked: Any, **options: Any) -> aiohttp.connector.Connection:
-        while (found := await super().connect(*asked, **options)).protocol is not None and found.protocol.should_close:
-            found.close()
-        return found
-
-
 def _connected(connections: Connections, scheme: str, origin: str) -> aiohttp.ClientSession:
     """The session of this event loop for a server. It adds no header, follows no redirect and keeps no cookie."""
     at = (asyncio.get_running_loop(), origin)
     if (known := connections.get(at)) is None:
         known = connections[at] = aiohttp.ClientSession(
-            connector=_Connector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("accept", "accept-encoding", "user-agent"),
@@ -195,7 +199,6 @@ class HttpUpstream:
         connections: Connections = _SHARED,
     ) -> None:
         self.extensions: JsonObject = EXTENSIONS if extended else {}
-        self.refusal = ""
         self._base = base_url.rstrip("/")
         self._timeout = timeout
         self._key = key.encode() if key else b""
@@ -209,27 +212,19 @@ class HttpUpstream:
         self._anthropic = (url.hostname or "").endswith("anthropic.com")
 
     async def send(self, body: Json) -> bytes:
-        """The body of the answer to a chat completion's request. Raises ``ServerError``."""
-        async with self.post(body) as response:
-            return await self.completion(response)
+        """The body of the answer to a chat completion's request. Raises ``ServerError``, also for an error in it."""
+        async with self.open("POST", "chat/completions", self._headers, dump_object(body)) as response:
+            answer = await whole(response)
+        found = error_in(parse_object(answer)) if b'"error"' in answer or b'"choices"' not in answer else None
+        if found is not None:
+            raise self._error(found[0], answer, response.headers)
+        return answer
 
-    def post(self, body: Json) -> AbstractAsyncContextManager[Response]:
-        """``open`` for a chat completion."""
-        return self.open("POST", "chat/completions", self._headers, dump_object(body))
-
-    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    async def ask(self, path: str, body: Mapping[str, object] | None = None) -> bytes:
         """The body of an answer; ``GET`` without a body. Raises ``ServerError``."""
         method, content = ("GET", b"") if body is None else ("POST", dump_object(body))
         async with self.open(method, path, (JSON,), content) as response:
             return await whole(response)
-
-    async def completion(self, response: Response) -> bytes:
-        """The body of an open response. Raises ``ServerError``, also for an error in it."""
-        answer = await whole(response)
-        found = error_in(parse_object(answer)) if b'"error"' in answer or b'"choices"' not in answer else None
-        if found is not None:
-            raise self.error(found[0], answer, response.headers)
-        return answer
 
     @asynccontextmanager
     async def open(self, method: str, path: str, headers: RawHeaders, body: bytes) -> AsyncIterator[Response]:
@@ -240,24 +235,14 @@ class HttpUpstream:
             keys.append((b"x-api-key", self._key))
         sent = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in (*headers, *keys))
         server, client = f"model server at {self._base}", _connected(self._connections, self._scheme, self._origin)
+        url = URL(f"{self._base}/{path}", encoded=True)
         try:
             async with (
                 asyncio.timeout(self._timeout),
-                client.request(
-                    method,
-                    URL(f"{self._base}/{path}", encoded=True),
-                    data=body or None,
-                    headers=sent,
-                    allow_redirects=False,
-                ) as response,
+                client.request(method, url, data=body or None, headers=sent, allow_redirects=False) as response,
             ):
-                if 300 <= response.status < 400 and "location" in response.headers:
-                    # A client that followed it would leave with its messages.
-                    other = urlsplit(response.headers["location"]).netloc[:200] or "another path"
-                    remedy = "set --upstream or base_url to where it is"
-                    raise ServerError(421, f"The {server} redirects to {other!a}: {remedy}.")
-                if response.status >= 400:
-                    raise self.error(response.status, await whole(response), response.headers)
+                if response.status >= 300:
+                    raise self._error(response.status, await whole(response), response.headers)
                 yield response
         except TimeoutError as error:
             problem = f"Request timed out: the {server} did not answer within {self._timeout:g} s."
@@ -269,10 +254,14 @@ class HttpUpstream:
                 problem += "`openhands-rl serve`."
             raise ServerError(500, f"Connection error: {problem}") from error
 
-    def error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> ServerError:
+    def _error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> ServerError:
         """That of an answer with this body, without the key."""
         if len(self._key) >= SHORTEST_OWN:
             answer = answer.replace(self._key, b"***")  # some servers repeat it
+        if status < 400:  # a client that followed it would leave with its messages
+            other = urlsplit(headers.get("location", "")).netloc[:200]
+            where = "set --upstream or base_url to where it is"
+            return ServerError(421, f"The model server at {self._base} redirects to {other!a}: {where}.")
         shown = parse_object(answer) or answer[:_LONGEST_MESSAGE].decode("utf-8", "replace")
         return ServerError(status, f"Error code: {status} - {shown}"[:_LONGEST_MESSAGE], answer, headers)
 
@@ -290,3 +279,272 @@ async def parts(response: Response) -> AsyncIterator[bytes]:
         if size > MAX_ANSWER:
             raise ServerError(413, f"The response of the model server exceeds {MAX_ANSWER} bytes.")
         yield part
+
+
+class ListedModel(BaseModel):
+    """One entry of ``/v1/models``; ``max_model_len`` is the context in tokens, where the server says it.
+
+    An adapter has its base model as ``parent``, and vLLM's ``root`` is the path that a model was loaded from.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    owned_by: str | None = None
+    max_model_len: int | None = None
+
+    @property
+    def weights(self) -> Path | None:
+        """The directory of its weights, where that is on this machine."""
+        return local_weights(self.root or "")
+
+
+class ListedModels(BaseModel):
+    """The answer of ``/v1/models``."""
+
+    data: list[ListedModel]
+
+    @property
+    def bases(self) -> list[ListedModel]:
+        """Those that are no adapters."""
+        return [model for model in self.data if model.parent is None]
+
+
+def with_version(url: str) -> str:
+    """The URL with ``/v1``, where it has no path of its own."""
+    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
+
+
+def served_base(base_url: str, wanted: str, api_key: str | None, timeout: float) -> ListedModel:
+    """The base model in ``GET {base_url}/models``; ``wanted`` chooses one by name, empty takes the only one.
+
+    Raises ``ConfigError`` when the base model is ambiguous, ``InfrastructureError`` when the server does not answer.
+    """
+    bases = ListedModels(data=listed_models(base_url, api_key, timeout) or []).bases
+    if wanted and not bases:  # it may serve what it does not list
+        return ListedModel(id=wanted)
+    found = [each for each in bases if wanted in ("", each.id)]
+    if len(found) != 1:
+        names = ", ".join(each.id for each in bases) or "none"
+        raise ConfigError(f"{base_url} has the base models {names:.500}: name one of them in [rl.serving] model")
+    return found[0]
+
+
+def local_weights(path: str | Path) -> Path | None:
+    """``path`` when it is a model's directory on this machine."""
+    directory = Path(path).expanduser()
+    return directory.resolve() if path and (directory / "config.json").is_file() else None
+
+
+def listed_models(base_url: str, api_key: str | None, timeout: float = 10.0) -> list[ListedModel] | None:
+    """The served models, or ``None`` when the server has no such list.
+
+    Raises ``InfrastructureError`` when the server does not answer, ``ConfigError`` for a wrong URL or key.
+    """
+    try:
+        if urlsplit(base_url).scheme not in ("http", "https"):
+            raise ValueError("it has to begin with http:// or https://")
+        answer = background().wait_for(HttpUpstream(base_url, api_key, timeout).ask("models"))
+        return ListedModels.model_validate_json(answer).data
+    except ValidationError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"base_url {base_url!r:.100} is not a URL: {error}") from error
+    except ServerError as error:
+        if error.status == 401:
+            raise ConfigError(f"{base_url} refuses the API key (401): set [rl.serving] api_key_env") from error
+        if error.headers is not None:  # it answers, and may serve what it does not list
+            return None
+        # The first words are those of OpenAI's client, for litellm.
+        raise InfrastructureError(str(error).removeprefix("Connection error: ")) from error
+
+
+def check_model_server(base_url: str, model: str, api_key: str | None = None) -> None:
+    """Raise as ``listed_models``, and ``ConfigError`` for a server that does not serve ``model``.
+
+    A server may serve what it does not list: only a refused request for one token says that it does not.
+    """
+    served = [each.id for each in listed_models(base_url, api_key) or ()]
+    if not served or model in served:
+        return
+    body = {"model": model, "messages": [{"role": "user", "content": "."}], "max_tokens": 1}
+    try:
+        background().wait_for(HttpUpstream(base_url, api_key, 60.0).send(body))
+    except ServerError as error:
+        if not error.is_temporary:  # what else is wrong shows in the episodes
+            raise ConfigError(f"{base_url} does not serve {model}. It has: {', '.join(served):.500}") from error
+
+
+# Larger than any ``n`` of one call, whose seeds are consecutive; a prime, so that repeated calls do not line up.
+_SEED_STEP = 1_000_003
+# OpenAI-compatible servers accept at least 31 bits.
+_SEEDS = 2**31
+
+
+def merge_sampling(given: SamplingParams | None, default: SamplingParams) -> SamplingParams:
+    """``given``, with every unset parameter taken from ``default``."""
+    if given is None:
+        return default
+    unset = [name for name in SamplingParams.model_fields if getattr(given, name) in (None, ())]
+    return given.model_copy(update={name: getattr(default, name) for name in unset})
+
+
+class ConversationSeeds:
+    """Numbers for the seeds of an episode's calls.
+
+    A number follows from the conversation that an answer is sampled to, and from how many calls there were about it. So
+    an episode can be sampled again whatever runs beside it, and whichever of its own branches is answered first. The
+    first call's is 0, so that a request's seed is the one that its first answer is sampled with.
+    """
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._calls: Counter[int] = Counter()
+        self._last: tuple[tuple[Message, ...], int] = (), 0
+
+    def copy(self) -> ConversationSeeds:
+        """The numbers as they are now."""
+        copied = ConversationSeeds()
+        copied._first, copied._calls, copied._last = self._first, self._calls.copy(), self._last
+        return copied
+
+    def next(self, messages: Sequence[Message]) -> int:
+        """The number of the next call about ``messages``."""
+        (known, digest), given = self._last, tuple(messages)
+        if given[: len(known)] != known:
+            known, digest = (), 0
+        for message in given[len(known) :]:
+            digest = zlib.crc32(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"), digest)
+            for call in message.tool_calls:
+                digest = zlib.crc32(repr((call.name, call.arguments)).encode("utf-8", "surrogatepass"), digest)
+        self._last = given, digest
+        self._first = digest if self._first is None else self._first
+        times = self._calls[digest]
+        self._calls[digest] += 1
+        return (digest ^ self._first) + times * _SEED_STEP
+
+
+class SeededEngine:
+    """An engine for one episode: the run's sampling parameters, and a seed of its own for every call.
+
+    A call's seed follows from the episode's and from ``ConversationSeeds``. Without a seed the server chooses.
+    """
+
+    def __init__(self, engine: LLMEngine, sampling: SamplingParams, seed: int | None) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._seed = seed
+        self._seeds = ConversationSeeds()
+
+    @property
+    def episode_seed(self) -> int | None:
+        """The episode's seed, for a search that has one of its own and mixes them."""
+        return self._seed
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` completions. Raises ``InfrastructureError`` or ``ModelError``."""
+        seed = None if self._seed is None else (self._seed + self._seeds.next(messages)) % _SEEDS
+        wanted = merge_sampling(sampling, self._sampling.model_copy(update={"seed": seed}))
+        return await self._engine.complete(messages, tools=tools, n=n, sampling=wanted)
+
+
+class OpenAIEngine:
+    """``protocols.LLMEngine`` over ``POST {base_url}/chat/completions``.
+
+    Args:
+        model: the served name, for example ``policy-v000007``.
+        base_url: up to and including ``/v1``.
+        api_key: sent as a bearer token; never stored elsewhere, printed or logged.
+        api_key_env: name of an environment variable that holds the key.
+        base_model: name of the base model of an adapter; ``model`` without an adapter.
+        timeout: seconds for one request, from the connection to the last byte.
+        retries: how often a request is retried when the server is unreachable, slow or overloaded.
+        backoff: seconds before the first retry; doubled each time, with jitter.
+        sampling: defaults for parameters that a call does not set. Those beyond temperature and ``top_p`` that nobody
+            sets are sent with their neutral values (``core.messages.NEUTRAL_PARAMETERS``), unless the server refuses.
+        token_ids: whether to ask for ``EXTENSIONS``; ``False`` for an endpoint that records them itself.
+
+    Close it with ``aclose``, on the event loop of its requests.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str,
+        api_key: str | None = None,
+        base_model: str | None = None,
+        timeout: float = 120.0,
+        *,
+        api_key_env: str | None = None,
+        retries: int = 4,
+        backoff: float = 0.5,
+        sampling: SamplingParams | None = None,
+        token_ids: bool = True,
+    ) -> None:
+        self.model = model
+        self.base_model = base_model or model
+        self.base_url = base_url.rstrip("/")
+        self._retries = retries
+        self._backoff = Backoff(backoff, 20.0)
+        self._sampling, self._token_ids = sampling or SamplingParams(), token_ids
+        key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
+        self._connections: Connections = {}
+        self._server = HttpUpstream(base_url, key, timeout, extended=token_ids, connections=self._connections)
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[JsonObject] = (),
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Sample ``n`` completions. Raises ``InfrastructureError`` or ``ModelError``."""
+        wanted = merge_sampling(sampling, self._sampling)
+
+        async def one(at: int) -> Completion:
+            own = wanted if wanted.seed is None else wanted.model_copy(update={"seed": wanted.seed + at})
+            return await self._completion(request_body(self.model, messages, tools=tools, sampling=own))
+
+        # One request for each, as some servers ignore ``n`` or refuse it.
+        answers = await asyncio.gather(*map(one, range(n)), return_exceptions=True)
+        for error in answers:
+            if isinstance(error, BaseException):
+                raise error
+        return [each for each in answers if isinstance(each, Completion)]
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await close_connections(self._connections)
+
+    async def _completion(self, body: JsonObject) -> Completion:
+        """The completion; what training needs and is missing is named in its metadata."""
+        attempts = Attempts(self._server, tries=self._retries + 1, pauses=self._backoff)
+        sent = body
+
+        async def send() -> ChatAnswer:
+            nonlocal sent
+            sent = {**self._server.extensions, **body} if attempts.extended else body
+            return chat_answer(await self._server.send(sent))
+
+        try:
+            answer = await attempts.answered(send)
+        except ServerError as error:
+            raise error.as_failure(attempts.failures) from error
+        except Unrecordable as problem:
+            raise ModelError(
+                f"the model server's answer is not a chat completion (check base_url): {problem}"
+            ) from problem
+        made = completion_in(answer, self.base_model, self.model, sampling_in(sent), attempts.failures + 1)
+        if self._token_ids and (missing := missing_parts(attempts.why_missing, made.tokens)):
+            made.metadata[MISSING] = missing
+        return made

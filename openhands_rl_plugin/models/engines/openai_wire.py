@@ -318,7 +318,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n|\A\r?\n")
 _DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
 
 _MOST_CHOICES = 1024
-_IN_PARTS = frozenset({"index", "delta", "finish_reason", LOGPROBS, _ELSEWHERE, *IDS})
+_IN_PARTS = frozenset({"index", "delta", _ELSEWHERE, PROMPT_IDS})
 _READ = frozenset({"role", "content", "tool_calls", "function_call", _ELSEWHERE, *REASONING_NAMES})
 
 
@@ -327,26 +327,25 @@ class ChunkAssembler:
 
     def __init__(self) -> None:
         self._about: Json = {}
-        self._choices: dict[int, _ChoiceParts] = {}
+        self._choices: dict[int, Json] = {}
         self._prompt_ids: list[int] | str | None = None
 
     @property
     def finished(self) -> int:
         """How many choices have a finish reason."""
-        return sum(choice.about.get("finish_reason") is not None for choice in self._choices.values())
+        return sum(choice["finish_reason"] is not None for choice in self._choices.values())
 
     @property
     def lost_ids(self) -> bool:
         """Whether the server left out the ids of some sampled tokens, as those that hold text back may do."""
-        usage = self._about.get("usage")
-        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        ids = [choice.ids for choice in self._choices.values()]
+        ids, counted = [choice.get(SAMPLED_IDS) for choice in self._choices.values()], self._about.get("usage")
+        counted = counted.get("completion_tokens") if isinstance(counted, dict) else None
         if counted is None or None in ids:
             return any(each is not None for each in ids) and None in ids
         return sum(map(len, filter(None, ids))) != counted
 
     def add(self, chunk: Mapping[str, Any]) -> None:
-        """Add a chunk. Raises ``ValueError`` when it is none."""
+        """Add a chunk. Raises ``ValueError`` and others when it is none."""
         choices = chunk.get("choices") or ()
         if not isinstance(choices, list | tuple):
             raise ValueError("its choices are no list")
@@ -359,92 +358,78 @@ class ChunkAssembler:
             if type(index) is not int or not 0 <= index < _MOST_CHOICES:
                 raise ValueError("a choice has no valid index")
             self._prompt_ids = self._prompt_ids or array_in(PROMPT_IDS, chunk, choice)
-            self._choices.setdefault(index, _ChoiceParts()).add(choice)
+            new = {"index": index, "message": {"role": "assistant", "tool_calls": []}, "finish_reason": None}
+            whole, delta = self._choices.setdefault(index, new), choice.get("delta") or {}
+            beside = {name: value for name, value in choice.items() if name not in _IN_PARTS}
+            _join(whole, {**beside, "finish_reason": finish_in(choice)}, texts=False)
+            calls = listed(delta)
+            message = {name: value for name, value in delta.items() if name not in _READ}
+            message |= {"content": text_in(delta, calls), "reasoning_content": reasoning_in(delta)}
+            _join(whole["message"], message)
+            for call in calls:
+                _join_call(whole["message"]["tool_calls"], call)
 
     def document(self) -> Json:
         """The completion as if it had not been streamed; without token ids where some are lost."""
         with_ids = self._prompt_ids is not None and not self.lost_ids
+        hidden = () if with_ids else (SAMPLED_IDS,)
         choices = [
-            {"index": index, **choice.whole(with_ids=with_ids)} for index, choice in sorted(self._choices.items())
+            {name: value for name, value in each.items() if name not in hidden} | {"message": _message(each["message"])}
+            for _, each in sorted(self._choices.items())
         ]
         document = {**self._about, "object": "chat.completion", "choices": choices}
         return {**document, PROMPT_IDS: self._prompt_ids} if with_ids else document
 
 
-class _ChoiceParts:
-    def __init__(self) -> None:
-        self.about: Json = {}
-        self.ids: list[int] | None = None
-        self._texts: dict[str, list[str]] = {}
-        self._message: Json = {}
-        self._calls: list[Json] = []
-        self._logprobs: list[Any] | None = None
-
-    def add(self, choice: Json) -> None:
-        self.about |= {name: value for name, value in choice.items() if name not in _IN_PARTS and value is not None}
-        if (reason := finish_in(choice)) is not None:
-            self.about["finish_reason"] = reason
-        if isinstance(ids := choice.get(SAMPLED_IDS), list):
-            self.ids = self.ids or []
-            self.ids += ids
-        if isinstance(found := (choice.get(LOGPROBS) or {}).get("content"), list):
-            self._logprobs = self._logprobs or []
-            self._logprobs += found
-        delta = choice.get("delta") or {}
-        calls = listed(delta)
-        for call in calls:
-            self._add_call(call)
-        texts = {name: value for name, value in delta.items() if name not in _READ and value}
-        texts |= {"content": text_in(delta, calls), "reasoning_content": reasoning_in(delta)}
-        for name, value in texts.items():
-            if isinstance(value, str):
-                self._texts.setdefault(name, []).append(value)
-            elif value:
-                known = self._message.get(name)
-                self._message[name] = known + value if isinstance(known, list) and isinstance(value, list) else value
-
-    def whole(self, *, with_ids: bool) -> Json:
-        calls = [
-            {"id": call["id"], "type": "function", "function": {name: call[name] for name in ("name", "arguments")}}
-            for call in sorted(self._calls, key=lambda call: call["index"])
-        ]
-        texts = {name: "".join(parts) for name, parts in self._texts.items()}
-        content = texts.pop("content", "") or (None if calls else "")
-        message = {"role": "assistant", "content": content, **self._message}
-        message |= {name: text for name, text in texts.items() if text}
-        if calls:
-            message["tool_calls"] = calls
-        choice = {"message": message, "finish_reason": None, **self.about}
-        if self._logprobs is not None:
-            choice[LOGPROBS] = {"content": self._logprobs}
-        return {**choice, SAMPLED_IDS: self.ids} if with_ids and self.ids is not None else choice
-
-    def _add_call(self, given: Any) -> None:
-        """Add a piece of a call, or a whole one: one with a name of its own and with another id, or after a whole one,
-        is another call, also where its index is missing or is 0 again."""
-        function, at, identity = given.get("function") or {}, given.get("index"), str(given.get("id") or "")
-        name, arguments = function.get("name") or "", function.get("arguments") or ""
-        if isinstance(arguments, dict):
-            arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-        if not isinstance(at, int | None):
-            raise ValueError("a tool call has no valid index")
-        same = [call for call in self._calls if at is None or call["index"] == at]
-        if identity and at is None:
-            same = [call for call in same if call["id"] == identity] or ([] if name else same)
-        call = same[-1] if same else None
-        if call is None or _begins_another(call, name, arguments, identity):
-            call = {"index": len(self._calls) if at is None else at, "id": "", "name": "", "arguments": ""}
-            self._calls.append(call)
-        call["id"], call["name"] = call["id"] or identity, call["name"] or name
-        call["arguments"] += arguments
+def _message(joined: Json) -> Json:
+    calls = [
+        {name: value for name, value in call.items() if name != "index"}
+        for call in sorted(joined["tool_calls"], key=lambda call: call["index"])
+    ]
+    message = {**joined, "content": joined.get("content") or (None if calls else ""), "tool_calls": calls}
+    if not calls:
+        del message["tool_calls"]
+    return message
 
 
-def _begins_another(call: Json, name: str, arguments: str, identity: str) -> bool:
-    """Whether a piece with a name is a call of its own, not the next piece of ``call``."""
-    if not name or not call["name"]:
-        return False
-    other = identity != call["id"] if identity and call["id"] else name != call["name"]
-    return other or (bool(arguments.strip()) and is_json_object(call["arguments"]))
+def _join(whole: Json, part: Json, *, texts: bool = True) -> None:
+    """Add a part to what came before: lists, objects, and ``texts`` go on; other values are replaced."""
+    for name, value in part.items():
+        match whole.get(name), value:
+            case _, None | "":
+                pass
+            case str(before), str() if texts:
+                whole[name] = before + value
+            case list(before), list():
+                before += value
+            case dict(before), dict():
+                _join(before, value, texts=texts)
+            case _:
+                whole[name] = [*value] if isinstance(value, list) else {**value} if isinstance(value, dict) else value
+
+
+def _join_call(calls: list[Json], part: Any) -> None:
+    """Add a piece of a call, or a whole one: one with a name of its own and with another id, or after a whole one, is
+    another call, also where its index is missing or is 0 again."""
+    function, at, identity = part.get("function") or {}, part.get("index"), str(part.get("id") or "")
+    name, arguments = function.get("name") or "", function.get("arguments") or ""
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    if not isinstance(at, int | None):
+        raise ValueError("a tool call has no valid index")
+    call = next((each for each in reversed(calls) if at is None or each["index"] == at), None)
+    if call is not None and name and call["function"]["name"]:
+        other = identity not in ("", call["id"]) or (
+            arguments.strip() and is_json_object(call["function"]["arguments"])
+        )
+        call = None if other else call
+    if call is None:
+        empty = {"name": "", "arguments": ""}
+        call = {"index": len(calls) if at is None else at, "id": "", "type": "function", "function": empty}
+        calls.append(call)
+    known = call["function"]
+    call["id"], known["name"] = call["id"] or identity, known["name"] or name
+    known["arguments"] += arguments
 
 
 def array_in(name: str, *holders: Mapping[str, Any]) -> list[int] | str | None:

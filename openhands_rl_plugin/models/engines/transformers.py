@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import SamplingParams
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine
+from openhands_rl_plugin.models.engines.client import OpenAIEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
 

@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.tools.environment import FinalTool, FunctionTool, ThinkTool, ToolEnvironment
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine, SeededEngine
+from openhands_rl_plugin.models.engines.client import OpenAIEngine, SeededEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
@@ -177,6 +177,22 @@ async def test_an_answer_is_openai_s_and_its_stream_shows_tools_but_no_notes(url
     assert shown[1]["content"] == "42" and shown[1]["ok"] is True
     assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
+
+
+async def test_without_a_final_tool_a_stream_has_the_text_of_each_turn() -> None:
+    def speak(path: str, body: Any) -> bytes:
+        done = body["messages"][-1]["role"] == "tool"
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 17, "b": 25}'}}
+        message = {"content": ANSWER} if done else {"content": "<think>Hm.</think>I add.", "tool_calls": [call]}
+        return respond({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+    async with raw_server(speak) as server:
+        engine = OpenAIEngine("caller", f"{server.url}/v1")
+        with running(AgentRuntime(engine, [FunctionTool(add)], policy=PolicyRef(base_model="caller"))) as url:
+            deltas = [chunk["choices"][0]["delta"] for chunk in events_of(await post(url, stream=True))]
+    assert [delta.get("content") or delta["tool_event"]["event"] for delta in deltas[1:]] == [
+        *("I add.\n\n", "started", "result", ANSWER),
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -190,29 +190,6 @@ async def test_calls_after_the_answer_are_refused_by_name() -> None:
 # Without a tool that ends the episode, the model speaks.
 
 
-_WORDS = st.text(alphabet="<think>/ol_ca\nab{}", max_size=20).filter(lambda words: "</think>" not in words)
-_PARTS = st.one_of(
-    _WORDS, _WORDS.map(lambda words: f"<think>{words}</think>"), _WORDS.map(lambda words: f"<tool_call>{words}")
-)
-
-
-@given(
-    thought=st.none() | _WORDS,
-    parts=st.lists(_PARTS, max_size=4).map("".join),
-    template=st.sampled_from(["", "qwen3", "llama3.1"]),
-)
-def test_what_was_said_early_is_how_the_speech_begins(thought: str | None, parts: str, template: str) -> None:
-    """``thought`` is one that the prompt has opened, if any."""
-    options = ToolOptions(template=template, tools=("think",), opens_thought=thought is not None)
-    environment = ToolEnvironment(options)
-    words = parts if thought is None else f"{thought}</think>{parts}"
-    speech = environment.read(said(words)).speech
-    for end in range(len(words) + 1):
-        early = environment.said(words[:end])
-        assert speech.startswith(early) or environment.read(said(words)).problems, (words[:end], early)
-        assert thought is None or end >= len(thought) + len("</think>") or not early, (words[:end], early)
-
-
 # Tools.
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,10 +13,8 @@ from wire_shapes import AGAIN, REFUSED
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
-from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, SamplingParams, ToolCall
-from openhands_rl_plugin.models.engines.client import HttpUpstream
-from openhands_rl_plugin.models.engines.openai import OpenAIEngine
-from openhands_rl_plugin.models.engines.server_models import listed_models
+from openhands_rl_plugin.core.types import Message, PolicyRef, SamplingParams, ToolCall
+from openhands_rl_plugin.models.engines.client import EXTENSIONS, OpenAIEngine, listed_models
 
 pytestmark = pytest.mark.contract
 
@@ -203,53 +200,51 @@ def test_keys_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert KEY not in str(refused.value)
 
 
-def completion(message: dict[str, Any], usage: Any = None, finish: Any = None) -> bytes:
-    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish, "logprobs": None}
-    return respond({"id": None, "error": {"message": None, "code": None}, "choices": [choice], "usage": usage})
+@pytest.mark.parametrize(("body", "sent"), [*((each, 2) for each in AGAIN), *((each, 1) for each in REFUSED)])
+async def test_an_error_in_a_200_is_what_its_code_says(body: Any, sent: int) -> None:
+    async with asked(body, retries=1) as (server, player):
+        with pytest.raises(InfrastructureError if sent == 2 else ModelError, match="Provider returned error"):
+            await player.complete(ASK)
+    assert len(server.requests) == sent
 
 
-def events(*chunks: Any) -> bytes:
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    return respond(body.encode(), content_type="text/event-stream")
-
-
-def chunk(delta: Any, finish: Any = None) -> dict[str, Any]:
-    return {"error": None, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}], "usage": None}
-
-
-async def sampled(engine: OpenAIEngine, stream: bool) -> Completion:
-    if not stream:
-        return (await engine.complete(ASK))[0]
-    last = [part async for part in engine.stream(ASK)][-1]
-    assert isinstance(last, Completion)
-    return last
-
-
-async def read(*answers: bytes, stream: bool = False) -> Completion:
-    left = list(answers)
-    async with asked(lambda path, body: left.pop(0) if left[1:] else left[0], retries=1) as (_, player):
-        return await sampled(player, stream)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_error_in_a_200_is_what_its_code_says(stream: bool) -> None:
-    good = events(chunk({"content": "Hi"}, "stop")) if stream else completion({"content": "Hi"})
-    for body in (*AGAIN, *REFUSED):
-        failed = events(body) if stream else respond(body)
-        if body in AGAIN:
-            assert (await read(failed, good, stream=stream)).metadata["attempts"] == 2, body
-        with pytest.raises(InfrastructureError if body in AGAIN else ModelError, match="Provider returned error"):
-            await read(failed, stream=stream)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_server_that_drips_is_given_up(stream: bool) -> None:
-    kind = ("text/event-stream", b": still here\n\n") if stream else ("application/json", b" ")
-    async with dripping_server(*kind) as url, asyncio.timeout(5):
+async def test_a_server_that_drips_is_given_up() -> None:
+    async with dripping_server("application/json", b" ") as url, asyncio.timeout(5):
         player = engine(url, timeout=0.3, retries=0)
         with pytest.raises(InfrastructureError, match="did not answer within"):
-            await sampled(player, stream)
+            await player.complete(ASK)
         await player.aclose()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "name"),
+    [
+        ("400 Bad Request", {"error": {"message": "You are not allowed to request logprobs"}}, "logprobs"),
+        ("422 Unprocessable", {"detail": [{"loc": ["body", "return_token_ids"], "input": True}]}, "return_token_ids"),
+    ],
+)
+async def test_a_request_whose_extensions_are_refused_is_sent_again_without(status: str, body: Any, name: str) -> None:
+    """Whatever one request is refused for, the next is sent with all of them."""
+
+    def handler(path: str, sent: Any) -> bytes:
+        odd = sent["messages"][0]["content"] == "odd"
+        return respond(body, status=status) if odd and name in sent else respond(answer())
+
+    async with asked(handler, sampling=SamplingParams(temperature=0.5)) as (server, player):
+        (made,) = await player.complete([Message(role="user", content="odd")])
+        (other,) = await player.complete(ASK)
+    assert [bool(EXTENSIONS.keys() & sent.keys()) for _, sent in server.requests] == [True, False, True]
+    assert made.sampling == SamplingParams(temperature=0.5) and other.sampling.min_p == 0.0
+    assert "missing" not in other.metadata
+
+
+async def test_what_is_missing_is_named_with_its_cause() -> None:
+    plain = answer(choice(token_ids=None), prompt_token_ids=None)
+    refused = {"error": {"message": "Unrecognized request argument supplied: top_k"}}
+    assert (await ask(plain)).metadata["missing"] == {"token_ids": "the model server ignores return_token_ids"}
+    why = "the model server refuses top_k with status 400"
+    made = await ask(lambda path, sent: respond(refused, "400 Bad") if "top_k" in sent else respond(plain))
+    assert made.metadata["missing"] == {"token_ids": why}
 
 
 def test_nothing_there_is_one_line() -> None:
@@ -259,26 +254,6 @@ def test_nothing_there_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999/v1", "ftp://127.0.0.1/v1", "http://[::1/v1"])
-def test_a_wrong_url_names_the_option(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"--base-url .* is not a URL"):
+def test_a_wrong_url_is_one_line(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not a URL"):
         listed_models(url, None)
-
-
-@pytest.mark.parametrize("closes", [True, False])
-async def test_what_comes_in_between_two_requests_is_no_answer(closes: bool) -> None:
-    """Some proxies send 408 on an idle connection, and close it, or leave that to the client."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-        await asyncio.sleep(0.05)
-        writer.write(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")
-        await asyncio.sleep(0 if closes else 1)
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        upstream = HttpUpstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", None, 5.0, connections={})
-        for _ in range(3):
-            async with upstream.open("GET", "models", [], b"") as response:
-                assert (response.status, await response.read()) == (200, b"{}")
-            await asyncio.sleep(0.2)
