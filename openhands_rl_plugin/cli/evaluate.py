@@ -27,8 +27,8 @@ repository task takes the limits that are set; prices and timeouts of the model 
 strategy, model, seed or limit is not continued: give each experiment its own --note.
 
 --report and --compare read folders of runs, or output.jsonl files of this harness or of OpenHands' own. Runs whose
-folders differ only in -run_<i> are one group. Intervals are bootstraps over tasks; pass@k and best@k are exact
-expectations over subsets. With one run on either side the p-value is from McNemar's exact test, with several from a
+folders differ only in -run_<i> are one group. Intervals are bootstraps over tasks; pass@k is an exact expectation
+over subsets. With one run on either side the p-value is from McNemar's exact test, with several from a
 sign permutation test over the tasks' differences.
 """
 
@@ -48,24 +48,21 @@ from openhands_rl_plugin.cli.options import (
     add_repositories,
     add_settings,
     add_tasks,
+    backend_of,
     checked,
     given_fields,
-    natural,
-    open_backend,
     open_store,
     positive,
     settings_of,
 )
-from openhands_rl_plugin.cli.terminal import ENDING, sayable, typed
+from openhands_rl_plugin.cli.terminal import ENDING, sayable
 from openhands_rl_plugin.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import RLSettings
     from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures
-    from openhands_rl_plugin.evals.runs.evaluate import Evaluation
     from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
     from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-    from openhands_rl_plugin.evals.runs.run_files import RunRecord
 
 RESUME = "finished episodes are kept, and the same command continues"
 _SWE_GYM_TEMPERATURES = (0.0, 0.5)
@@ -97,8 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("runs")
     group.add_argument("--runs", type=positive, default=1, metavar="RUNS", help="runs over all tasks")
     add_bounds(group)
-    retries = "retries of an episode after an infrastructure failure"
-    group.add_argument("--retries", type=natural, default=2, metavar="RETRIES", help=retries)
     failed = "roll out episodes again that ended with an infrastructure failure"
     group.add_argument("--retry-failed", action="store_true", help=failed)
     add_repositories(group)
@@ -153,7 +148,6 @@ def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
         "out": (args.out or Path("evaluation_outputs")).absolute(),
         "temperatures": () if llm.temperature is not None else _SWE_GYM_TEMPERATURES,
         "graders": os.cpu_count() or 1,
-        "command": typed(args),
         "success": success_rule(environment, settings.reward),
         "environment": {} if suite.software else {"env_name": environment, **settings.environment},
     }
@@ -198,13 +192,13 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
     from openhands_rl_plugin.models.engines.client import check_model_server
     from openhands_rl_plugin.trajectories.view import progress_bar
 
-    def started(evaluation: Evaluation) -> Callable[[Outcome], None]:
+    def started(left: int) -> Callable[[Outcome], None]:
         serving = plan.settings.serving
-        if evaluation.left:  # refuses what all episodes would fail of
+        if left:  # refuses what all episodes would fail of
             check_model_server(serving.base_url, plan.model, serving.api_key())
             if plan.suite.name == ENVIRONMENT:
                 check_environment_server(plan.settings)
-        bar = shown.enter_context(progress_bar("evaluating", evaluation.left))
+        bar = shown.enter_context(progress_bar("evaluating", left))
 
         def finished(outcome: Outcome) -> None:
             bar.print(f"{outcome.instance_id}  {outcome.kind.value}  ({outcome.seconds:.1f} s)")
@@ -214,16 +208,13 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
 
     entries, store = _entries(args, plan), args.store or str(plan.out / STORE)
     instances = [entry.instance for entry in entries]
-    async with (
-        open_store(store, create=True) as storage,
-        open_backend(args, instances, network=args.network) as backend,
-    ):
+    async with open_store(store, create=True) as storage:
         with ExitStack() as shown:
             await evaluate(
                 plan,
                 entries,
                 storage=storage,
-                backend=backend,
+                backend=backend_of(args, instances, network=args.network),
                 grade=not args.no_grade,
                 retry_failed=args.retry_failed,
                 processes=process_count(plan.settings.max_workers) if args.processes is None else args.processes,
@@ -260,15 +251,10 @@ def _describe(plan: EvaluationPlan, args: argparse.Namespace) -> list[str]:
 def _read(args: argparse.Namespace) -> int:
     """Report or compare finished runs. Raises ``RLError`` when a run or the store cannot be read."""
     from openhands_rl_plugin.evals.report.figures import EvaluationReport, compare, figures_of, write_json_report
-    from openhands_rl_plugin.evals.runs.run_files import read_runs, with_verifier
+    from openhands_rl_plugin.evals.runs.run_files import read_runs
     from openhands_rl_plugin.trajectories.view import print_json
 
-    async def judged(runs: tuple[RunRecord, ...]) -> tuple[RunRecord, ...]:
-        async with open_store(args.store) as storage:
-            return await with_verifier(runs, storage, "verifier")
-
     sides = [read_runs(tuple(paths)) for paths in (args.report and [args.report]) or [[each] for each in args.compare]]
-    sides = [ENDING.run(judged(runs)) if args.store else runs for runs in sides]
     comparison = compare(*sides) if args.compare else None
     runs = [run for side in sides for run in side]
     groups = figures_of(runs)
@@ -300,7 +286,6 @@ def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     """Print the results; exit code 1 when they say nothing about the agent. ``graded``: verdicts were wanted."""
     from openhands_rl_plugin.evals.report.figures import figures_of
     from openhands_rl_plugin.evals.runs.run_files import read_runs
-    from openhands_rl_plugin.evals.swe.run_evaluation import commonest
     from openhands_rl_plugin.evals.swe.types import UNKNOWN, VerdictKind
 
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
@@ -311,6 +296,6 @@ def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     expected = set() if graded else {VerdictKind.UNGRADED}
     unknown = [outcome for outcome in outcomes if outcome.kind in UNKNOWN - expected]
     if unknown:
-        why = sayable(commonest((each.instance_id, each.reason or each.kind.value) for each in unknown))
+        why = sayable(f": {unknown[0].reason or unknown[0].kind.value}")
         print(f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent{why}", file=sys.stderr)
     return int(len(unknown) == len(outcomes))

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.options import add_repositories, open_backend, positive
+from openhands_rl_plugin.cli.options import add_repositories, backend_of, positive
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError
 
@@ -52,7 +52,7 @@ async def run(args: argparse.Namespace) -> int:
     """Grade; exit code 1 when nothing got a verdict. Raises ``RLError`` for files that cannot be read."""
     from openhands_rl_plugin.evals.runs.plan import Selection
     from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
-    from openhands_rl_plugin.evals.swe.run_evaluation import commonest, grade_all, summary
+    from openhands_rl_plugin.evals.swe.run_evaluation import grade_all, summary
     from openhands_rl_plugin.evals.swe.types import VerdictKind
     from openhands_rl_plugin.trajectories.view import progress_bar
 
@@ -63,31 +63,31 @@ async def run(args: argparse.Namespace) -> int:
     predictions = read_predictions(args.predictions, instances)
     asked = {each.instance_id for each in predictions}
     graded_rows = [instance for instance in instances if instance.instance_id in asked]
-    async with open_backend(args, graded_rows, network=args.network) as backend:
-        if backend is None:
-            raise ConfigError(f"{args.predictions}: no prediction is of a row of {args.instances}")
-        await backend.check()
-        with progress_bar("grading", len(predictions)) as bar:
+    backend = backend_of(args, graded_rows, network=args.network)
+    if backend is None:
+        raise ConfigError(f"{args.predictions}: no prediction is of a row of {args.instances}")
+    await backend.check()
+    with progress_bar("grading", len(predictions)) as bar:
 
-            def show(prediction: PatchPrediction, verdict: PatchVerdict) -> None:
-                why = f": {verdict.reason}" if verdict.reason else ""
-                who = f"{prediction.model_name_or_path}  {verdict.instance_id}"
-                bar.print(f"{who}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
-                bar.advance()
+        def show(prediction: PatchPrediction, verdict: PatchVerdict) -> None:
+            why = f": {verdict.reason}" if verdict.reason else ""
+            who = f"{prediction.model_name_or_path}  {verdict.instance_id}"
+            bar.print(f"{who}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
+            bar.advance()
 
-            graded = await grade_all(
-                backend,
-                instances,
-                predictions,
-                args.out,
-                run_id=args.run_id,
-                workers=args.workers,
-                timeout=args.timeout,
-                on_verdict=show,
-            )
+        graded = await grade_all(
+            backend,
+            instances,
+            predictions,
+            args.out,
+            run_id=args.run_id,
+            workers=args.workers,
+            timeout=args.timeout,
+            on_verdict=show,
+        )
     print(f"{summary(graded.verdicts)}\n" + "\n".join(map(str, graded.reports)))
     failed = [each for each in graded.verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]
     if failed:
-        why = commonest((verdict.instance_id, verdict.reason) for verdict in failed)
-        print(f"{len(failed)} of {len(graded.verdicts)} have no verdict{sayable(why)}", file=sys.stderr)
+        why = sayable(f"{len(failed)} of {len(graded.verdicts)} have no verdict: {failed[0].reason}")
+        print(why, file=sys.stderr)
     return int(len(failed) == len(graded.verdicts))

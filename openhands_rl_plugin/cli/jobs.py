@@ -8,15 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
 
-from openhands_rl_plugin.cli.options import add_bounds, add_repositories, open_backend, option_of
+from openhands_rl_plugin.cli.options import add_bounds, add_repositories, backend_of, option_of
 from openhands_rl_plugin.cli.terminal import typed
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
@@ -199,8 +199,6 @@ def add_episodes(group: argparse._ActionsContainer) -> None:
     group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
 
 
-@asynccontextmanager
-async def with_backend(args: argparse.Namespace, job: LoopJob) -> AsyncIterator[LoopJob]:
-    """The job with the back end of its repository tasks, if it has any, until the block ends."""
-    async with open_backend(args, [entry.instance for entry in job.tasks.entries]) as backend:
-        yield replace(job, backend=backend)
+def with_backend(args: argparse.Namespace, job: LoopJob) -> LoopJob:
+    """The job with the back end of its repository tasks, if it has any."""
+    return replace(job, backend=backend_of(args, [entry.instance for entry in job.tasks.entries]))

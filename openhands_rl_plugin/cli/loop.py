@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     """Start or resume a run. Raises ``RLError`` when an option, a task, a server, the store or the disk is unusable."""
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.loop.checks import claim, forget, held, identity_of
+    from openhands_rl_plugin.apps.loop.checks import claim, forget, identity_of
+    from openhands_rl_plugin.evals.runs.run_files import held
 
     settings, directory = settings_of(args), args.run_dir.absolute()
     with from_extra("openhands"):
@@ -103,8 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
     async def rolled_out(listener: ProgressListener, found: tuple[RLSettings, Path]) -> LoopResult:
         job = replace(loop_job(args, *found, tasks, directory), start=start)
-        async with with_backend(args, job) as whole:
-            return await run_loop(whole, listener)
+        return await run_loop(with_backend(args, job), listener)
 
     with held(directory):
         if args.fresh:

@@ -289,24 +289,18 @@ def add_repositories(group: argparse._ActionsContainer) -> None:
     group.add_argument("--cache", type=Path, metavar="DIR", help="folder for Python environments")
 
 
-@asynccontextmanager
-async def open_backend(
+def backend_of(
     args: argparse.Namespace, instances: Iterable[Instance | None], *, network: bool = False
-) -> AsyncIterator[InstanceBackend | None]:
-    """The back end that ``add_repositories`` chose, for these instances, until the block ends; ``None`` without any.
+) -> InstanceBackend | None:
+    """The back end that ``add_repositories`` chose, for these instances; ``None`` without any.
 
     ``network``: tests may use it.
     """
     from openhands_rl_plugin.evals.runs.backends import make_backend
 
-    if not (found := [each for each in instances if each is not None]):
-        yield None
-        return
-    backend = make_backend(args.backend, mirror=args.mirror, cache=args.cache, network=network, instances=found)
-    try:
-        yield backend
-    finally:
-        await backend.close()
+    given = {"mirror": args.mirror, "cache": args.cache, "network": network}
+    found = [each for each in instances if each is not None]
+    return make_backend(args.backend, **given, instances=found) if found else None
 
 
 TOKENIZER = "tokenizer.json"

@@ -14,15 +14,11 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options import above_zero, checked, positive
 from openhands_rl_plugin.cli.terminal import ENDING
 
-if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.tasks.make import TaskPlan
-
-RESUME = "the same command continues where it stopped"
+RESUME = "the same command begins again; environments that are installed stay"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="{make,check,list}")
     make = what.add_parser("make", help="insert bugs into repositories and keep those that make good tasks")
     source = "a git repository, FOLDER or URL, with @COMMIT if that is not HEAD"
-    make.add_argument("sources", nargs="+", metavar="SOURCE", help=source)
+    make.add_argument("source", metavar="SOURCE", help=source)
     make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
-    make.add_argument("--per-package", type=positive, default=4, metavar="TASKS", help="tasks wanted of each source")
+    make.add_argument("--per-package", type=positive, default=4, metavar="TASKS", help="tasks wanted")
     make.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the choice of bugs")
     make.add_argument("--python", default="3.12", metavar="VERSION", help="Python version of the tests")
     more = "also install this for the tests; may be repeated"
@@ -62,33 +58,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.swe.backends.local import default_cache
     from openhands_rl_plugin.evals.tasks.make import TaskPlan, make_tasks
     from openhands_rl_plugin.evals.tasks.source import find_source
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     cache = args.cache or default_cache()
     given = {name: getattr(args, name) for name in ("seed", "python", "timeout", "requirements", "tests")}
-    parts = [re.fullmatch(r"(.+?)(?:@([^@/:]+(?:/[^@:]+)?))?", each) for each in args.sources]
-    sources = [find_source(each[1], each[2] or "HEAD", cache) for each in parts if each]
-    plans = [checked(TaskPlan, {**given, "source": each, "wanted": args.per_package}) for each in sources]
-    with progress_bar("making", len(plans) * args.per_package) as bar:
+    match = re.fullmatch(r"(.+?)(?:@([^@/:]+(?:/[^@:]+)?))?", args.source)
+    source = find_source(match[1] if match else args.source, (match and match[2]) or "HEAD", cache)
+    plan = checked(TaskPlan, {**given, "source": source, "wanted": args.per_package})
+    with progress_bar("making", args.per_package) as bar:
 
-        def on_tried(plan: TaskPlan, made: int, reason: str) -> None:
-            note = f"{plan.source.name}: {made} of {plan.wanted} tasks; {reason or 'made one'}"
-            bar.update(plans.index(plan) * plan.wanted + made, note=note)
+        def on_tried(made: int, reason: str) -> None:
+            bar.update(made, note=reason or "made one")
             if not bar.drawn:
-                bar.print(note)
+                bar.print(f"{made} of {args.per_package} tasks; {reason or 'made one'}")
 
-        count, problems = ENDING.run(make_tasks(plans, args.out, cache, on_tried))
-    print("\n  ".join([f"{args.out}: {count} tasks of {len(plans)} repositories", *problems]))
+        count = ENDING.run(make_tasks(plan, args.out, cache, on_tried))
+    print(f"{args.out}: {count} of {args.per_package} tasks")
     return 0
 
 
 async def _check(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.evals.runs.backends import make_backend
     from openhands_rl_plugin.evals.runs.suites import rows_file
-    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.swe.backends.local import default_cache
     from openhands_rl_plugin.evals.swe.dataset import read_instances
     from openhands_rl_plugin.evals.tasks.gate import check_tasks
     from openhands_rl_plugin.trajectories.view import progress_bar
@@ -96,13 +91,10 @@ async def _check(args: argparse.Namespace) -> int:
     path, cache = rows_file(args.file), args.cache or default_cache()
     backend = make_backend("local", cache=cache, instances=read_instances(path))
     options = {"repeats": args.repeats, "workers": args.workers, "timeout": args.timeout}
-    try:
-        with progress_bar("checking") as bar:
-            report = await check_tasks(
-                path, backend, **options, on_progress=lambda done, total, last: bar.update(done, total, note=last)
-            )
-    finally:
-        await backend.close()
+    with progress_bar("checking") as bar:
+        report = await check_tasks(
+            path, backend, **options, on_progress=lambda done, total, last: bar.update(done, total, note=last)
+        )
     bad = [task for task in report.tasks if task.check and task.check.problems]
     for task in bad:
         for problem in task.check.problems if task.check else ():

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--publish", action="store_true", help=servers)
     add_settings(parser)
     parser.add_argument("--dry-run", action="store_true", help="only print what would be trained on")
-    tasks = "only episodes of these tasks (a .jsonl or swe-local), which must have passed `openhands-rl tasks check`"
+    tasks = "only episodes of these tasks: a .jsonl file or swe-local"
     parser.add_argument("--tasks", metavar="FILE", help=tasks)
     add_filters(parser)
     # The trained adapter decides whose episodes are used: its option replaces the filter of the same name.
@@ -194,15 +194,15 @@ class _Call:
 async def _open_store(args: argparse.Namespace) -> AsyncIterator[tuple[TrajectoryStorage, TrajectoryFilter]]:
     """The store, and which of its episodes are asked for.
 
-    Raises ``ConfigError`` when the tasks did not pass the quality gate, ``TrainingError`` when none has an episode.
+    Raises ``ConfigError`` for a file that is not of tasks, ``TrainingError`` when none has an episode.
     """
     where = filter_of(args)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         if args.tasks:
             from openhands_rl_plugin.evals.runs.suites import rows_file
-            from openhands_rl_plugin.evals.tasks.gate import require_checked
+            from openhands_rl_plugin.evals.swe.dataset import read_instances
 
-            known = {task.instance_id for task in require_checked(rows_file(args.tasks))}
+            known = {task.instance_id for task in read_instances(rows_file(args.tasks))}
             ids = tuple([each.id async for each in storage.summaries(where) if each.task_id in known])
             if not ids:
                 raise TrainingError(f"no stored episode is of a task of {args.tasks}: roll out on it first")

@@ -36,7 +36,7 @@ def evaluated(config: Path, model: str, *words: str) -> list[dict[str, Any]]:
     """The rows of ``output.jsonl``."""
     out = config.parent / "out"
     agent = ["--agent", "RLAgent", "--model", "org/instant", "--base-url", model, "--set", "sampling.temperature=1"]
-    bounds = ["--processes", "0", "--set", "max_turns=8", "--retries", "0", "--out", str(out)]
+    bounds = ["--processes", "0", "--set", "max_turns=8", "--out", str(out)]
     assert main(["evaluate", "environment", "--config", str(config), *agent, *bounds, *words]) == 0
     return [json.loads(line) for file in out.rglob("output.jsonl") for line in file.read_text().splitlines()]
 

@@ -23,8 +23,8 @@ from small_shop import running_shop
 from train_store import stored
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.apps.loop.checks import held
 from openhands_rl_plugin.config.toml import load_settings
+from openhands_rl_plugin.evals.runs.run_files import held
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.contract
 HOLDING = """
 import sys
 from pathlib import Path
-from openhands_rl_plugin.apps.loop.checks import held
+from openhands_rl_plugin.evals.runs.run_files import held
 with held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -97,7 +97,7 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
     config, rows, store = str(folder / "config.toml"), str(folder / "rows.jsonl"), str(folder / "store")
     configured, model = ["--config", config], ["--base-url", url, "--model", "planted"]
     mongodb = f"mongodb://deploy:{KEYS['url of a server']}@127.0.0.1:{port}/rl?serverSelectionTimeoutMS=300"
-    play = [*configured, "--llm", "eval", "--retries", "0"]
+    play = [*configured, "--llm", "eval"]
     return {
         "adapters": [["adapters", what, *configured] for what in ("list", "publish", "rollback")],
         "chat": [["chat", *model], ["chat", *model, "--record", mongodb]],

@@ -58,8 +58,6 @@ diff --git a/adder.py b/adder.py
 class GitBackend:
     """Clones the origin; grades by calling ``add``. ``outages`` gradings fail first, as if the machine was full."""
 
-    name = "git"
-
     def __init__(self, folder: Path, *, outages: int = 0, lost_checkouts: int = 0) -> None:
         self._folder = folder
         self.outages = outages
@@ -88,9 +86,6 @@ class GitBackend:
             )
         self.graded.append(instance.instance_id)
         return await asyncio.to_thread(self._grade, instance, patch)
-
-    async def close(self) -> None:
-        return None
 
     def _clone(self, instance: Instance, directory: Path) -> None:
         git(directory.parent, "clone", "-q", str(instance.extra["origin"]), str(directory))

@@ -20,7 +20,6 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.dataset import read_instances, read_rows
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
@@ -97,9 +96,8 @@ def table(lines: Sequence[JsonObject]) -> Iterator[str]:
 
 async def run(args: argparse.Namespace) -> None:
     """Grade what has no line yet and print the table."""
-    mirrors = MirrorSource(args.mirror)
     guard = None if args.no_guard else RewardHackGuard()
-    backend = LocalBackend(cache=args.cache, sources=[mirrors], guard=guard)
+    backend = LocalBackend(cache=args.cache, mirror=args.mirror, guard=guard)
     await backend.check()
     done = {str(line["instance_id"]) for line in read_rows(args.out)} if args.out.exists() else set()
     for row in chosen(read_instances(args.rows), args.ids, args.each):

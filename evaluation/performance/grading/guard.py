@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 
 
@@ -40,8 +39,7 @@ async def measure(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sample: Any = import_module("pytest_sample").make_pytest_sample(folder)
-        sources = [MirrorSource(sample.mirror)]
-        backend = LocalBackend(cache=folder / "cache", sources=sources, guard=RewardHackGuard())
+        backend = LocalBackend(cache=folder / "cache", mirror=sample.mirror, guard=RewardHackGuard())
         await backend.prepare(sample.instance)
 
         async def resolved(group: str, at: int, make: Callable[[], str]) -> bool:

@@ -78,9 +78,6 @@ class Clones:
         """Not judged."""
         return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.UNRESOLVED)
 
-    async def close(self) -> None:
-        """Nothing is held."""
-
 
 def _git(directory: Path, *words: str) -> None:
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]

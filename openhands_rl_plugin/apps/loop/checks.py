@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.config.build import make_reward, make_strategy
@@ -15,7 +12,6 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.evals.runs.run_files import lock_folder
 from openhands_rl_plugin.rollout.scoring import refuse_labels
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.loop.plan import FACTS
@@ -65,19 +61,6 @@ _RUN = "run_id"
 CHECKOUTS, EVALUATION = "checkouts", "evaluation"
 _FOLDERS = ("trainer", "training", "logs", CHECKOUTS, EVALUATION)
 _FILES = ("state.json", OPTIONS, _RUN, FACTS, "report.html")
-
-
-@contextmanager
-def held(
-    directory: Path, taken: str = "another process runs here; wait for it to end, or choose another --run-dir"
-) -> Iterator[None]:
-    """Keep other processes from ``directory`` until the block ends. Raises ``ConfigError``, with the text ``taken``."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(directory, taken)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def identity_of(

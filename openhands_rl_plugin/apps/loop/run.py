@@ -25,10 +25,9 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.evals.runs.evaluate import options_of
+from openhands_rl_plugin.evals.runs.evaluate import EvalRunner, judging_reward, options_of
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.runner import EvalRunner, judging_reward
 from openhands_rl_plugin.evals.runs.suites import TESTS
 from openhands_rl_plugin.evals.swe.types import InstanceBackend
 from openhands_rl_plugin.hosts.pool import open_runner

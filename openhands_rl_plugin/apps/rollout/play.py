@@ -86,7 +86,6 @@ async def play(task: GivenTask, options: PlayOptions, *, storage: TrajectoryStor
                 network=options.network,
                 instances=[found.entry.instance] if found.entry.instance is not None else (),
             )
-            opened.push_async_callback(backend.close)
             await backend.check()
         plan = _plan(found, settings, options, folder)
         runner = await opened.enter_async_context(open_eval_runner(plan, storage, backend, folder))

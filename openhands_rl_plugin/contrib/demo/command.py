@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     check_extras("openhands", "train", "demo")
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.loop.checks import forget, held
+    from openhands_rl_plugin.apps.loop.checks import forget
+    from openhands_rl_plugin.evals.runs.run_files import held
 
     if args.model is not None:
         check_model_folder(args.model)

@@ -92,9 +92,9 @@ def run(args: argparse.Namespace) -> int:
     silence_libraries()
     prepare_threads()
     with from_extra("openhands"):
-        from openhands_rl_plugin.apps.loop.checks import held
         from openhands_rl_plugin.apps.loop.run import check_trainable
-    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+        from openhands_rl_plugin.evals.runs.run_files import held
+    from openhands_rl_plugin.evals.swe.backends.local import default_cache
     from openhands_rl_plugin.evals.tasks.source import find_source
 
     source = find_source(str(args.repo), args.commit, args.cache or default_cache())
@@ -173,7 +173,7 @@ def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSet
 def _gym(args: argparse.Namespace, source: Source, directory: Path) -> Gym:
     """The tasks, made or found. A run keeps the commit that it began with."""
     from openhands_rl_plugin.contrib.improve.gym import WantedTasks, make_gym
-    from openhands_rl_plugin.evals.swe.backends.caching import default_cache
+    from openhands_rl_plugin.evals.swe.backends.local import default_cache
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     wanted = checked(
@@ -227,11 +227,7 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
     from openhands_rl_plugin.apps.loop.run import run_loop
     from openhands_rl_plugin.evals.runs.backends import make_backend
 
-    backend = make_backend("local", cache=args.cache)
-    try:
-        return await run_loop(replace(job, backend=backend), listener)
-    finally:
-        await backend.close()
+    return await run_loop(replace(job, backend=make_backend("local", cache=args.cache)), listener)
 
 
 def _print(args: argparse.Namespace, *lines: str) -> None:

@@ -74,7 +74,7 @@ def make_gym(source: Source, wanted: WantedTasks, folder: Path, cache: Path, bar
         plan = TaskPlan(source=source, wanted=count, **wanted.model_dump(exclude={"tasks", "held_out"}))
         if not lineage_path(made).exists():  # it is written after the rows
             bar.update(0, count, what="making tasks")
-            ENDING.run(make_tasks([plan], made, cache, lambda _, done, why: bar.update(done, note=why or "made one")))
+            ENDING.run(make_tasks(plan, made, cache, lambda done, why: bar.update(done, note=why or "made one")))
         write_file(folder / _SOURCE, source.model_dump_json())
     claim(folder, {"repository": source.git, **wanted.model_dump(mode="json")})
     source = _read(folder / _SOURCE, Source)

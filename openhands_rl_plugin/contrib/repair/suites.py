@@ -43,9 +43,9 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 )
 from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.suites import OwnSuite, Suite, swe_task
-from openhands_rl_plugin.evals.swe.backends.interpreters import with_own_interpreter
+from openhands_rl_plugin.evals.swe.backends.sandbox import with_own_interpreter
 from openhands_rl_plugin.evals.swe.grading import grade_and_log
-from openhands_rl_plugin.evals.swe.logs import InstanceLogs
+from openhands_rl_plugin.evals.swe.run_evaluation import InstanceLogs
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
 from openhands_rl_plugin.evals.tasks.source import commit_files, git_output
@@ -59,8 +59,6 @@ _LONGEST = 30.0
 
 class RepairBackend:
     """An ``InstanceBackend`` for repair tasks. Rows of other kinds are refused."""
-
-    name = "local"
 
     async def check(self) -> None:
         """Raise ``ConfigError`` when instances cannot run here."""
@@ -84,9 +82,6 @@ class RepairBackend:
         written = InstanceLogs(logs)
 
         return await grade_and_log(instance, patch, written, lambda: _graded(instance, patch, written, timeout))
-
-    async def close(self) -> None:
-        """Does nothing."""
 
 
 async def _graded(instance: Instance, patch: str, logs: InstanceLogs, timeout: float) -> PatchVerdict:

@@ -292,7 +292,7 @@ def overview(records: Sequence[RunRecord], comparison: Comparison | None = None)
 
 
 def _group(group: EvaluationFigures) -> JsonValue:
-    kept = group.model_dump(mode="json", include={"label", "attempts", "kinds", "runs", "pass_at_k", "best_at_k"})
+    kept = group.model_dump(mode="json", include={"label", "attempts", "kinds", "runs", "pass_at_k"})
     return plain({**kept, "rows": [list(row) for row in rows_of(group) if row[1]]})
 
 

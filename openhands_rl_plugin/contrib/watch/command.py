@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch, or answer about it. Raises ``RLError`` when the settings, the servers or the store are unusable."""
-    from openhands_rl_plugin.apps.loop.checks import held
     from openhands_rl_plugin.contrib.watch.journal import Journal, status_lines
+    from openhands_rl_plugin.evals.runs.run_files import held
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     settings = load_settings(args.config)
@@ -107,8 +107,8 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     async def look() -> bool:
         storage = open_storage(settings)
         try:
-            async with publisher, with_backend(args, job) as whole:
-                watch = Watch(whole, storage, adapters, publisher, _print)
+            async with publisher:
+                watch = Watch(with_backend(args, job), storage, adapters, publisher, _print)
                 watch.check()
                 return await watch.look()
         finally:

@@ -8,13 +8,10 @@ from typing import Literal
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.runs.suites import own_suite_of
-from openhands_rl_plugin.evals.swe.backends.caching import default_cache
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
+from openhands_rl_plugin.evals.swe.backends.local import LocalBackend, default_cache
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
-from openhands_rl_plugin.evals.tasks.source import TaskRepositories
 
 BackendName = Literal["local", "docker"]
 
@@ -41,5 +38,4 @@ def make_backend(
     guard = RewardHackGuard(place / "calibrations")
     if name == "docker":
         return DockerBackend(guard=guard, network=network)
-    others = MirrorSource(mirror or place / "clones", clone=mirror is None)
-    return LocalBackend(cache=place, sources=[TaskRepositories(place), others], guard=guard, network=network)
+    return LocalBackend(cache=place, mirror=mirror, guard=guard, network=network)

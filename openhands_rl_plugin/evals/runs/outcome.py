@@ -9,12 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import JsonValue
-
-from openhands_rl_plugin.core.records import LAST_ERROR
-from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Score, StopReason, Task, Trajectory
-from openhands_rl_plugin.evals.swe.guard.commands import flags_of_commands
-from openhands_rl_plugin.evals.swe.types import UNKNOWN, Flag, Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Score, Task, Trajectory
+from openhands_rl_plugin.evals.swe.types import UNKNOWN, Instance, PatchVerdict, VerdictKind
 
 
 class GradedEpisode(NamedTuple):
@@ -27,12 +23,6 @@ class GradedEpisode(NamedTuple):
     score: Score | None = None
     verdict: PatchVerdict | None = None
 
-    @property
-    def commands(self) -> tuple[Flag, ...]:
-        """Flags of commands that searched for the solution elsewhere; none for tasks without a repository."""
-        repo = self.trajectory.task.data.get("repo")
-        return flags_of_commands(self.trajectory, repo) if isinstance(repo, str) else ()
-
 
 class EvalTask(NamedTuple):
     """A task of a suite with its row of the dataset."""
@@ -42,37 +32,27 @@ class EvalTask(NamedTuple):
     instance: Instance | None = None
 
 
-class Outcome(Frozen):
+class Outcome(Frozen, extra="ignore"):
     """One attempt. ``cost`` is in US dollars, ``None`` where the model has no known price; times in seconds.
 
-    ``answers`` counts completions, ``malformed`` those that could not be parsed, ``turns`` those that were executed.
-    ``valid``: whether the reward is a whole return; that of an episode whose last action has no observation is not.
-    ``flags``: guard rules that matched the patch or its run; ``commands_flagged``: turns that searched for the
-    solution elsewhere. ``verifier``: the score of a verifier, if there is one.
+    ``turns`` counts executed completions. ``flags``: guard rules that matched the patch or its run. Other
+    fields, as earlier versions wrote, are not read.
     """
 
     instance_id: str
     run: int = 0
     kind: VerdictKind
     reward: float | None = None
-    valid: bool = True
     reason: str = ""
     stop: str = ""
-    stuck: bool = False
-    timed_out: bool = False
-    empty_patch: bool = False
     flags: tuple[str, ...] = ()
-    commands_flagged: int = 0
     turns: int = 0
-    answers: int = 0
-    malformed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
     seconds: float = 0.0
     grading_seconds: float = 0.0
-    verifier: float | None = None
     trajectory_id: str = ""
 
     @property
@@ -85,23 +65,15 @@ def outcome_of(graded: GradedEpisode, run: int) -> Outcome:
     """The outcome of a graded attempt."""
     trajectory, verdict = graded.trajectory, graded.verdict
     usage, times = trajectory.usage, trajectory.times
-    patch = trajectory.evidence.get("git_patch")
     return Outcome(
         instance_id=trajectory.task.id,
         run=run,
         kind=_kind(graded),
         reward=graded.score.reward if graded.score else None,
-        valid=graded.score is None or graded.score.detail.get("valid") is not False,
         reason=_reason(graded),
         stop=trajectory.stop.value,
-        stuck=is_stuck(trajectory.evidence.get(LAST_ERROR)),
-        timed_out=trajectory.stop is StopReason.TIMEOUT,
-        empty_patch=isinstance(patch, str) and not patch.strip(),
         flags=verdict.flagged if verdict else (),
-        commands_flagged=len({flag.where for flag in graded.commands}),
         turns=sum(1 for _ in trajectory.sampled()),
-        answers=sum(node.sampled for node in trajectory.nodes),
-        malformed=sum("malformed" in node.metadata for node in trajectory.nodes if node.sampled),
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
@@ -128,12 +100,6 @@ def cost_of(model: str, prompt_tokens: int, completion_tokens: int) -> float | N
     if "input_cost_per_token" not in price:
         return None
     return prompt_tokens * price["input_cost_per_token"] + completion_tokens * price.get("output_cost_per_token", 0)
-
-
-def is_stuck(error: JsonValue) -> bool:
-    """Whether OpenHands' stuck detector ended the episode, by its error message."""
-    text = error.lower() if isinstance(error, str) else ""
-    return "stuck in a loop" in text or "stuckinloop" in text
 
 
 def kind_of_failure(trajectory: Trajectory) -> VerdictKind | None:

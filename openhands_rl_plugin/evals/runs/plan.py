@@ -58,10 +58,7 @@ class Selection(Frozen):
         ids = [id_of(item) for item in items]
         for wanted in self.include:
             if not fnmatch.filter(ids, wanted):
-                pattern = any(letter in wanted for letter in "*?[")
-                raise ConfigError(
-                    f"no instance matches {wanted!r}" if pattern else unknown_name("instance", wanted, ids)
-                )
+                raise ConfigError(f"no instance matches {wanted!r}")
         included = {name for each in self.include or ("*",) for name in fnmatch.filter(ids, each)}
         excluded = {name for each in self.exclude for name in fnmatch.filter(ids, each)}
         chosen = [item for item, each in zip(items, ids, strict=True) if each in included - excluded]
@@ -137,9 +134,8 @@ class EvaluationPlan(Frozen):
     ``served``: the served name of an adapter's version; empty: the model of ``settings``. ``token_ids``: request token
     ids and logprobs, which training needs and which hosted APIs do not return; ``None``: of ``RLAgent``.
     ``temperatures``: one for each run, the last one repeated; empty for that of ``settings``. ``timeout`` bounds an
-    episode and ``test_timeout`` the tests of one patch, in seconds. ``retries`` bounds the retries of an episode, and
-    of a grading, after infrastructure failures. ``success``: what resolves a task of an environment, ``environment``:
-    its name and options. ``command``: as it was typed, for reports.
+    episode and ``test_timeout`` the tests of one patch, in seconds. ``success`` resolves a task of an environment,
+    ``environment``: its name and options.
     """
 
     suite: Suite
@@ -159,9 +155,6 @@ class EvaluationPlan(Frozen):
     timeout: float = Field(default=7200.0, gt=0)
     test_timeout: float = Field(default=1800.0, gt=0)
     command_timeout: int = Field(default=300, ge=1)
-    retries: int = Field(default=2, ge=0)
-    completions: bool = True
-    command: str = ""
 
     @property
     def model(self) -> str:

@@ -12,7 +12,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -21,15 +23,13 @@ from pydantic import Field, JsonValue, ValidationError
 from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.files import PRIVATE, is_contained, write_file
-from openhands_rl_plugin.core.judgements import scores_of
 from openhands_rl_plugin.core.machine import machine
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Trajectory
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome, is_stuck
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome, outcome_of
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, RunSpec
-from openhands_rl_plugin.evals.swe.logs import run_report
+from openhands_rl_plugin.evals.swe.run_evaluation import run_report
 from openhands_rl_plugin.evals.swe.types import Flag, PatchVerdict, VerdictKind
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.trajectories.exchange import events
@@ -38,49 +38,55 @@ OUTPUT = "output.jsonl"
 METADATA = "metadata.json"
 PREDICTIONS = "predictions.jsonl"
 COMPLETIONS = "llm_completions"
+TAKEN = "another process runs here; wait for it to end, or choose another folder (--out, --run-dir)"
 _LOCK = ".lock"
 
 
-class RunFiles:
-    """The files of one run, for one process at a time. Raises ``ConfigError`` when another one writes to them."""
+class RunFolder:
+    """The folder of one run, for one process at a time; close it. ``done``: the ids of its finished instances.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
-        self._lock = lock_folder(directory, "another process evaluates into this folder; wait for it")
-        _cut_half_line(directory / OUTPUT)
-        self.done = finished_instances(directory)
-        self._output: IO[bytes] | None = None
+    ``retry_failed`` removes attempts that ended with an infrastructure failure, so that they run again. Raises
+    ``ConfigError`` when another process writes to it, and when it holds results of other settings.
+    """
+
+    def __init__(self, plan: EvaluationPlan, run: RunSpec, *, retry_failed: bool = False) -> None:
+        check_same_settings(plan, run)
+        self.plan, self.run, self.directory = plan, run, plan.run_directory(run)
+        self._metadata = metadata_of(plan, run, time.time())
+        self._opened = ExitStack()
+        self._opened.enter_context(held(self.directory))
+        output = self.directory / OUTPUT
+        _cut_half_line(output)
+        if retry_failed and output.exists():
+            kept = (row for row in read_rows(output) if outcome_of_row(row).kind is not VerdictKind.INFRASTRUCTURE)
+            write_file(output, "".join(f"{json.dumps(row)}\n" for row in kept), PRIVATE)
+        self.done = finished_instances(self.directory)
         self._one_at_a_time = threading.Lock()
-        self._closed = False
+        self._output: IO[bytes] | None = None
 
-    def write_metadata(self, metadata: JsonObject) -> None:
-        """Write ``metadata.json`` unless it is there: that of the first start stays."""
+    def begin(self) -> None:
+        """Open the files. ``metadata.json`` of the first start stays. Raises ``StorageError``."""
         if not (self.directory / METADATA).exists():
-            write_file(self.directory / METADATA, json.dumps(metadata), PRIVATE)
+            write_file(self.directory / METADATA, json.dumps(self._metadata), PRIVATE)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._output = self._opened.enter_context(os.fdopen(os.open(self.directory / OUTPUT, flags, 0o600), "ab"))
 
-    def append(self, row: JsonObject) -> None:
-        """Add a finished instance, from any thread. Raises ``StorageError``, also for a duplicate."""
-        identity = row["instance_id"]
-        assert isinstance(identity, str)
-        line = json.dumps(row).encode() + b"\n"
-        with self._one_at_a_time:
-            if self._closed or identity in self.done:
-                raise StorageError(f"{self.directory}: {identity} is finished already, or the run is closed")
-            try:
-                if self._output is None:
-                    self._output = _private(self.directory / OUTPUT)
+    def write(self, graded: GradedEpisode, eval_task: EvalTask) -> Outcome:
+        """Add a finished instance, from any thread, once it has begun. Raises ``StorageError``."""
+        assert self._output is not None, "begin was called"
+        outcome = outcome_of(graded, self.run.index)
+        self._write_completions(graded.trajectory)
+        line = json.dumps(_output_row(graded, eval_task, outcome, self._metadata)).encode() + b"\n"
+        try:
+            with self._one_at_a_time:
                 self._output.write(line)
                 self._output.flush()
                 os.fsync(self._output.fileno())
-            except OSError as error:
-                raise StorageError(f"{self.directory / OUTPUT}: cannot be written: {error.strerror}") from error
-            self.done.add(identity)
+        except OSError as error:
+            raise StorageError(f"{self.directory / OUTPUT}: cannot be written: {error.strerror}") from error
+        return outcome
 
-    def write_completions(self, trajectory: Trajectory) -> None:
+    def _write_completions(self, trajectory: Trajectory) -> None:
         """Replace the instance's folder of ``llm_completions``: one ``<model>-<number>.json`` for every model call."""
         folder = self.directory / COMPLETIONS / trajectory.task.id
         if not is_contained(trajectory.task.id):
@@ -89,40 +95,40 @@ class RunFiles:
         for name, content in events.completion_files(trajectory):
             write_file(folder / name, json.dumps(redact_json(content)), PRIVATE, parents=True)
 
-    def forget(self, unwanted: Callable[[JsonObject], bool]) -> int:
-        """Remove lines of ``output.jsonl``, so that their instances run again. Returns their number."""
-        kept = [row for row in read_rows(self.directory / OUTPUT) if not unwanted(row)]
-        gone = len(self.done) - len(kept)
-        if gone:
-            write_file(self.directory / OUTPUT, "".join(f"{json.dumps(row)}\n" for row in kept), PRIVATE)
-            self.done = {str(row["instance_id"]) for row in kept}
-        return gone
+    def write_report(self, instance_ids: Sequence[str]) -> None:
+        """``predictions.jsonl`` and ``<model>.<run>.json`` of the finished instances. Raises ``StorageError``."""
+        predictions: list[str] = []
+        outcomes: list[Outcome] = []
+        for row in read_rows(self.directory / OUTPUT):
+            outcomes.append(outcome_of_row(row))
+            if isinstance(patch := json_object(row.get("test_result")).get("git_patch"), str):
+                named = {"instance_id": row["instance_id"], "model_name_or_path": self.plan.model}
+                predictions.append(json.dumps({**named, "model_patch": patch}) + "\n")
+        write_file(self.directory / PREDICTIONS, "".join(predictions), PRIVATE)
+        verdicts = {each.instance_id: _verdict(each) for each in outcomes if each.kind is not VerdictKind.UNGRADED}
+        report = run_report(verdicts, list(instance_ids), [outcome.instance_id for outcome in outcomes])
+        name = f"{self.plan.model.replace('/', '__')}.{self.directory.name}.json"
+        write_file(self.directory / name, json.dumps(report, indent=4), PRIVATE)
 
     def close(self) -> None:
         """Close the files and release the lock."""
         with self._one_at_a_time:
-            self._closed = True
-            if self._output is not None:
-                self._output.close()
-        os.close(self._lock)
+            self._opened.close()
 
 
-def lock_folder(directory: Path, taken: str) -> int:
-    """Lock an existing folder until the returned descriptor is closed or the process ends.
-
-    Raises ``ConfigError``, with the text ``taken`` when another process holds the lock.
-    """
-    try:
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        why = taken if isinstance(error, BlockingIOError) else f"cannot be locked: {error.strerror}"
-        raise ConfigError(f"{directory}: {why}") from error
-    return lock
+@contextmanager
+def held(directory: Path, taken: str = TAKEN) -> Iterator[None]:
+    """Make a folder and keep other processes from it until the block ends. Raises ``ConfigError``, with the text
+    ``taken`` where another process holds it."""
+    with ExitStack() as opened:
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fcntl.flock(opened.enter_context(open(directory / _LOCK, "ab")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{directory}: {taken}") from error
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot be written to: {error.strerror}") from error
+        yield
 
 
 def read_rows(file: Path) -> Iterator[JsonObject]:
@@ -159,10 +165,6 @@ def _row(file: Path, number: int, line: bytes) -> JsonObject:
     return row
 
 
-def _private(file: Path) -> IO[bytes]:
-    return os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
-
-
 _RUN = re.compile(r"(?P<name>.+)-run_(?P<index>\d+)\Z")
 
 
@@ -195,12 +197,9 @@ def read_runs(paths: tuple[Path, ...]) -> tuple[RunRecord, ...]:
 def read_metadata(file: Path) -> JsonObject:
     """``metadata.json``; empty where there is none. Raises ``ConfigError``."""
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        return json_object(json.loads(file.read_bytes())) if file.exists() else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
-    return read if isinstance(read, dict) else {}
 
 
 def outcome_of_row(row: JsonObject, run: int = 0) -> Outcome:
@@ -230,28 +229,13 @@ def _run(file: Path, at: int) -> RunRecord:
 
 
 def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
-    patch = result.get("git_patch") or result.get("model_patch")
-    error = row.get("error")
-    history = row.get("history")
-    events = [json_object(event) for event in history] if isinstance(history, list) else []
-    actions = [event.get("action") for event in events if event.get("source") == "agent" and "action" in event]
-    metrics = json_object(row.get("metrics"))
-    usage = json_object(metrics.get("accumulated_token_usage"))
-    timed_out = isinstance(error, str) and error.startswith("Timeout after")
-    cost = metrics.get("accumulated_cost")
+    error, patch = row.get("error"), str(result.get("git_patch") or result.get("model_patch") or "").strip()
+    late = isinstance(error, str) and error.startswith("Timeout after")
     return Outcome(
         instance_id=str(row["instance_id"]),
         run=run,
-        kind=_foreign_kind(row, result, bool(str(patch or "").strip()), timed_out),
+        kind=_foreign_kind(row, result, bool(patch), late),
         reason=error if isinstance(error, str) else "",
-        stuck=is_stuck(error),
-        timed_out=timed_out,
-        empty_patch=not str(patch or "").strip(),
-        turns=sum(action != "system" for action in actions),
-        prompt_tokens=_whole(usage.get("prompt_tokens")),
-        cached_tokens=_whole(usage.get("cache_read_tokens")),
-        completion_tokens=_whole(usage.get("completion_tokens")),
-        cost=float(cost) if isinstance(cost, int | float) else None,
     )
 
 
@@ -279,32 +263,6 @@ def json_object(value: JsonValue) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def _whole(value: JsonValue) -> int:
-    return value if isinstance(value, int) else 0
-
-
-VERIFIER = "verifier"
-"""The prefix of the ``reward_version`` of verifiers' scores."""
-
-
-async def with_verifier(
-    runs: Sequence[RunRecord], storage: TrajectoryStorage, version: str = VERIFIER
-) -> tuple[RunRecord, ...]:
-    """The runs with every attempt's newest score whose version begins with ``version``. Raises ``StorageError``."""
-    ids = sorted({outcome.trajectory_id for run in runs for outcome in run.outcomes if outcome.trajectory_id})
-    known = {
-        name: score.reward
-        for name, scores in (await scores_of(storage, ids)).items()
-        for score in scores
-        if score.reward_version.startswith(version) and score.reward is not None
-    }
-
-    def judged(outcome: Outcome) -> Outcome:
-        return outcome.model_copy(update={"verifier": known.get(outcome.trajectory_id, outcome.verifier)})
-
-    return tuple(run.model_copy(update={"outcomes": tuple(map(judged, run.outcomes))}) for run in runs)
-
-
 def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float) -> JsonObject:
     """``metadata.json``, with OpenHands' keys; other settings are in ``details``."""
     settings, own = plan.settings, plan.agent == RL_AGENT
@@ -313,7 +271,6 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float) -> JsonObjec
         mode="json", include={"isolation", "prompt", "network", "visible", "writable"}
     )
     details: JsonObject = {
-        "suite": plan.suite.name,
         "host": settings.host,
         "run": run.index,
         "temperature": search if isinstance(search, float) else run.temperature,
@@ -324,7 +281,6 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float) -> JsonObjec
         "test_timeout": plan.test_timeout,
         "workers": settings.max_workers,
         "machine": machine(),
-        "command": plan.command,
         "limits": plan.limits().model_dump(exclude={"timeout"}),
         "success": str(plan.success),
         "environment": plan.environment,
@@ -337,10 +293,7 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float) -> JsonObjec
         "temperature": run.temperature,
         "top_p": settings.sampling.top_p,
         "max_output_tokens": settings.max_response_length,
-        "timeout": settings.serving.request_timeout,
-        "num_retries": plan.llm_retries,
         "native_tool_calling": plan.native_tool_calling,
-        "token_ids": plan.token_ids,
     }
     return events.v0_metadata(
         agent_class=plan.agent,
@@ -354,37 +307,20 @@ def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float) -> JsonObjec
     )
 
 
-def output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, metadata: JsonObject) -> JsonObject:
+def _output_row(graded: GradedEpisode, eval_task: EvalTask, outcome: Outcome, metadata: JsonObject) -> JsonObject:
     """A line of ``output.jsonl``: the fields of V0's ``EvalOutput`` without absent fields and secrets.
 
     ``test_result.outcome`` has what reports need in addition.
     """
     trajectory, task = graded.trajectory, eval_task.task
     evidence, failure = trajectory.evidence, trajectory.failure
-    held, flagged = evidence.get("test_result"), [flag.model_dump(mode="json") for flag in graded.commands]
     added = {"outcome": outcome.model_dump(mode="json"), "git_patch": evidence.get("git_patch")}
-    result = {**(held if isinstance(held, dict) else {}), **added, "commands_flagged": flagged or None}
+    result = {**json_object(evidence.get("test_result")), **added}
     known: JsonObject = {name: value for name, value in result.items() if value is not None}
     row = events.v0_row(trajectory, metadata, known, cost=outcome.cost)
     row |= {"instance_id": task.id, "instruction": task.instruction, "instance": eval_task.row}
     error = failure.message if failure is not None else evidence.get(LAST_ERROR)
     return redact_json({**row, "error": error} if isinstance(error, str) else row)
-
-
-def write_run_report(directory: Path, model: str, instance_ids: Sequence[str]) -> None:
-    """Write ``predictions.jsonl`` and ``<model>.<run>.json`` of the finished instances. Raises ``StorageError``."""
-    predictions: list[str] = []
-    outcomes: list[Outcome] = []
-    for row in read_rows(directory / OUTPUT):
-        outcomes.append(outcome_of_row(row))
-        if isinstance(patch := json_object(row.get("test_result")).get("git_patch"), str):
-            prediction = {"instance_id": row["instance_id"], "model_name_or_path": model, "model_patch": patch}
-            predictions.append(json.dumps(prediction) + "\n")
-    write_file(directory / PREDICTIONS, "".join(predictions), PRIVATE)
-    verdicts = {each.instance_id: _verdict(each) for each in outcomes if each.kind is not VerdictKind.UNGRADED}
-    report = run_report(verdicts, list(instance_ids), [outcome.instance_id for outcome in outcomes])
-    name = f"{model.replace('/', '__')}.{directory.name}.json"
-    write_file(directory / name, json.dumps(report, indent=4), PRIVATE)
 
 
 def _verdict(outcome: Outcome) -> PatchVerdict:
@@ -394,11 +330,14 @@ def _verdict(outcome: Outcome) -> PatchVerdict:
     return PatchVerdict(instance_id=outcome.instance_id, kind=kind, reason=outcome.reason, flags=flags)
 
 
-_MODEL = ("model", "top_p", "max_output_tokens", "native_tool_calling")
-_DETAILS = (
-    *("host", "temperature", "seed", "timeout", "test_timeout"),
-    *("strategy", "strategy_options", "limits", "success", "environment", "workspace"),
-)
+_DECIDING = {
+    "llm_config": ("model", "top_p", "max_output_tokens", "native_tool_calling"),
+    "details": (
+        *("host", "temperature", "seed", "timeout", "test_timeout"),
+        *("strategy", "strategy_options", "limits", "success", "environment", "workspace"),
+    ),
+}
+"""The recorded settings that affect results and are not in the folder's name."""
 
 
 def check_same_settings(plan: EvaluationPlan, run: RunSpec) -> None:
@@ -407,27 +346,14 @@ def check_same_settings(plan: EvaluationPlan, run: RunSpec) -> None:
     Settings that its metadata lacks are not compared.
     """
     directory = plan.run_directory(run)
-    was, now = _deciding(read_metadata(directory / METADATA)), _deciding(metadata_of(plan, run, 0.0))
-    held, wanted = dict(_flat(was)), dict(_flat({name: now.get(name) for name in was}))
-    other = [name for name in {**held, **wanted} if held.get(name) != wanted.get(name)]
+    was, now = redact_json(read_metadata(directory / METADATA)), redact_json(metadata_of(plan, run, 0.0))
+    other: list[str] = []
+    for part, names in _DECIDING.items():
+        had, wanted = json_object(was.get(part)), json_object(now.get(part))
+        changed = [name for name in names if had.get(name) is not None and had[name] != wanted.get(name)]
+        other += [f"{name}: {json.dumps(had[name]):.120}, now {json.dumps(wanted.get(name)):.120}" for name in changed]
     if other:
-        shown = (f"{name}: {json.dumps(held.get(name)):.60}, now {json.dumps(wanted.get(name)):.60}" for name in other)
         raise ConfigError(
-            f"{directory} holds a run with other settings ({'; '.join(shown)}): give the same ones to resume it, or "
+            f"{directory} holds a run with other settings ({'; '.join(other)}): give the same ones to resume it, or "
             "choose another --note or another --out"
         )
-
-
-def _deciding(metadata: JsonObject) -> JsonObject:
-    """The recorded settings that affect results and are not in the folder's name."""
-    noted = redact_json(metadata)
-    parts = ((_MODEL, json_object(noted.get("llm_config"))), (_DETAILS, json_object(noted.get("details"))))
-    return {name: part[name] for names, part in parts for name in names if part.get(name) is not None}
-
-
-def _flat(value: JsonValue, name: str = "") -> Iterator[tuple[str, JsonValue]]:
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _flat(each, f"{name}.{key}" if name else key)
-    elif value is not None:
-        yield name, value

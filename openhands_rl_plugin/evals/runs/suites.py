@@ -5,8 +5,7 @@ Other packages' are entry points of the group ``openhands_rl_plugin.suites``, ea
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.resources import files
@@ -85,24 +84,18 @@ def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str
 
 
 def row_tasks(environment: str, file: Path, split: str) -> tuple[EvalTask, ...]:
-    """``tasks_of_rows`` of a file. Raises ``ConfigError``."""
-    return tasks_of_rows(environment, tuple(read_rows(file)), split)
-
-
-def tasks_of_rows(environment: str, rows: Sequence[JsonObject], split: str) -> tuple[EvalTask, ...]:
-    """A task for each row; ``reset`` gets the row.
+    """A task for each row of a file; ``reset`` gets the row. Raises ``ConfigError``.
 
     A task has the name that its row gives, if no other row has it, else the row's number.
     """
-    name = folder_name(environment)
-    names = tuple(_name_of(row) for row in rows)
-    held = Counter(names)
-    eval_tasks = []
-    for index, row in enumerate(rows):
-        own = names[index] if names[index] and held[names[index]] == 1 else str(index)
-        task = Task(id=f"{name}-{own}", environment=environment, data={"idx": index, "row": row}, split=split)
-        eval_tasks.append(EvalTask(task, {"idx": index, "environment": environment, "row": row}))
-    return tuple(eval_tasks)
+    rows = read_rows(file)
+    names = [_name_of(row) for row in rows]
+    found: list[EvalTask] = []
+    for index, (row, own) in enumerate(zip(rows, names, strict=True)):
+        name = f"{folder_name(environment)}-{own if own and names.count(own) == 1 else index}"
+        task = Task(id=name, environment=environment, data={"idx": index, "row": row}, split=split)
+        found.append(EvalTask(task, {"idx": index, "environment": environment, "row": row}))
+    return tuple(found)
 
 
 def _name_of(row: JsonObject) -> str:

@@ -7,17 +7,17 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, JsonValue, ValidationError
 from pydantic_core import from_json
 
-from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra
+from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.files import is_contained
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, rows_of
 
 GOLD = "gold"
 """Instead of a file of predictions: the gold patch of every row."""
@@ -134,38 +134,12 @@ def _names(value: Any, column: str) -> tuple[str, ...]:
 
 def _rows(file: Path) -> Iterator[tuple[str, JsonObject]]:
     """The rows with their positions. Raises ``ConfigError``."""
-    at = str(file)
-    try:
-        for number, row in _parsed(file):
-            at = f"{file}:{number}"
-            value = from_json(row) if isinstance(row, bytes) else row
-            if not isinstance(value, dict):
-                raise ConfigError(f"{at}: must be a JSON object, not {type(value).__name__}")
-            yield at, value
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file}: there is no such file; give a .jsonl, .json or .parquet file") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{at}: cannot be read: {error}") from error
-
-
-def _parsed(file: Path) -> Iterator[tuple[int, Any]]:
-    """The rows with their numbers from 1; a line of a .jsonl file is not parsed."""
-    if file.suffix == ".parquet":
-        yield from enumerate(_parquet(file), 1)
-    elif file.suffix == ".json":
-        rows = from_json(file.read_bytes())
-        if isinstance(rows, dict):
-            rows = rows.values() if all(isinstance(each, dict) for each in rows.values()) else [rows]
-        yield from enumerate(rows, 1)
-    else:
-        with file.open("rb") as lines:
-            yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-
-
-def _parquet(file: Path) -> Iterator[JsonObject]:
-    with from_extra("exchange", "pyarrow"):
-        parquet: Any = import_module("pyarrow.parquet")
-    with parquet.ParquetFile(file) as table:  # what pyarrow raises is an OSError or a ValueError
-        for batch in table.iter_batches(batch_size=64):
-            # JSON has no times: they become text.
-            yield from json.loads(json.dumps(batch.to_pylist(), default=str))
+    if not file.is_file():
+        raise ConfigError(f"{file}: there is no such file; give a .jsonl, .json or .parquet file")
+    for at, read in rows_of(file):
+        try:
+            row = read()
+        except ExchangeError as error:
+            raise ConfigError(f"{at}: {error}") from error
+        by_id = row and all(isinstance(each, dict) for each in row.values())
+        yield from ((at, each) for each in (row.values() if by_id else [row]))

@@ -14,17 +14,19 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError, RLError, boundary
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.environments.workspace.processes import Ended
-from openhands_rl_plugin.evals.swe.logs import InstanceLogs
 from openhands_rl_plugin.evals.swe.patches import Applied, apply_patch, refusal
-from openhands_rl_plugin.evals.swe.recipes.scripts import END, START, Recipe
-from openhands_rl_plugin.evals.swe.recipes.swe_bench import Statuses, parser_of
+from openhands_rl_plugin.evals.swe.recipes import END, START, Recipe, Statuses, parser_of
+from openhands_rl_plugin.evals.swe.run_evaluation import InstanceLogs
 from openhands_rl_plugin.evals.swe.types import Box, Flag, Instance, PatchVerdict, Severity, TestsStatus, VerdictKind
+
+if TYPE_CHECKING:
+    from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 
 # The script is in no file: tests could read there what they are expected to do.
 _START = 'IFS= read -r PS4; script=$(cat); exec </dev/null; eval "set -x\n$script"'
@@ -74,18 +76,6 @@ class TestRun(NamedTuple):
         return self.log.tests or ""
 
 
-class Guard(Protocol):
-    """Detects reward hacking. A run with a deciding flag is not resolved."""
-
-    def script(self, grading: Grading) -> str:
-        """What runs the tests, in the place of the recipe's script."""
-        ...
-
-    async def flags(self, grading: Grading, run: TestRun, *, passed: bool) -> tuple[Flag, ...]:
-        """Flags of a finished run, which may need other runs; ``passed``: it resolves the instance without them."""
-        ...
-
-
 class Resolution(NamedTuple):
     """The passed and failed tests of both groups."""
 
@@ -121,7 +111,7 @@ def why_unresolved(instance: Instance, resolution: Resolution, run: TestRun) -> 
     return run.cut or ("; ".join(parts) if run.statuses else "no test in the log") or "no test of the row ran"
 
 
-async def evaluate(grading: Grading, logs: InstanceLogs, guard: Guard | None) -> PatchVerdict:
+async def evaluate(grading: Grading, logs: InstanceLogs, guard: RewardHackGuard | None) -> PatchVerdict:
     """Apply the patch in a fresh box and run the tests. Raises ``InfrastructureError``; ``ConfigError`` for a recipe
     with an unknown parser.
     """
@@ -233,7 +223,7 @@ async def grade_and_log(
 class BoxBackend:
     """Grades each patch in a box of its own, which ``box`` makes. ``network`` is for the tests."""
 
-    def __init__(self, guard: Guard | None, *, network: bool) -> None:
+    def __init__(self, guard: RewardHackGuard | None, *, network: bool) -> None:
         self._guard = guard
         self._network = network
 
@@ -256,6 +246,3 @@ class BoxBackend:
             return await evaluate(Grading(open_box, instance, recipe, patch, timeout), written, self._guard)
 
         return await grade_and_log(instance, patch, written, grade)
-
-    async def close(self) -> None:
-        """Nothing to release; caches and images stay."""

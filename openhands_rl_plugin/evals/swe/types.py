@@ -139,11 +139,6 @@ class Box(Protocol):
 class InstanceBackend(Protocol):
     """Sets up and grades instances: with a container engine, or in sandboxes on this machine."""
 
-    @property
-    def name(self) -> str:
-        """``local`` or ``docker``."""
-        ...
-
     async def check(self) -> None:
         """Raise ``ConfigError`` when instances cannot run here."""
         ...
@@ -160,8 +155,4 @@ class InstanceBackend(Protocol):
 
         Never raises for what a patch does; an infrastructure failure is a verdict of kind ``INFRASTRUCTURE``.
         """
-        ...
-
-    async def close(self) -> None:
-        """Release resources. Caches stay."""
         ...

@@ -132,14 +132,6 @@ def blocks(function: Function) -> Iterator[list[ast.stmt]]:
                 yield inner
 
 
-class Mutation(NamedTuple):
-    """One possible bug: its kind, the line (from 1) that has to be executed for it to show, and the edits."""
-
-    kind: str
-    line: int
-    edits: tuple[Edit, ...]
-
-
 KINDS = (
     *("operator", "comparison", "off by one", "constant", "wrong variable", "missing return", "swapped arguments"),
     *("inverted condition", "missing case", "wrong index", "wrong method", "wrong default"),
@@ -167,8 +159,11 @@ _SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)
 _ATOMS = (*_SIMPLE, ast.Constant)
 
 
-def mutations(source: PythonSource, function: Function) -> Iterator[Mutation]:
-    """The bugs of the kinds ``KINDS`` in a function. Some do not parse, or do not change what the function does."""
+def mutations(source: PythonSource, function: Function) -> Iterator[tuple[str, int, tuple[Edit, ...]]]:
+    """``(kind, line, edits)`` of the bugs of the kinds ``KINDS`` in a function; see ``Bug``.
+
+    Some do not parse, or do not change what the function does.
+    """
     known = {argument.arg: None for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
     nodes = [*own_nodes(function)]
     stored = (node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
@@ -176,19 +171,19 @@ def mutations(source: PythonSource, function: Function) -> Iterator[Mutation]:
     for node in nodes:
         if isinstance(node, ast.expr | ast.stmt):
             for kind, *edits in _of_node(source, node, names):
-                yield Mutation(kind, node.lineno, tuple(edits))
+                yield kind, node.lineno, tuple(edits)
     for block in blocks(function):
         for statement in block:
             alone = source.stands_alone(statement) and not source.text(statement).startswith("elif")
             if _droppable(statement, known) and alone:
                 put = f"{source.indentation(statement)}pass\n" if len(block) == 1 else ""
-                yield Mutation("missing case", statement.lineno, (Edit(*source.lines(statement), put),))
+                yield "missing case", statement.lineno, (Edit(*source.lines(statement), put),)
     for default in (*function.args.defaults, *function.args.kw_defaults):
         if isinstance(default, ast.Constant):
             text = default.value if isinstance(default.value, str | None) else 0
             others = [_OTHER_DEFAULT[text]] if text in _OTHER_DEFAULT else [*_constants(source, default)][:1]
             for other in others:
-                yield Mutation("wrong default", function.body[-1].lineno, (source.replaced(default, other),))
+                yield "wrong default", function.body[-1].lineno, (source.replaced(default, other),)
 
 
 def _of_node(

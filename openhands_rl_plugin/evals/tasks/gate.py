@@ -7,18 +7,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from rich.table import Table
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.files import file_sha256, scratch_folder, write_file
+from openhands_rl_plugin.core.files import scratch_folder, write_file
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.runs.suites import own_suite_of
 from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
 from openhands_rl_plugin.trajectories.view import table
-
-SCHEMA_VERSION = 1
 
 
 class Check(Frozen, extra="ignore"):
@@ -42,16 +40,11 @@ class TaskLineage(Frozen, extra="ignore"):
     check: Check | None = None
 
 
-class TasksLineage(Frozen):
-    """All tasks of a file, or none where its rows say what they are. ``sha256`` is that of the file; ``checked``: it
-    passed the gate, with ``backend``.
-    """
+class TasksLineage(Frozen, extra="ignore"):
+    """All tasks of a file, or none where its rows say what they are. ``checked``: they passed the gate."""
 
-    schema_version: int = SCHEMA_VERSION
-    sha256: str
     checked: bool = False
-    backend: str = ""
-    tasks: tuple[TaskLineage, ...] = Field(default=())
+    tasks: tuple[TaskLineage, ...] = ()
 
 
 def lineage_path(tasks: Path) -> Path:
@@ -63,37 +56,19 @@ def read_lineage(tasks: Path) -> TasksLineage | None:
     """The lineage of a file of tasks; ``None`` when it has none. Raises ``ConfigError`` for one that is damaged."""
     path = lineage_path(tasks)
     try:
-        return TasksLineage.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError, UnicodeDecodeError) as error:
-        again = f"make it again: openhands-rl tasks check {tasks}"
-        raise ConfigError(f"{path} cannot be read as a lineage; {again}") from error
-
-
-def require_checked(path: Path) -> tuple[Instance, ...]:
-    """The tasks of a file that passed the quality gate. Raises ``ConfigError`` when it did not, or changed since."""
-    instances, lineage = read_instances(path), read_lineage(path)
-    again = f"run: openhands-rl tasks check {path}"
-    if lineage is None:
-        raise ConfigError(f"{path} was never checked; {again}")
-    if lineage.sha256 != file_sha256(path):
-        raise ConfigError(f"{path} has changed since its lineage was written; {again}")
-    if not lineage.checked:
-        bad = sum(bool(task.check is None or task.check.problems) for task in lineage.tasks)
-        raise ConfigError(f"{path} did not pass the quality gate ({bad} of {len(instances)} tasks); {again}")
-    return instances
+        return TasksLineage.model_validate_json(path.read_bytes()) if path.exists() else None
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"{path} is no lineage: make it again: openhands-rl tasks check {tasks}") from error
 
 
 def write_tasks(path: Path, instances: Sequence[Instance], tasks: Sequence[TaskLineage]) -> None:
     """Write the rows and their lineage, each atomically. Raises ``StorageError``."""
     rows = "".join(json.dumps(row_of(each), ensure_ascii=False) + "\n" for each in instances)
     write_file(path, rows, parents=True)
-    write_lineage(path, TasksLineage(sha256=file_sha256(path), tasks=tuple(tasks)))
+    _write_lineage(path, TasksLineage(tasks=tuple(tasks)))
 
 
-def write_lineage(tasks: Path, lineage: TasksLineage) -> None:
-    """Write the lineage of a file of tasks."""
+def _write_lineage(tasks: Path, lineage: TasksLineage) -> None:
     write_file(lineage_path(tasks), lineage.model_dump_json(indent=1, exclude_none=True) + "\n")
 
 
@@ -126,7 +101,7 @@ async def check_tasks(
     """
     instances = read_instances(path)
     await backend.check()
-    known = {task.instance_id: task for task in (read_lineage(path) or TasksLineage(sha256="")).tasks}
+    known = {task.instance_id: task for task in (read_lineage(path) or TasksLineage()).tasks}
     same = duplicates(instances, known)
     turns, done = asyncio.Semaphore(workers), 0
 
@@ -147,13 +122,9 @@ async def check_tasks(
         return known.get(instance.instance_id, found).model_copy(update={"check": check})
 
     tasks = await asyncio.gather(*map(checked, instances))
-    lineage = TasksLineage(
-        sha256=file_sha256(path),
-        checked=not any(task.check is None or task.check.problems for task in tasks),
-        backend=backend.name,
-        tasks=tuple(tasks),
-    )
-    write_lineage(path, lineage)
+    passed = not any(task.check is None or task.check.problems for task in tasks)
+    lineage = TasksLineage(checked=passed, tasks=tuple(tasks))
+    _write_lineage(path, lineage)
     return lineage
 
 
@@ -204,22 +175,16 @@ def duplicates(instances: Sequence[Instance], lineage: Mapping[str, TaskLineage]
 
 def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Table:
     """One line a task: what fails, how the bug was made, and whether the gate let it pass."""
-    gated = lineage is not None and lineage.checked
-    known = {task.instance_id: task for task in lineage.tasks} if lineage is not None else {}
+    lineage = lineage or TasksLineage()
+    known = {task.instance_id: task for task in lineage.tasks}
     rows: list[tuple[str, ...]] = []
     for each in instances:
-        task, own = known.get(each.instance_id), own_suite_of(each)
-        check, spec = task.check if task is not None else None, each.extra.get(own.column) if own is not None else None
-        kind = str(spec.get("kind", "")) if isinstance(spec, dict) else ""
-        rows.append(
-            (
-                each.instance_id,
-                str(each.extra.get("split", "")),
-                task.modifier if task is not None else kind,
-                str(len(each.fail_to_pass)),
-                str(len(each.pass_to_pass)),
-                check.problems[0] if check and check.problems else "yes" if check or gated else "no",
-            )
-        )
+        own, task = own_suite_of(each), known.get(each.instance_id, TaskLineage(instance_id=each.instance_id))
+        spec = each.extra.get(own.column) if own is not None else None
+        kind = str(spec.get("kind", "")) if isinstance(spec, dict) else task.modifier
+        gate = "yes" if task.check or lineage.checked else "no"
+        counts = (str(len(each.fail_to_pass)), str(len(each.pass_to_pass)))
+        problem = task.check.problems[0] if task.check and task.check.problems else gate
+        rows.append((each.instance_id, str(each.extra.get("split", "")), kind, *counts, problem))
     numbers = ("fail", "pass")
     return table(("task", "split", "made by", *numbers, "checked"), rows, numbers=numbers)

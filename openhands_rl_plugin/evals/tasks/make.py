@@ -1,25 +1,24 @@
-"""Makes a file of tasks: bugs that tests notice, and past fixes, with a journal to resume from."""
+"""Makes a file of tasks: bugs that tests notice, and past fixes."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import random
 import re
 import shlex
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain, islice, zip_longest
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
-from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
@@ -27,20 +26,19 @@ from openhands_rl_plugin.evals.swe.grading import Grading, TestRun, run_tests
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.bugs import Bug, PythonSource, bugs_of, patch_of
 from openhands_rl_plugin.evals.tasks.gate import NO_OP, TaskLineage, write_tasks
-from openhands_rl_plugin.evals.tasks.source import Source, TaskRepositories, commit_files, is_test, requirements_of
+from openhands_rl_plugin.evals.tasks.source import Source, commit_files, is_test, requirements_of
 
 PAST_FIX = "reopen_fix"
 """What the lineage names in place of a kind of bug where a past fix is taken back."""
 LARGEST_SHARE = 0.6
 """The fraction of tests that may fail with the bug."""
-TRIES_PER_TASK = 12
+TRIES_PER_TASK = 20
 LEAK_LENGTH = 12
 _LEAST_STEADY = 0.5
 _MOST_SHOWN, _MOST_NAMED, _MOST_TEXT = 2, 6, 4_000
 _UNSTABLE = re.compile(r"0x[0-9a-f]{6,}|\d+\.\d{9,}s")
 _LOOKED_THROUGH, _MOST_FILES, _TRIES_PER_FIX = 400, 6, 4
 _PYTEST = "python -m pytest"
-_COVERED = "openhands_rl_covered"
 
 
 class TaskPlan(Frozen):
@@ -57,7 +55,7 @@ class TaskPlan(Frozen):
     timeout: float = Field(default=60.0, gt=0)
 
 
-class TriedBug(Frozen):
+class TriedBug(NamedTuple):
     """The result of one change: a task, or the reason for rejecting it."""
 
     reason: str = ""
@@ -65,25 +63,19 @@ class TriedBug(Frozen):
     lineage: TaskLineage | None = None
 
 
-type OnTried = Callable[[TaskPlan, int, str], None]
-"""The plan, its tasks so far, and why the last change is no task (empty when it is one)."""
+type OnTried = Callable[[int, str], None]
+"""The tasks so far, and why the last change is no task (empty when it is one)."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A commit whose tests have run twice. ``tests`` passed both times; ``failing`` and ``flickering`` ones did not.
-    ``covered``: path -> lines that ran, empty where that is not known. ``seconds``: of one run.
-    """
+    """A commit whose ``tests`` passed twice. ``run`` runs all of them after a patch."""
 
     plan: TaskPlan
     texts: Mapping[str, str]
     run: Callable[[str], Awaitable[TestRun]]
     instance: Instance
     tests: frozenset[str]
-    failing: frozenset[str]
-    flickering: frozenset[str]
-    covered: Mapping[str, Sequence[int]]
-    seconds: float
 
 
 async def prepare(plan: TaskPlan, cache: Path, commit: str = "") -> Prepared:
@@ -96,7 +88,7 @@ async def prepare(plan: TaskPlan, cache: Path, commit: str = "") -> Prepared:
     words = ["-rA", "-o", "addopts=", "-p", "no:cacheprovider", "--continue-on-collection-errors", *plan.tests]
     packages = requirements_of(texts, ("pytest==8.4.2", *plan.requirements))
     extra: dict[str, JsonValue] = {
-        "source": {**source.row, "label": source.name},
+        "source": {"git": source.git, "commit": source.commit, "label": source.name},
         "python": plan.python,
         # No code of a package runs: wheels are unpacked.
         "packages": ["--only-binary=:all:", *packages],
@@ -110,41 +102,28 @@ async def prepare(plan: TaskPlan, cache: Path, commit: str = "") -> Prepared:
     instance = Instance(
         instance_id=name, repo=f"git/{source.name}", base_commit=source.commit, version=version, extra=extra
     )
-    backend = LocalBackend(cache=cache, sources=[TaskRepositories(cache)])
+    backend = LocalBackend(cache=cache)
     await backend.check()
     recipe = await backend.recipe(instance)
     open_box = functools.partial(backend.box, instance, recipe)
 
-    async def run(patch: str, script: str = recipe.evaluation_script) -> TestRun:
-        return await run_tests(Grading(open_box, instance, recipe, patch, plan.timeout), patch, script)
+    async def run(patch: str) -> TestRun:
+        return await run_tests(
+            Grading(open_box, instance, recipe, patch, plan.timeout), patch, recipe.evaluation_script
+        )
 
-    plugin = Path(__file__).with_name("covered.py").read_text(encoding="utf-8")
-    covering = recipe.evaluation_script.replace(_PYTEST, f"{_PYTEST} -p {_COVERED}", 1)
-    first, second = await run(patch_of(f"{_COVERED}.py", None, plugin), covering), await run(NO_OP)
-    label = source.name
+    first = await run(NO_OP)
     if first.cut:
-        raise ConfigError(f"{label}: {first.cut}; run fewer tests (--tests), or give more time")
-    ran, passed = {name for name, status in first.statuses.items() if status != "SKIPPED"}, _passed(first)
-    steady = passed & _passed(second)
+        raise ConfigError(f"{source.name}: {first.cut}; run fewer tests (--tests), or give more time")
+    ran = {name for name, status in first.statuses.items() if status != "SKIPPED"}
+    steady = _passed(first) & _passed(await run(NO_OP))
     if len(steady) < 2 or len(steady) < _LEAST_STEADY * len(ran):
         last = next((line for line in reversed(first.tests.splitlines()) if line.startswith("E  ")), "")
         raise ConfigError(
-            f"{label}: {len(steady)} of {len(ran)} tests pass twice, which are too few: mend them, install what they "
-            f"need (--with), or name those that pass (--tests){f'; {last:.200}' if last else ''}"
+            f"{source.name}: {len(steady)} of {len(ran)} tests pass twice, which are too few: mend them, install what "
+            f"they need (--with), or name those that pass (--tests){f'; {last:.200}' if last else ''}"
         )
-    found = re.search(rf"^{_COVERED} (\{{.*\}})$", first.tests, re.MULTILINE)
-    flickering = passed ^ _passed(second)
-    return Prepared(
-        plan=plan,
-        texts=texts,
-        run=run,
-        instance=instance,
-        tests=frozenset(steady),
-        failing=frozenset(ran - passed - flickering),
-        flickering=frozenset(flickering),
-        covered=json.loads(found[1]) if found else {},
-        seconds=second.ended.seconds if second.ended else 0.0,
-    )
+    return Prepared(plan, texts, run, instance, frozenset(steady))
 
 
 def _passed(run: TestRun) -> set[str]:
@@ -153,90 +132,55 @@ def _passed(run: TestRun) -> set[str]:
     return {name for name in whole if "[" not in name or name.endswith("]")}
 
 
-async def make_tasks(plans: Sequence[TaskPlan], out: Path, cache: Path, on_tried: OnTried) -> tuple[int, list[str]]:
-    """Make the tasks of the plans and write them to ``out``, with their lineage beside it.
+async def make_tasks(plan: TaskPlan, out: Path, cache: Path, on_tried: OnTried) -> int:
+    """Make the tasks of a plan and write them to ``out``, with their lineage beside it; their number.
 
-    Returns their number, and a line for each repository that gave fewer than wanted. After a kill the same call tries
-    nothing again: a journal beside ``out`` has what was tried. Raises ``ConfigError`` when none gave a task.
+    Up to half of them are of the newest fixes, the others of bugs. They depend on the plan alone. Raises
+    ``ConfigError`` for a repository that gives no task.
     """
-    journal = out.with_name(f".{out.name}.journal")
     made: list[TriedBug] = []
-    problems: list[str] = []
-    for plan in plans:
-        try:
-            mine = await _tasks_of(plan, cache, journal, on_tried)
-        except RLError as error:
-            problems.append(str(error))
-            continue
-        if len(mine) < plan.wanted:
-            problems.append(f"{plan.source.name}: {len(mine)} of {plan.wanted} tasks, no more bugs are good")
-        made += mine
-    if not made:
-        raise ConfigError("\n".join(problems))
-    write_tasks(out, [each.instance for each in made if each.instance], [each.lineage for each in made if each.lineage])
-    journal.unlink(missing_ok=True)
-    return len(made), problems
 
-
-async def _tasks_of(plan: TaskPlan, cache: Path, journal: Path, on_tried: OnTried) -> list[TriedBug]:
-    """Up to half of the tasks from the newest fixes, the others from bugs. They depend on the plan alone."""
-    made: list[TriedBug] = []
-    known: dict[str, TriedBug] = {}
-    scope = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
-    for line in journal.read_text(encoding="utf-8").splitlines() if journal.exists() else ():
-        with suppress(ValidationError):  # the line that was being written when the run was killed
-            known[line.partition("\t")[0]] = TriedBug.model_validate_json(line.partition("\t")[2])
-
-    async def attempt(key: str, change: Callable[[], Awaitable[TriedBug]]) -> bool:
-        name = f"{scope}:{key}"
-        if (result := known.get(name)) is None:
-            result = await change()
-            tests = result.instance.fail_to_pass if result.instance else None
-            if tests and any(each.instance and each.instance.fail_to_pass == tests for each in made):
-                result = TriedBug(reason="another task fails the same tests")
-            journal.parent.mkdir(parents=True, exist_ok=True)
-            with open(journal, "a", encoding="utf-8") as file:
-                file.write(f"{name}\t{result.model_dump_json()}\n")
-            on_tried(plan, len(made) + (result.instance is not None), result.reason)
+    async def attempt(change: Awaitable[TriedBug]) -> bool:
+        result = await change
+        tests = result.instance.fail_to_pass if result.instance else None
+        if tests and any(each.instance and each.instance.fail_to_pass == tests for each in made):
+            result = TriedBug(reason="another task fails the same tests")
         made.extend([result] if result.instance else [])
+        on_tried(len(made), result.reason)
         return result.instance is not None
 
     prepared = await prepare(plan, cache)
     for commit, time in islice(_fixes(plan.source), plan.wanted // 2 * _TRIES_PER_FIX):
         if len(made) < plan.wanted // 2:
-            await attempt(commit[:12], functools.partial(_past_fix, plan, cache, commit, time))
-    if left := plan.wanted - len(made):
-        used: set[tuple[str, str]] = set()
-        for bug in candidates(prepared)[: left * TRIES_PER_TASK]:
-            if len(made) == plan.wanted:
-                break
-            key = hashlib.sha256(repr((bug.path, bug.function, bug.edits)).encode()).hexdigest()[:12]
-            wrong = {bug.path: PythonSource(prepared.texts[bug.path]).apply(bug.edits)}
-            change = functools.partial(try_change, prepared, key, wrong, bug.kind, bug.function)
-            if (bug.path, bug.function) not in used and await attempt(key, change):
-                used.add((bug.path, bug.function))
-    return made
+            await attempt(_past_fix(plan, cache, commit, time))
+    used: set[tuple[str, str]] = set()
+    for bug in candidates(prepared)[: (plan.wanted - len(made)) * TRIES_PER_TASK]:
+        if len(made) == plan.wanted:
+            break
+        key = hashlib.sha256(repr((bug.path, bug.function, bug.edits)).encode()).hexdigest()[:12]
+        wrong = {bug.path: PythonSource(prepared.texts[bug.path]).apply(bug.edits)}
+        place = (bug.path, bug.function)
+        if place not in used and await attempt(try_change(prepared, key, wrong, bug.kind, bug.function)):
+            used.add(place)
+    if not made:
+        raise ConfigError(f"{plan.source.name}: no bug gives a good task")
+    write_tasks(out, [each.instance for each in made if each.instance], [each.lineage for each in made if each.lineage])
+    return len(made)
 
 
 def candidates(prepared: Prepared) -> list[Bug]:
-    """The bugs in lines that tests run, in an order that depends on the seed only: kinds and functions alternate."""
+    """The bugs in an order that depends on the seed only: kinds alternate, then functions."""
     order = random.Random(f"{prepared.plan.seed}:{prepared.plan.source.name}:{prepared.plan.source.commit}")
-    by_kind: dict[str, list[Bug]] = {}
-    for path, text in prepared.texts.items():
-        lines = prepared.covered.get(path, ())
-        for bug in () if is_test(path) else bugs_of(path, text):
-            if not prepared.covered or bug.line in lines:
-                by_kind.setdefault(bug.kind, []).append(bug)
-    groups = [by_kind[kind] for kind in sorted(by_kind)]
-    for bugs in groups:
-        order.shuffle(bugs)
-    order.shuffle(groups)
-    earlier: Counter[tuple[str, str]] = Counter()
-    turns: list[tuple[int, Bug]] = []
-    for bug in filter(None, chain.from_iterable(zip_longest(*groups))):
-        turns.append((earlier[bug.path, bug.function], bug))
-        earlier[bug.path, bug.function] += 1
-    return [bug for _, bug in sorted(turns, key=itemgetter(0))]
+    bugs = [bug for path, text in prepared.texts.items() if not is_test(path) for bug in bugs_of(path, text)]
+    order.shuffle(bugs)
+    for name in ("kind", "function"):
+        earlier: Counter[str] = Counter()
+        turns: list[tuple[int, Bug]] = []
+        for bug in bugs:
+            turns.append((earlier[getattr(bug, name)], bug))
+            earlier[getattr(bug, name)] += 1
+        bugs = [bug for _, bug in sorted(turns, key=itemgetter(0))]
+    return bugs
 
 
 def _fixes(source: Source) -> Iterator[tuple[str, int]]:

@@ -4,7 +4,6 @@ files alone.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import html
 import os
@@ -19,9 +18,16 @@ from urllib.parse import urljoin
 import httpx
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, describe
-from openhands_rl_plugin.core.files import draft_folder, file_sha256, is_contained, scratch_folder, write_file
+from openhands_rl_plugin.core.files import (
+    draft_folder,
+    file_sha256,
+    is_contained,
+    locked_folder,
+    scratch_folder,
+    write_file,
+)
 from openhands_rl_plugin.core.redaction import redact_text
-from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.git import (
     OTHER,
     REPOSITORY,
@@ -57,11 +63,6 @@ class Source(Frozen):
     git: str
     place: Path
     commit: str
-
-    @property
-    def row(self) -> JsonObject:
-        """The column ``source``."""
-        return {"git": self.git, "commit": self.commit}
 
     def read(self, *words: str, stdin: bytes = b"") -> bytes:
         """What a command of git prints. Raises as ``git_output`` does."""
@@ -99,8 +100,9 @@ def find_source(where: str, commit: str, cache: Path) -> Source:
     path = Path(where.removeprefix("file://"))
     if re.match(r"https?://", where):
         place = root = cache / "git" / hashlib.sha256(where.encode()).hexdigest()[:16]
-        if not (place / "HEAD").exists():
-            with draft_folder(place.parent, f".{place.name}-") as fresh:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with locked_folder(place.parent), draft_folder(place.parent, f".{place.name}-") as fresh:
+            if not (place / "HEAD").exists():
                 try:
                     git_output(clone_command(where, fresh, "--bare"), f"{where} could not be cloned")
                 except ConfigError as error:
@@ -190,52 +192,37 @@ def commit_files(git: Path, work: Path | Source, message: str, *, patch: str = "
     return made
 
 
-class TaskRepositories:
-    """A ``RepositorySource`` for rows with a ``source``: a commit of a git repository, or of the published suite the
-    source archive of a release, known by its sha256.
+def task_repository(instance: Instance, cache: Path) -> Path | None:
+    """The repository of a row with a ``source``, else ``None``. The source is a commit of a git repository, or of the
+    published suite the source archive of a release, known by its sha256.
 
-    The row's patches are taken back in the source's files, which gives ``base_commit``.
+    The row's patches are taken back in the source's files, which gives ``base_commit``. Raises ``InfrastructureError``
+    without network, and where the row or its source was changed.
     """
-
-    def __init__(self, cache: Path) -> None:
-        self._cache = cache
-        self._making = asyncio.Lock()
-
-    async def find(self, instance: Instance) -> Path | None:
-        """The repository; ``None`` for a row without such a source.
-
-        Raises ``InfrastructureError`` without network, and where the row or its source was changed.
-        """
-        source = instance.extra.get("source")
-        if not isinstance(source, dict):
-            return None
-        async with self._making:
-            return await asyncio.to_thread(self._made, instance, source)
-
-    def _made(self, instance: Instance, source: JsonObject) -> Path:
-        texts = {name: str(value) for name, value in source.items()}
-        place = self._cache / "task-repositories" / f"{instance.instance_id}-{instance.base_commit[:12]}.git"
-        if (place / "refs/heads/main").exists() and (
-            place / "refs/heads/main"
-        ).read_text().strip() == instance.base_commit:
-            return place
-        patch = "".join(f"{each.rstrip('\n')}\n" for each in (instance.patch, instance.test_patch) if each)
-        label = texts.get("label", "")
-        if "git" in texts:
-            found = find_source(texts["git"], texts["commit"], self._cache)
-            if found.commit == instance.base_commit:
-                return found.place
-            base = commit_files(place, found, label or found.name, patch=patch)
-        else:
-            with scratch_folder("sdist") as folder:
-                top = extract(fetch_archive(texts, self._cache), folder)
-                base = commit_files(place, top, label, patch=patch)
-        if base != instance.base_commit:
-            raise InfrastructureError(
-                f"{instance.instance_id}: its source and patches give commit {base[:12]}, not"
-                f" {instance.base_commit[:12]}; the row, or the source, has been changed"
-            )
+    source = instance.extra.get("source")
+    if not isinstance(source, dict):
+        return None
+    texts = {name: str(value) for name, value in source.items()}
+    place = cache / "task-repositories" / f"{instance.instance_id}-{instance.base_commit[:12]}.git"
+    head = place / "refs/heads/main"
+    if head.exists() and head.read_text().strip() == instance.base_commit:
         return place
+    patch = "".join(f"{each.rstrip('\n')}\n" for each in (instance.patch, instance.test_patch) if each)
+    label = texts.get("label", "")
+    if "git" in texts:
+        found = find_source(texts["git"], texts["commit"], cache)
+        if found.commit == instance.base_commit:
+            return found.place
+        base = commit_files(place, found, label or found.name, patch=patch)
+    else:
+        with scratch_folder("sdist") as folder:
+            base = commit_files(place, extract(fetch_archive(texts, cache), folder), label, patch=patch)
+    if base != instance.base_commit:
+        raise InfrastructureError(
+            f"{instance.instance_id}: its source and patches give commit {base[:12]}, not"
+            f" {instance.base_commit[:12]}; the row, or the source, has been changed"
+        )
+    return place
 
 
 def fetch_archive(source: Mapping[str, str], cache: Path) -> Path:

@@ -20,10 +20,10 @@ from watched import (
 )
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.apps.loop.checks import held
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.contrib.watch.journal import WatchStep
 from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.evals.runs.run_files import held
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -15,8 +15,7 @@ from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.environments.workspace.git import git_command, run_git
 from openhands_rl_plugin.environments.workspace.patch import Baseline
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox
-from openhands_rl_plugin.evals.swe.backends.local import _commit_changes
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource, file_at, make_origin
+from openhands_rl_plugin.evals.swe.backends.local import LocalBackend, _commit_changes, file_at, make_origin
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.source import Source, commit_files, find_source
 
@@ -113,8 +112,8 @@ def test_nothing_of_a_repository_runs_here(way: str, tmp_path: Path, monkeypatch
         assert found.commit == head and not found.texts(head) and found.read("log", "--name-status", head)
         if way != PARTIAL:
             assert commit_files(tmp_path / "base.git", found, "start") != head
-        git = await MirrorSource(tmp_path / "mirrors").find(instance)
-        assert git is not None and git == copy and await file_at(git, head, "evil.sh")
+        git = await LocalBackend(cache=tmp_path, mirror=tmp_path / "mirrors").repository(instance)
+        assert git == copy and await file_at(git, head, "evil.sh")
         if way != PARTIAL:
             await make_origin(git, instance, tmp_path / "origin.git", "main")
         baseline, sandbox = Baseline(tmp_path), BubblewrapSandbox(checkout)

@@ -17,8 +17,7 @@ from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, Sandbox, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
-from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
+from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room, find_python
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.gate import NO_OP
 

@@ -6,13 +6,16 @@ python killed_run.py FOLDER INSTANCES     # prints what was left to do; goes on 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from git_backend import FIX, GitBackend, git, make_instances
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
@@ -24,10 +27,11 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.evals.runs.evaluate import Evaluation
+from openhands_rl_plugin.evals.runs import evaluate
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.runner import EvalRunner
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
+from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
+from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
@@ -64,9 +68,10 @@ class Repairs:
 
 
 class SessionsInPlaces:
-    """Plays with sessions in this process."""
+    """Rolls out with sessions in this process."""
 
-    def __init__(self, storage: TrajectoryStorage, log: Path) -> None:
+    def __init__(self, spec: StrategySpec, storage: TrajectoryStorage, log: Path) -> None:
+        self._spec = spec
         self._storage = storage
         self._log = log
         self._pace = random.Random(7)
@@ -78,7 +83,7 @@ class SessionsInPlaces:
             make_environment=lambda _: Repairs(directory, self._pace),
             make_strategy=lambda _: StandardReActStrategy(),
             make_engine=lambda _: ScriptedEngine(["go on"] * TURNS),
-            strategy_spec=StrategySpec(name="StandardReAct"),
+            strategy_spec=self._spec,
             base_model="scripted",
             storage=self._storage,
         )
@@ -93,46 +98,25 @@ class SessionsInPlaces:
 
 async def main(folder: Path, count: int) -> None:
     """Go on until everything is done."""
-    if not (folder / "origin").exists():
-        make_instances(folder / "new", 1)
-        (folder / "new" / "origin").rename(folder / "origin")
-    base = git(folder / "origin", "rev-parse", "HEAD").stdout.strip()
-    example = make_instances(folder / f"other-{random.getrandbits(60)}", 1)[0]
-    instances = [
-        example.model_copy(
-            update={
-                "instance_id": f"owner__adder-{number}",
-                "base_commit": base,
-                "extra": {"origin": str(folder / "origin")},
-            }
-        )
-        for number in range(count)
-    ]
+    rows = folder / "rows.jsonl"
+    if not rows.exists():
+        made = make_instances(folder / f"made-{random.getrandbits(60)}", count)
+        write_file(rows, "".join(f"{json.dumps(row_of(each))}\n" for each in made))
     serving = ServingSettings(model="scripted", base_url="http://127.0.0.1:1/v1")
-    plan = EvaluationPlan(
-        suite=SUITE,
-        agent="RLAgent",
-        settings=RLSettings(serving=serving, max_workers=4),
-        out=folder / "out",
-        runs=2,
-        graders=2,
-    )
+    settings = RLSettings(serving=serving, max_workers=4)
+    plan = EvaluationPlan(suite=SUITE, agent="RLAgent", settings=settings, out=folder / "out", runs=2, graders=2)
+
+    @asynccontextmanager
+    async def sessions(settings: RLSettings, options: HostOptions, *, storage: TrajectoryStorage, workers: int):
+        yield SessionsInPlaces(options.strategy_spec(settings), storage, folder / "played.log")
+
+    evaluate.open_runner = sessions
+    tasks = [swe_task(instance, SUITE) for instance in read_instances(rows)]
+    backend = GitBackend(folder / "graded")
     async with FileTrajectoryStorage(folder / "store") as storage:
-        evaluation = Evaluation(plan, [swe_task(instance, SUITE) for instance in instances])
-        print(evaluation.left, flush=True)
-        backend = GitBackend(folder / "graded")
-        player = EvalRunner(
-            plan,
-            SessionsInPlaces(storage, folder / "played.log"),
-            strategy=StrategySpec(name="StandardReAct"),
-            storage=storage,
-            backend=backend,
-            scratch=evaluation.scratch,
+        await evaluate.evaluate(
+            plan, tasks, storage=storage, backend=backend, started=lambda left: print(left, flush=True)
         )
-        try:
-            await evaluation.run(player)
-        finally:
-            evaluation.close()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from needs import needs_bubblewrap
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.host import agent_named, host_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.config.workspace import WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
@@ -21,7 +20,7 @@ from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.evaluate import evaluate
 from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome, cost_of
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.run_files import RunFiles, read_runs
+from openhands_rl_plugin.evals.runs.run_files import RunFolder, read_runs
 from openhands_rl_plugin.evals.runs.suites import Suite, environment_tasks, find_suite, swe_task
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -65,14 +64,7 @@ async def played(
     """What a run of the plan does, in the order in which it ends."""
     outcomes: list[Outcome] = []
     async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
-        await evaluate(
-            plan,
-            entries,
-            storage=storage,
-            backend=backend,
-            started=lambda _: outcomes.append,
-            **more,
-        )
+        await evaluate(plan, entries, storage=storage, backend=backend, started=lambda _: outcomes.append, **more)
     return outcomes
 
 
@@ -85,40 +77,13 @@ def lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-async def test_a_run_is_resumed_by_the_strategy_that_began_it_only(model: str, tmp_path: Path):
-    entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
-    one = plan_for(model, tmp_path / "out", agent="RLAgent")
-    assert len(await played(one, entries[:1], GitBackend(tmp_path / "grade"))) == 1
-    searched = one.settings.model_copy(update={"rollout_strategy": "BestOfN", "strategy": {"n": 2, "value": "model"}})
-    search = one.model_copy(update={"settings": searched})
-    with pytest.raises(ConfigError, match='strategy: "StandardReAct", now "BestOfN"'):
-        await played(search, entries, GitBackend(tmp_path / "grade"))
-    assert len(await played(one, entries, GitBackend(tmp_path / "grade"))) == 1, "the same goes on"
-
-    noted = search.model_copy(update={"note": "search"})
-    assert len(await played(noted, entries[:1], GitBackend(tmp_path / "grade"))) == 1
-    (run,) = read_runs((noted.run_directory(noted.each_run()[0]),))
-    details = run.metadata["details"]
-    assert isinstance(details, dict) and details["strategy"] == "BestOfN" and details["temperature"] == 1.0
-    compact = searched.model_copy(update={"workspace": WorkspaceSettings(prompt="compact")})
-    with pytest.raises(ConfigError, match=r'workspace\.prompt: "standard", now "compact"'):
-        await played(noted.model_copy(update={"settings": compact}), entries, GitBackend(tmp_path / "grade"))
-
-
 async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path):
     instances = make_instances(tmp_path, 4)
     entries = entries_of(instances, [FIXED, SPOILT, NOTHING, LOOPING])
     plan = plan_for(model, tmp_path / "out")
     outcomes = {each.instance_id[-1]: each for each in await played(plan, entries, GitBackend(tmp_path / "grade"))}
-    assert {name: each.kind for name, each in outcomes.items()} == {
-        "0": VerdictKind.RESOLVED,
-        "1": VerdictKind.UNRESOLVED,
-        "2": VerdictKind.EMPTY_PATCH,
-        "3": VerdictKind.EMPTY_PATCH,
-    }
-    assert [outcomes[name].stuck for name in "0123"] == [False, False, False, True]
+    assert [outcomes[name].kind.value for name in "0123"] == ["resolved", "unresolved", "empty_patch", "empty_patch"]
     assert outcomes["1"].flags == ("exit",) and outcomes["2"].turns == 3
-    assert [outcomes[name].commands_flagged for name in "0123"] == [0, 0, 1, 0]
     first = outcomes["0"]
     assert first.cost is None and (cost_of("gpt-4o", 4, 9) or 0) > 0
 
@@ -129,7 +94,6 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     assert rows["0"]["test_result"]["report"]["resolved"] is True
     assert "+    return a + b" in rows["0"]["test_result"]["git_patch"]
     assert rows["2"]["test_result"]["report"]["empty_generation"] is True
-    assert [flag["rule"] for flag in rows["2"]["test_result"]["commands_flagged"]] == ["history"]
     assert rows["0"]["instruction"].startswith("<uploaded_files>\n/workspace/owner__adder__1.0\n</uploaded_files>\n")
     assert json.loads((directory / "metadata.json").read_text())["llm_config"]["model"] == "openai/org/instant"
     files = sorted((directory / "llm_completions/owner__adder-2").iterdir())
@@ -142,12 +106,7 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     assert not (plan.out / ".work").exists()
 
     scores = {trajectory.task.id[-1]: own for trajectory, own in await stored(plan)}
-    assert {name: [score.reward for score in own] for name, own in scores.items()} == {
-        "0": [1.0],
-        "1": [0.0],
-        "2": [0.0],
-        "3": [0.0],
-    }
+    assert [[score.reward for score in scores[name]] for name in "0123"] == [[1.0], [0.0], [0.0], [0.0]]
     assert (plan.out / "trajectories").stat().st_mode & 0o077 == 0
     assert not any("a + b" in json.dumps(each.task.data) for each, _ in await stored(plan)), "tasks hold no solution"
 
@@ -169,13 +128,9 @@ async def test_a_finished_run_is_not_played_again(model: str, tmp_path: Path):
     assert temperatures == {"0": {0.0}, "1": {0.5}}
 
 
-async def test_infrastructure_is_tried_again_and_never_counts_as_unresolved(model: str, tmp_path: Path):
+async def test_infrastructure_never_counts_as_unresolved_and_is_tried_again_on_demand(model: str, tmp_path: Path):
     entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
-    plan = plan_for(model, tmp_path / "out", max_workers=1, graders=1, retries=1)
-    backend = GitBackend(tmp_path / "grade", lost_checkouts=1, outages=1)
-    assert [each.kind for each in await played(plan, entries, backend)] == [VerdictKind.RESOLVED] * 2
-
-    plan = plan_for(model, tmp_path / "other", max_workers=1, graders=1, retries=0)
+    plan = plan_for(model, tmp_path / "out", max_workers=1, graders=1)
     broken = GitBackend(tmp_path / "grade", lost_checkouts=1, outages=1)
     outcomes = await played(plan, entries, broken)
     assert [each.kind for each in outcomes] == [VerdictKind.INFRASTRUCTURE] * 2
@@ -187,14 +142,14 @@ async def test_infrastructure_is_tried_again_and_never_counts_as_unresolved(mode
     again = GitBackend(tmp_path / "grade")
     assert await played(plan, entries, again) == []
     assert [each.kind for each in await played(plan, entries, again, retry_failed=True)] == [VerdictKind.RESOLVED] * 2
-    assert len(again.checked_out) == 1, "the episode whose grading failed is graded, not played again"
+    assert len(again.checked_out) == 1, "the episode whose grading failed is graded, not rolled out again"
 
 
 async def test_rl_agent_with_a_strategy_and_without_grading(model: str, tmp_path: Path):
     entries = entries_of(make_instances(tmp_path, 1), [FIXED])
     plan = plan_for(model, tmp_path / "out", agent="RLAgent", rollout_strategy="StandardReAct")
     (outcome,) = await played(plan, entries, GitBackend(tmp_path / "grade"), grade=False)
-    assert (outcome.kind, outcome.turns, outcome.answers) == (VerdictKind.UNGRADED, 2, 2)
+    assert (outcome.kind, outcome.turns) == (VerdictKind.UNGRADED, 2)
     (row,) = lines(next(plan.out.rglob("output.jsonl")))
     assert "+    return a + b" in row["test_result"]["git_patch"] and "report" not in row["test_result"]
 
@@ -212,22 +167,9 @@ async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
         await played(plan.model_copy(update={"agent": STOCK}), entries, None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("agent", ["RLAgent", STOCK])
-async def test_worker_processes(agent: str, model: str, tmp_path: Path):
-    entries = entries_of(make_instances(tmp_path, 3), [FIXED, SPOILT, FIXED])
-    search = {"rollout_strategy": "BestOfN", "strategy": {"n": 2, "value": "model"}} if agent == "RLAgent" else {}
-    plan = plan_for(model, tmp_path / "out", agent=agent, max_workers=3, **search)
-    outcomes = {each.instance_id[-1]: each for each in await played(plan, entries, GitBackend(tmp_path), processes=2)}
-    assert [outcomes[name].resolved for name in "012"] == [True, False, True]
-    for trajectory, scores in await stored(plan):
-        assert trajectory.strategy.name == (search.get("rollout_strategy") or agent) and len(scores) == 1
-        assert all(node.tokens is not None for node in trajectory.nodes if node.sampled) == (agent == "RLAgent")
-
-
 async def test_two_processes_do_not_write_the_same_run(model: str, tmp_path: Path):
     plan = plan_for(model, tmp_path / "out")
-    files = RunFiles(plan.run_directory(plan.each_run()[0]))
+    files = RunFolder(plan, plan.each_run()[0])
     with pytest.raises(ConfigError, match="another process"):
         await played(plan, (), GitBackend(tmp_path / "grade"))
     files.close()
@@ -265,18 +207,14 @@ async def test_the_local_back_end_sets_up_shows_and_grades(agent: str, model: st
     entries = list(entries_of(instances[:2], [[look, *FIXED], [look, *SPOILT]]))
     odd = instances[2].model_copy(update={"base_commit": "0" * 40})
     entries.append(swe_task(odd, SUITE))
-    plan = plan_for(model, tmp_path / "out", agent=agent, retries=0)
+    plan = plan_for(model, tmp_path / "out", agent=agent)
     async with FileTrajectoryStorage(plan.out / "trajectories") as storage:
         backend = make_backend("local", mirror=tmp_path / "mirror", cache=tmp_path / "cache")
         await evaluate(plan, entries, storage=storage, backend=backend)
-        await backend.close()
     (run,) = read_runs((plan.out,))
     kinds = {outcome.instance_id.rpartition("-")[2]: outcome.kind for outcome in run.outcomes}
-    assert kinds == {
-        "fixed": VerdictKind.RESOLVED,
-        "spoilt": VerdictKind.UNRESOLVED,
-        "odd": VerdictKind.INFRASTRUCTURE,
-    }, [outcome.reason for outcome in run.outcomes]
+    wanted = (VerdictKind.RESOLVED, VerdictKind.UNRESOLVED, VerdictKind.INFRASTRUCTURE)
+    assert tuple(kinds[name] for name in ("fixed", "spoilt", "odd")) == wanted, run.outcomes
     rows = {row["instance_id"].rpartition("-")[2]: row for row in lines(next(plan.out.rglob("output.jsonl")))}
     said = json.dumps(rows["fixed"]["history"])
     assert "/envs/testbed/bin/python" in said and "adder.py" in said

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from git_backend import make_instances
-from needs import needs_bubblewrap
 
-from evaluation.performance.hosts.instant_model import instant_model, script
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.evals.runs.run_files import RunFiles
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.evals.runs.run_files import RunFolder
+from openhands_rl_plugin.evals.runs.suites import find_suite
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
@@ -82,53 +82,16 @@ def steps(folder: Path) -> int:
     return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
 
 
-def test_half_a_line_is_cut_off_and_played_again(tmp_path: Path):
-    run = tmp_path / "run"
-    files = RunFiles(run)
-    files.append({"instance_id": "a", "history": ["x" * 200_000]})
-    files.append({"instance_id": "b"})
-    files.close()
-    whole = (run / "output.jsonl").read_bytes()
+def test_half_a_line_is_cut_off_and_its_instance_runs_again(tmp_path: Path):
+    settings = RLSettings(serving=ServingSettings(model="m", base_url="http://127.0.0.1:1/v1"))
+    plan = EvaluationPlan(suite=find_suite("swe-local"), agent="RLAgent", settings=settings, out=tmp_path)
+    (run,) = plan.each_run()
+    output = plan.run_directory(run) / "output.jsonl"
+    output.parent.mkdir(parents=True)
+    rows = ({"instance_id": "a", "history": ["x" * 200_000]}, {"instance_id": "b"})
+    whole = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     for cut in (1, 10, len(whole) - 100_000):
-        (run / "output.jsonl").write_bytes(whole[:-cut])
-        files = RunFiles(run)
-        assert files.done == ({"a"} if cut <= 10 else set())
-        assert (run / "output.jsonl").read_bytes() in (whole[: whole.index(b"\n") + 1], b"")
-        files.close()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@needs_bubblewrap
-def test_ctrl_c_and_kill_with_worker_processes(tmp_path: Path):
-    """The command itself, with OpenHands' controllers in processes of their own; episodes last a while."""
-    replies = [{"bash": f"sleep 1; echo {turn}"} for turn in range(2)] + [{"finish": "done"}]
-    instances = [each.model_copy(update={"problem_statement": script(replies)}) for each in make_instances(tmp_path, 8)]
-    mirror = tmp_path / "mirror" / "owner"
-    mirror.mkdir(parents=True)
-    (tmp_path / "origin").rename(mirror / "adder")
-    rows = tmp_path / "rows.jsonl"
-    own = {"test_command": "python -c \"print('PASSED a.py::t')\"", "packages": [], "test_files": []}
-    rows.write_text("".join(json.dumps({**row_of(each), **own}) + "\n" for each in instances))
-    with instant_model() as url:
-        command = [sys.executable, "-m", "openhands_rl_plugin.cli", "evaluate", str(rows), "--model", "instant"]
-        command += ["--base-url", url, "--out", str(tmp_path / "out"), "--mirror", str(tmp_path / "mirror")]
-        command += ["--cache", str(tmp_path / "cache"), "--set", "max_workers=2", "--processes", "2", "--no-grade"]
-
-        def run() -> subprocess.Popen[str]:
-            pipe = subprocess.PIPE
-            return subprocess.Popen(command, text=True, start_new_session=True, stdout=pipe, stderr=pipe)
-
-        for number in (signal.SIGINT, signal.SIGKILL):
-            process, before = run(), steps(tmp_path)
-            while process.poll() is None and steps(tmp_path) < before + 2:
-                time.sleep(0.05)
-            process.send_signal(number)
-            _, said = process.communicate(timeout=60)
-            if number is signal.SIGINT:
-                assert process.returncode == 130 and "the same command continues" in said, said
-        process = run()
-        out, said = process.communicate(timeout=200)
-    assert process.returncode == 0 and steps(tmp_path) == 8, said
-    rows_left = [json.loads(line)["instance_id"] for line in next((tmp_path / "out").rglob("output.jsonl")).open()]
-    assert len(set(rows_left)) == 8 and "8 ungraded" in out
+        output.write_bytes(whole[:-cut])
+        with closing(RunFolder(plan, run)) as folder:
+            assert folder.done == ({"a"} if cut <= 10 else set())
+        assert output.read_bytes() in (whole[: whole.index(b"\n") + 1], b"")

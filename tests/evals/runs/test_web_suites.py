@@ -46,7 +46,7 @@ async def outcomes_of(
     own = {"serving": serving, "max_workers": 2, "max_turns": 12, "max_prompt_length": 8000, **more}
     settings = load_settings(config).model_copy(update=own)
     plan = EvaluationPlan(
-        suite=SUITE, agent="RLAgent", settings=settings, out=out, timeout=60.0, retries=0, llm_retries=1, **plan_fields
+        suite=SUITE, agent="RLAgent", settings=settings, out=out, timeout=60.0, llm_retries=1, **plan_fields
     )
     outcomes: list[Outcome] = []
     async with FileTrajectoryStorage(store or plan.out / "trajectories") as storage:
@@ -101,32 +101,16 @@ async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_
         (first,) = await outcomes_of(config, model, entries, tmp_path / "first", store=tmp_path / "store")
         assert await outcomes_of(config, model, entries, tmp_path / "again", store=tmp_path / "store") == [first]
         search = {"store": tmp_path / "store", "rollout_strategy": "BestOfN"}
-        with pytest.raises(ConfigError, match=r"with StandardReAct, not BestOfN: .*--note"):
+        with pytest.raises(ConfigError, match=r"with another StandardReAct, not this BestOfN: .*--note"):
             await outcomes_of(config, model, entries, tmp_path / "other", **search)
         (noted,) = await outcomes_of(config, model, entries, tmp_path / "other", **search, note="best")
     assert noted.turns == first.turns
 
 
-async def test_a_server_that_dies_is_infrastructure_and_no_zero(model: str, tmp_path: Path):
-    async def die(to: Socket, message: dict[str, Any]) -> bool:
-        if message["type"] == "step":
-            await to.close()
-            return True
-        return await tell_the_walk(to, message)
-
-    async with openenv_server(die) as server:
-        config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
-        entries = environment_tasks(SUITE, "openenv/grid_world", 1)
-        (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out")
-    assert (outcome.kind, outcome.reward) == (VerdictKind.INFRASTRUCTURE, None)
-
-
 def test_rows_that_are_none_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="--tasks N, or its rows with --dataset-file"):
         environment_tasks(SUITE, "openenv/x", None)
-    for content, words in [('{"a": 1}\n[1]', "rows.jsonl:2: must be a JSON object"), ("{", "jsonl:1: cannot be read")]:
+    for content, words in [('{"a": 1}\n[1]', "rows.jsonl:2: must be a JSON object"), ("{", "jsonl:1: not valid JSON")]:
         (tmp_path / "rows.jsonl").write_text(content)
         with pytest.raises(ConfigError, match=words):
             environment_tasks(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        environment_tasks(SUITE, "openenv/x", None, tmp_path)

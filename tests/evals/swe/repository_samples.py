@@ -11,7 +11,7 @@ import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
-from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
+from openhands_rl_plugin.evals.swe.backends.sandbox import find_uv
 from openhands_rl_plugin.evals.swe.types import Instance
 
 REPO = "someone/calc"

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +18,8 @@ from repository_samples import FILES, FIX, NOTHING, Sample, git, needs_sandbox, 
 
 from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.swe.recipes.swe_bench import parse_pytest
-from openhands_rl_plugin.evals.swe.run_evaluation import grade_all
+from openhands_rl_plugin.evals.swe.recipes import parse_pytest
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 
 PROGRAM = os.environ.get("OPENHANDS_RL_CONTAINER_PROGRAM", "")
@@ -35,10 +30,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not PROGRAM, reason="no container engine is named; make test-containers finds one"),
 ]
-needs_podman = pytest.mark.skipif(
-    not (shutil.which("podman") and PROGRAM.endswith("docker") and os.geteuid() == 0),
-    reason="an engine of a test's own needs podman beside docker's client, as root",
-)
 
 
 class Both:
@@ -48,7 +39,7 @@ class Both:
         self.folder = folder
         self.sample = sample
         self.cache = folder / "cache"
-        self.local = LocalBackend(cache=self.cache, sources=[MirrorSource(sample.mirror)], guard=RewardHackGuard())
+        self.local = LocalBackend(cache=self.cache, mirror=sample.mirror, guard=RewardHackGuard())
         self.docker = DockerBackend(program=PROGRAM, guard=RewardHackGuard(), memory="4g")
         self.row = sample.instance
         self.root = folder / "root"
@@ -87,8 +78,7 @@ async def test_a_container_says_what_the_sandbox_says(both: Both, tmp_path: Path
     here = await both.local.grade(both.row, patch, logs=tmp_path / "local", timeout=60.0)
     there = await both.docker.grade(row, patch, logs=tmp_path / "docker", timeout=60.0)
     assert (there.kind, there.flagged) == (here.kind, here.flagged), (there, here)
-    if name != "a child goes on, the parent ends":  # how far it comes before both are killed is a matter of time
-        assert outcomes(there) == outcomes(here)
+    assert outcomes(there) == outcomes(here)
     assert (here.kind is VerdictKind.RESOLVED) is (name == "the fix" or name in CONTAIN_THE_RESULT)
 
 
@@ -97,52 +87,10 @@ def containers(program: str = PROGRAM) -> list[str]:
     return [name for name in listed.stdout.split() if f"-{os.getpid()}-" in name]
 
 
-async def test_nothing_is_left_of_a_run_that_took_too_long(both: Both, tmp_path: Path) -> None:
-    row = with_extra(await both.image(), test_command="sleep 300")
-    verdict = await both.docker.grade(row, FIX, logs=tmp_path, timeout=2.0)
-    assert verdict.kind is VerdictKind.TIMED_OUT
-    assert not containers()
-
-
 async def test_tests_that_end_their_container_are_unresolved(both: Both, tmp_path: Path) -> None:
     row = with_extra(await both.image(), test_command="pkill -9 sleep; sleep 30")
     verdict = await both.docker.grade(row, FIX, logs=tmp_path, timeout=60.0)
     assert verdict.kind is VerdictKind.UNRESOLVED and "the run ended before its tests did" in verdict.reason
-
-
-@needs_podman
-async def test_a_run_whose_engine_was_stopped_is_resumed(both: Both, tmp_path: Path, monkeypatch) -> None:
-    socket = tmp_path / "engine.sock"
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{socket}")
-
-    async def start() -> subprocess.Popen[bytes]:
-        socket.unlink(missing_ok=True)
-        words = ["podman", "system", "service", "--time=0", f"unix://{socket}"]
-        started = subprocess.Popen(words, stdin=subprocess.DEVNULL)
-        async with asyncio.timeout(30):
-            while not socket.exists():
-                await asyncio.sleep(0.1)
-        return started
-
-    row = with_extra(await both.image(), test_command=f"sleep 8; {both.row.extra['test_command']}")
-    prediction = PatchPrediction(instance_id=row.instance_id, model_patch=FIX)
-    once: dict = {"retries": 0, "timeout": 60.0}
-    engine = await start()
-    try:
-        grading = asyncio.create_task(grade_all(both.docker, [row], [prediction], tmp_path / "out", **once))
-        await asyncio.sleep(5)
-        engine.kill()
-        engine.wait()
-        (lost,) = (await grading).verdicts.values()
-        assert lost.kind is VerdictKind.INFRASTRUCTURE
-        assert lost.reason.startswith("the container engine was lost during the run")
-        engine = await start()
-        (found,) = (await grade_all(both.docker, [row], [prediction], tmp_path / "out", **once)).verdicts.values()
-        assert found.kind is VerdictKind.RESOLVED
-        subprocess.run([PROGRAM, "rm", "--force", *containers()], capture_output=True)
-    finally:
-        engine.kill()
-        engine.wait()
 
 
 async def test_a_checkout_is_copied_out_of_the_image(both: Both, tmp_path: Path) -> None:

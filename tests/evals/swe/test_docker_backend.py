@@ -84,7 +84,6 @@ async def test_a_container_lives_for_one_patch(program: Path, tmp_path: Path) ->
     ("variables", "kind", "why"),
     [
         ({"FAILING": "pull"}, VerdictKind.INFRASTRUCTURE, "pull swebench/"),
-        ({"FAILING": "run"}, VerdictKind.INFRASTRUCTURE, "start a container of"),
         ({"FAILING": "inspect"}, VerdictKind.INFRASTRUCTURE, "the container engine was lost during"),
         ({"FULL": "1"}, VerdictKind.INFRASTRUCTURE, "no space is left where the tests run"),
         ({"RUNNING": "false"}, VerdictKind.UNRESOLVED, "the run ended before its tests did"),
@@ -104,7 +103,5 @@ async def test_what_is_missing_is_one_clear_line(program: Path, tmp_path: Path, 
     monkeypatch.setenv("FAILING", "version")
     with pytest.raises(ConfigError, match=r"no Docker daemon \(docker: version does not work\); .*--backend local"):
         await DockerBackend(program=str(program)).check()
-    with pytest.raises(ConfigError, match="is not installed; install Docker or podman"):
-        await DockerBackend(program="no-such-docker").check()
     verdict = await DockerBackend(program=str(program)).grade(instance("c0ffee"), FIX, logs=tmp_path, timeout=30.0)
     assert verdict.reason == "someone__calc-1: its row names no image; use --backend local"

@@ -10,8 +10,7 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
-from openhands_rl_plugin.evals.swe.backends.interpreters import find_python
-from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room
+from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room, find_python
 
 TOKEN = "tok-2f9d81c7e4"
 MEBIBYTE = 1024**2

@@ -6,16 +6,13 @@ import asyncio
 import os
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 from repository_samples import FIX, NOTHING, git, make_sample, needs_sandbox, rewritten, with_extra
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
-from openhands_rl_plugin.evals.swe.recipes import recipe_of
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 
 pytestmark = needs_sandbox
@@ -28,7 +25,7 @@ class Place:
         self.sample = make_sample(folder)
         self.row = self.sample.instance
         self.cache = folder / "cache"
-        self.backend = LocalBackend(cache=self.cache, sources=[MirrorSource(self.sample.mirror)])
+        self.backend = LocalBackend(cache=self.cache, mirror=self.sample.mirror)
 
     async def grade(self, patch: str, logs: Path, row: Instance | None = None, timeout: float = 60.0) -> PatchVerdict:
         return await self.backend.grade(row or self.row, patch, logs=logs, timeout=timeout)
@@ -60,9 +57,8 @@ async def test_the_fix_is_resolved_and_nothing_is_not(place: Place, tmp_path: Pa
         (" \n", VerdictKind.EMPTY_PATCH),
         (FIX.replace("return a - b", "return a * b"), VerdictKind.UNAPPLIED),
         (NOTHING.replace("notes.txt", ".git/config"), VerdictKind.REFUSED),
-        (NOTHING.replace("notes.txt", "../../etc/notes"), VerdictKind.UNAPPLIED),
     ],
-    ids=["empty", "does not fit", "into .git", "out of the repository"],
+    ids=["empty", "does not fit", "into .git"],
 )
 async def test_patches_that_cannot_be_tested(place: Place, tmp_path: Path, patch: str, kind: VerdictKind) -> None:
     verdict = await place.grade(patch, tmp_path / "logs")
@@ -81,12 +77,9 @@ async def test_a_run_that_takes_too_long_is_told_apart_and_ended(place: Place, t
     assert not subprocess.run(["pgrep", "-f", f"sleep {mark}"], capture_output=True).stdout
 
 
-async def test_a_patch_that_ends_the_script_before_its_tests_is_not_resolved(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = partial(recipe_of.evaluation_script, install="python calc.py")
-    monkeypatch.setattr(recipe_of, "evaluation_script", installed)
-    verdict = await place.grade(rewritten("import os\nos.kill(os.getppid(), 9)\n"), tmp_path)
+async def test_a_patch_that_ends_the_script_before_its_tests_is_not_resolved(place: Place, tmp_path: Path) -> None:
+    row = with_extra(place.row, test_command="python calc.py; python run_tests.py")
+    verdict = await place.grade(rewritten("import os\nos.kill(os.getppid(), 9)\n"), tmp_path, row)
     assert (verdict.kind, verdict.reason) == (VerdictKind.UNRESOLVED, "the run ended before its tests did")
 
 
@@ -159,16 +152,8 @@ new file mode 100644
 +++ b/tests/test_more.py
 @@ -0,0 +1,2 @@
 +def test_more():
-+    raise AssertionError("the hidden test")
++    raise AssertionError("hidden")
 """
-
-
-async def test_the_rows_tests_take_the_place_of_the_patchs(place: Place, tmp_path: Path) -> None:
-    command = "sed -i s/test_calc.py/test_more.py/ run_tests.py; python run_tests.py"
-    row = with_extra(place.row, test_command=command)
-    row = row.model_copy(update={"test_patch": OWN_TESTS, "fail_to_pass": ("tests/test_more.py::test_more",)})
-    cheat = OWN_TESTS.replace('raise AssertionError("the hidden test")', "pass")
-    assert (await place.grade(cheat, tmp_path, row)).fail_to_pass.failure == row.fail_to_pass
 
 
 async def test_what_set_up_changed_is_there_when_the_tests_are_new_files(place: Place, tmp_path: Path) -> None:
@@ -208,10 +193,7 @@ async def test_what_cannot_be_set_up_is_one_line_and_leaves_nothing(place: Place
     failing = "echo https://me:s3cr3t-pass@index.example: no such compiler >&2; exit 3"
     for number, (row, why) in enumerate(
         [
-            (
-                with_extra(place.row, install=[failing]),
-                "no such compiler",
-            ),
+            (with_extra(place.row, install=[failing]), "no such compiler"),
             (with_extra(place.row, python="2.2"), "Python 2.2 is not installed; get it with: uv python install 2.2"),
             (lost, "no repository someone/calc with commit 000000000000"),
         ]
@@ -222,19 +204,6 @@ async def test_what_cannot_be_set_up_is_one_line_and_leaves_nothing(place: Place
     logs = [path.read_text() for path in (place.cache / "instances").glob("*.log")]
     assert any("no such compiler" in log for log in logs) and not any("s3cr3t" in log for log in logs)
     assert not [path for path in (place.cache / "instances").iterdir() if ".making-" in path.name]
-    with pytest.raises(InfrastructureError):
-        await place.backend.checkout(lost, tmp_path / "work")
-
-
-async def test_what_a_killed_process_left_is_cleared_away(place: Place) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    left, kept = (place.cache / "runs" / f"{number}-left" for number in (ended.pid, os.getpid()))
-    for folder in (left, kept):
-        folder.mkdir(parents=True, exist_ok=True)
-    await place.backend.check()
-    assert kept.exists() and not left.exists()
-    kept.rmdir()
 
 
 @pytest.mark.usefixtures("no_bubblewrap")

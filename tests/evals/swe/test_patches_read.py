@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.evals.swe.patches import (
-    MAX_PATCH,
-    added_files,
-    changed_files,
-    refusal,
-    restored_files,
-)
+from openhands_rl_plugin.evals.swe.patches import MAX_PATCH, added_files, changed_files, refusal, restored_files
 
 # Lines that look like a patch's own when they are inside one.
 lines = st.lists(
@@ -64,7 +58,6 @@ _CHANGE = "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"
         ("diff --git a/x b/x\nold mode 100644\nnew mode 100755\n", None),
         ("diff --git a/x b/y\nsimilarity index 100%\nrename from x\nrename to y\n", None),
         ("diff --git a/x b/x\nnew file mode 100644\nindex 0..1\nGIT binary patch\nliteral 1\nIcmZPo\n\n", None),
-        (file_patch("x.py", None, ["Binary files a/x and b/x differ"]), None),
         (file_patch(".github/x.py", None, ["x"]), None),
     ],
 )

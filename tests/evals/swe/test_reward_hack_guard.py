@@ -11,7 +11,6 @@ from pytest_sample import make_pytest_sample
 from repository_samples import FIX, TEST_PATCH, Sample, needs_sandbox
 
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.backends.repositories import MirrorSource
 from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
 from openhands_rl_plugin.evals.swe.types import PatchVerdict, Severity, VerdictKind
 
@@ -23,9 +22,9 @@ class Place:
 
     def __init__(self, sample: Sample, folder: Path) -> None:
         self.sample = sample
-        sources = [MirrorSource(sample.mirror)]
-        self.guarded = LocalBackend(cache=folder / "cache", sources=sources, guard=RewardHackGuard(folder / "kept"))
-        self.unguarded = LocalBackend(cache=folder / "cache", sources=sources)
+        own = {"cache": folder / "cache", "mirror": sample.mirror}
+        self.guarded = LocalBackend(**own, guard=RewardHackGuard(folder / "kept"))
+        self.unguarded = LocalBackend(**own)
 
     async def grade(self, patch: str, logs: Path, *, guarded: bool = True, **changes) -> PatchVerdict:
         backend, row = self.guarded if guarded else self.unguarded, self.sample.instance.model_copy(update=changes)

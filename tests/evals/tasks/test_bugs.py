@@ -64,11 +64,9 @@ def test_every_kind_is_found_and_each_bug_parses_and_differs() -> None:
     ("code", "kind", "expected"),
     [
         ("if a < b: return 1", "comparison", {"if a <= b: return 1"}),
-        ("if a not in b: return 1", "inverted condition", {"if a in b: return 1"}),
         ("return a and f(b)", "missing case", {"return a", "return f(b)"}),
         ("return (a + 1) * b", "operator", {"return (a - 1) * b", "return (a + 1) + b"}),
         ("return a[:len(b)]", "off by one", {"return a[:len(b) - 1]", "return a[:len(b) + 1]"}),
-        ("return f(a, b.c)", "swapped arguments", {"return f(b.c, a)"}),
         ("return a.lstrip()", "wrong method", {"return a.rstrip()", "return a"}),
     ],
 )
@@ -106,14 +104,9 @@ def test_a_leak_is_a_long_changed_line() -> None:
 LOG = """=================================== FAILURES ===================================
 ______________________________ TestA.test_b[1-x] _______________________________
 
-    def test_b():
->       f()
-
 test_a.py:3:
 _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _
 
-    def f():
->       return 1 / 0
 E       ZeroDivisionError: division by zero
 
 a.py:2: ZeroDivisionError

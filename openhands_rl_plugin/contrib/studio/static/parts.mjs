@@ -208,9 +208,9 @@ export function Overview({groups = [], comparison}) {
 const kinds = (groups) => Object.keys(groups[0].kinds).filter((kind) => groups.some((each) => each.kinds[kind]));
 const Section = ({title, children}) => html`<section><h2>${title}</h2><div class="wide" tabindex="0" role="region" aria-label=${title}>${children}</div></section>`;
 
-/** Pass@k is one of k attempts; Best@k the one that a verifier chose of k. */
+/** Pass@k: one of k attempts solves the task. */
 function Attempts({group, alone}) {
-  const named = [['Pass', group.pass_at_k, 'main'], ['Best', group.best_at_k, 'dashed']];
+  const named = [['Pass', group.pass_at_k, 'main']];
   const known = (found) => found.filter(({estimate}) => typeof estimate.mean === 'number');
   const points = (found) => known(found).map(({k, estimate: {mean, low, high}}) => ({slot: k - 1, value: mean, low, high}));
   return html`${!alone && html`<h3><${Shown} text=${group.label} most=${120} /></h3>`}

@@ -243,11 +243,10 @@ function Opened({found}) {
 }
 
 function Overall({figures}) {
-  const rates = (name) => (figures[name]?.of ? [name.replaceAll('_', ' '), `${percent(figures[name].count / figures[name].of)} (${count(figures[name].count)} of ${count(figures[name].of)})`] : [name, null]);
   const atK = (name, found) => (found ?? []).map(({k, estimate: each}) => [`${name}@${k}`, each && typeof each.mean === 'number' ? percent(each.mean) : null]);
-  return html`<h2>Figures</h2><${Facts} rows=${[['Agent', figures.agent], ['Model', figures.model], ['Data', [figures.dataset, figures.split].filter(Boolean).join(', ')], ['Limits', figures.in_force],
-    ...atK('Pass', figures.pass_at_k), ...atK('Best', figures.best_at_k), ['Reward', figures.reward === null || figures.reward === undefined ? null : fixed(figures.reward, 3)],
-    ...['stuck', 'empty_patch', 'timed_out', 'malformed', 'flagged'].map(rates), ['Turns', typeof figures.turns === 'number' ? fixed(figures.turns, 1) : null], ['Seconds', typeof figures.seconds === 'number' ? seconds(figures.seconds) : null]]} />
+  return html`<h2>Figures</h2><${Facts} rows=${[['Agent', figures.agent], ['Model', figures.model], ['Data', [figures.dataset, figures.split].filter(Boolean).join(', ')],
+    ...atK('Pass', figures.pass_at_k), ['Reward', figures.reward === null || figures.reward === undefined ? null : fixed(figures.reward, 3)],
+    ['Flagged', count(figures.flagged ?? 0)], ['Turns', typeof figures.turns === 'number' ? fixed(figures.turns, 1) : null], ['Seconds', typeof figures.seconds === 'number' ? seconds(figures.seconds) : null]]} />
     <p class="muted">Choose an instance for its patch and log.</p>`;
 }
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
-from openhands_rl_plugin.evals.swe.grading import BoxBackend, Guard
-from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.recipes.scripts import Recipe
+from openhands_rl_plugin.evals.swe.grading import BoxBackend
+from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.recipes import Recipe, recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
 
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
@@ -34,10 +34,8 @@ class DockerBackend(BoxBackend):
     ``program``: one with docker's arguments; left out, ``docker``, or ``podman`` where only that is installed.
     """
 
-    name = "docker"
-
     def __init__(
-        self, *, program: str = "", guard: Guard | None = None, network: bool = False, memory: str = "16g"
+        self, *, program: str = "", guard: RewardHackGuard | None = None, network: bool = False, memory: str = "16g"
     ) -> None:
         super().__init__(guard, network=network)
         self._program = program or ("podman" if shutil.which("podman") and not shutil.which("docker") else "docker")
@@ -106,8 +104,9 @@ class DockerBox:
         what ran in it.
         """
         # The engine keeps two streams apart, and what is read then is not in the order in which it was written.
-        together = self._exec("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command)
-        ended = await run(together, timeout=timeout, given=given)
+        together = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command)
+        words = ("--interactive", "--user", "root", "--workdir", "/testbed", self.container, *together)
+        ended = await run([self._program, "exec", *words], timeout=timeout, given=given)
         if ended.timed_out:
             await run([self._program, "kill", self.container], timeout=_START_TIME)
         elif tests or ended.code:
@@ -118,8 +117,3 @@ class DockerBox:
                 await asyncio.sleep(_SHUTTING_DOWN)
                 await checked(look, _LOST, timeout=_START_TIME)
         return ended
-
-    def _exec(self, *command: str) -> list[str]:
-        """The command that runs another in the container as the official tools do, with stdin."""
-        words = ["--interactive", "--user", "root", "--workdir", "/testbed", self.container]
-        return [self._program, "exec", *words, *command]

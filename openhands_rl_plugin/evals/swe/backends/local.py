@@ -8,46 +8,53 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.files import draft_folder, locked_folder
 from openhands_rl_plugin.core.redaction import redact_text
-from openhands_rl_plugin.environments.workspace.git import checked_git, git_command, git_folder, git_settings
+from openhands_rl_plugin.environments.workspace.git import (
+    OTHER,
+    REPOSITORY,
+    checked_git,
+    clone_command,
+    git_command,
+    git_folder,
+    git_settings,
+    make_git_folder,
+)
 from openhands_rl_plugin.environments.workspace.processes import run
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap, installed_parts
 from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
-from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, default_cache, made, remove
-from openhands_rl_plugin.evals.swe.backends.interpreters import find_python, find_uv
-from openhands_rl_plugin.evals.swe.backends.repositories import (
-    BRANCH,
-    ORIGIN_INSIDE,
-    MirrorSource,
-    RepositorySource,
-    file_at,
-    find_repository,
-    make_origin,
-)
 from openhands_rl_plugin.evals.swe.backends.sandbox import (
     AS_ROOT,
     PARTS,
     InstanceSandbox,
     Room,
     SandboxBox,
+    copy_tree,
+    find_python,
+    find_uv,
     fresh_room,
+    remove,
     shim_digest,
 )
-from openhands_rl_plugin.evals.swe.grading import BoxBackend, Guard
-from openhands_rl_plugin.evals.swe.recipes.recipe_of import recipe_of
-from openhands_rl_plugin.evals.swe.recipes.scripts import Recipe
+from openhands_rl_plugin.evals.swe.grading import BoxBackend
+from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.recipes import Recipe, recipe_of
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance
+from openhands_rl_plugin.evals.tasks.source import task_repository
 
 SETUP_TIME = 3600.0
 """Seconds that an environment, or a repository's installation, may take."""
 
+BRANCH = "main"
+ORIGIN_INSIDE = "/var/lib/repository/origin.git"
 _LAYOUT = "4"
 """Increased when older layers become unusable."""
 
@@ -63,22 +70,21 @@ _PACKING = re.compile(r"^git gc\b.*$", re.MULTILINE)
 class LocalBackend(BoxBackend):
     """Sets instances up once, keeps them in ``cache``, and grades on what is thrown away afterwards.
 
-    ``sources``: where repositories come from, the first that has the commit; left out, clones from GitHub. ``network``
-    is for the tests; set-up always has it.
+    ``mirror``: a folder of git directories, named ``owner/name.git`` or ``owner__name.git``; left out, repositories are
+    cloned from GitHub. Those of made tasks are made from what their rows name. ``network`` is for the tests; set-up
+    always has it.
     """
-
-    name = "local"
 
     def __init__(
         self,
         *,
         cache: Path | None = None,
-        sources: Sequence[RepositorySource] | None = None,
-        guard: Guard | None = None,
+        mirror: Path | None = None,
+        guard: RewardHackGuard | None = None,
         network: bool = False,
     ) -> None:
         self._cache = (cache or default_cache()).expanduser().absolute()
-        self._sources = tuple(sources or [MirrorSource(self._cache / "clones", clone=True)])
+        self._mirror = mirror
         super().__init__(guard, network=network)
 
     async def check(self) -> None:
@@ -99,11 +105,31 @@ class LocalBackend(BoxBackend):
             wanted = instance.model_copy(update={"repo": repo, "base_commit": commit})
 
             async def read() -> str | None:
-                return await file_at(await find_repository(wanted, self._sources), commit, path)
+                return await file_at(await self.repository(wanted), commit, path)
 
             return asyncio.run(read())
 
         return await asyncio.to_thread(recipe_of, instance, read_file)
+
+    async def repository(self, instance: Instance) -> Path:
+        """A git directory that holds the instance's base commit. Raises ``InfrastructureError``."""
+        if (own := await asyncio.to_thread(task_repository, instance, self._cache)) is not None:
+            return own
+        folder = (self._mirror or self._cache / "clones").expanduser().resolve()
+        url, place = f"https://github.com/{instance.repo}.git", folder / f"{instance.repo.replace('/', '__')}.git"
+
+        async def make(into: Path) -> None:
+            await checked_git(clone_command(url, into, "--mirror"), f"clone {url}")
+
+        if self._mirror is None:
+            await made(place, make)
+        for git in (folder / f"{instance.repo}.git", place):
+            if (git / "HEAD").exists() and await has_commit(git, instance.base_commit):
+                return git
+        raise InfrastructureError(
+            f"{instance.instance_id}: no repository {instance.repo} with commit {instance.base_commit[:12]} "
+            f"in {folder}; name a --mirror that has it, or delete a clone that is too old"
+        )
 
     async def prepare(self, instance: Instance) -> Path:
         """The layer of the instance, made if missing. Raises ``InfrastructureError`` and ``ConfigError``."""
@@ -161,7 +187,7 @@ class LocalBackend(BoxBackend):
                 raise InfrastructureError(f"the environment's script made no environment; see {_log(environment)}")
 
         async def make_layer(into: Path) -> None:
-            git, origin = await find_repository(instance, self._sources), into / "origin.git"
+            git, origin = await self.repository(instance), into / "origin.git"
             found = _CLONE.search(recipe.install_script)
             branch, address = (found[1] or BRANCH, found[2]) if found else (BRANCH, "https://github.com/")
             await make_origin(git, instance, origin, branch)
@@ -231,3 +257,67 @@ async def _commit_changes(directory: Path) -> None:
     git = await asyncio.to_thread(git_folder, directory)
     command = git_command(git, script=_COMMIT, work=directory, writable=True)
     await checked_git(command, f"commit what set-up changed in {directory.name}")
+
+
+async def make_origin(git: Path, instance: Instance, origin: Path, branch: str) -> None:
+    """Write a git directory with the base commit as ``branch``, its ancestors, and the tags on these.
+
+    Raises ``InfrastructureError``.
+    """
+    what, commit = f"{instance.repo} at {instance.base_commit[:12]}", instance.base_commit
+    make_git_folder(origin, branch)
+    listed = git_command(git, "for-each-ref", f"--merged={commit}", "--format=%(objectname) %(refname)", "refs/tags")
+    tags = (await checked_git(listed, what)).text.splitlines()
+    wanted = "".join(f"{name}\n" for name in (commit, *(line.split()[0] for line in tags)))
+    words = ("pack-objects", "--quiet", "--revs", "--delta-base-offset", "--threads=2", f"{OTHER}/objects/pack/pack")
+    places = {"GIT_OBJECT_DIRECTORY": f"{OTHER}/objects", "GIT_ALTERNATE_OBJECT_DIRECTORIES": f"{REPOSITORY}/objects"}
+    pack = git_command(git, *words, other=origin, variables=places)
+    await checked_git(pack, what, wanted.encode())
+    refs = sorted([f"{commit} refs/heads/{branch}", *tags], key=lambda line: line.split()[1])
+    (origin / "packed-refs").write_text("# pack-refs with: sorted \n" + "".join(f"{line}\n" for line in refs))
+
+
+async def has_commit(git: Path, commit: str) -> bool:
+    """Whether the git directory holds that commit."""
+    command = git_command(git, "cat-file", "-e", f"{commit}^{{commit}}")
+    return (await run(command.words, variables=command.variables)).code == 0
+
+
+async def file_at(git: Path, commit: str, path: str) -> str | None:
+    """A file's text at a commit, or ``None``."""
+    command = git_command(git, "cat-file", "blob", f"{commit}:{path}")
+    shown = await run(command.words, variables=command.variables)
+    return None if shown.code else shown.text
+
+
+_LOOK_AGAIN = 0.1
+
+
+def default_cache() -> Path:
+    """``openhands_rl_plugin/swe`` in the user's folder of caches."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "openhands_rl_plugin" / "swe"
+
+
+async def made(place: Path, make: Callable[[Path], Awaitable[None]]) -> None:
+    """Have ``make`` fill a folder that becomes ``place``, unless that exists.
+
+    Concurrent callers wait. A failed or killed maker leaves only its own folder, which the next one removes.
+    """
+    if place.exists():
+        return
+    lock = place.with_name(f"{place.name}.lock")
+    lock.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        while True:
+            with suppress(BlockingIOError):
+                held.enter_context(locked_folder(lock, wait=False))
+                break
+            await asyncio.sleep(_LOOK_AGAIN)
+        if place.exists():
+            return
+        for left in place.parent.glob(f"{place.name}.making-*"):
+            await remove(left)
+        with draft_folder(place.parent, f"{place.name}.making-") as making:
+            await make(making)
+            making.rename(place)

@@ -6,9 +6,12 @@ the package index, which no test and no agent sees.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,23 +19,27 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.environments.workspace.git import git_settings
-from openhands_rl_plugin.environments.workspace.processes import Ended, run
+from openhands_rl_plugin.environments.workspace.processes import Ended, checked, run
 from openhands_rl_plugin.environments.workspace.sandbox import (
     OF_A_PREFIX,
     Overlay,
     SandboxLimits,
     can_overlay,
     empty_root,
+    installed_parts,
+    is_system,
     limited,
     prefix_mounts,
     program_mounts,
     sandboxed,
     settings_mounts,
 )
+from openhands_rl_plugin.environments.workspace.task_workspace import WorkspaceMount
 from openhands_rl_plugin.evals.swe.backends import shim
-from openhands_rl_plugin.evals.swe.backends.caching import copy_tree, remove
-from openhands_rl_plugin.evals.swe.backends.interpreters import find_uv
+from openhands_rl_plugin.evals.swe.types import Checkout
 
 CONDA = "/opt/miniconda3"
 PARTS = {"conda": "/conda", "root": "/root", "testbed": "/testbed"}
@@ -66,6 +73,41 @@ _INDEX_FILES = {
     **{f"~/{name}": f"/root/{name}" for name in (".config/uv/uv.toml", ".config/pip/pip.conf", ".netrc")},
     **{name: name for name in ("/etc/pip.conf", "/etc/uv/uv.toml")},
 }
+
+
+@functools.cache
+def find_python(version: str) -> Path:
+    """The program of a Python ``version`` ("3.9"), below ``bin`` of the folder that holds all of it; no virtual
+    environment. Raises ``ConfigError`` that says how to get one."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:\.\d+)?", version)
+    short = match[1] if match else "?"
+    pyenv = Path("~/.pyenv/versions").expanduser().glob(f"{short}.*/bin")
+    path = os.pathsep.join([f"{sys.base_prefix}/bin", *map(str, pyenv), os.environ.get("PATH", os.defpath)])
+    find = [find_uv(), "python", "find", "--no-project", "--no-config", "--no-python-downloads", "--system", short]
+    found = subprocess.run(find, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise ConfigError(f"Python {version:.20} is not installed; get it with: uv python install {short}")
+    return Path(found.stdout.strip()).resolve()
+
+
+@functools.cache
+def find_uv() -> Path:
+    """The program ``uv``, that of this environment before others. Raises ``ConfigError``."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if (found := shutil.which("uv", path=path)) is None:
+        raise ConfigError("uv is not installed, which environments are made with; get it with: pip install uv")
+    return Path(found).resolve()
+
+
+def with_own_interpreter(directory: Path) -> Checkout:
+    """A checkout whose commands have the Python that runs this program."""
+    prefix = Path(sys.base_prefix).resolve()
+    parts = [] if is_system(prefix.parts[1]) else installed_parts(prefix)
+    return Checkout(
+        directory=directory,
+        mounts=tuple(WorkspaceMount(host=part, inside=str(part)) for part in parts),
+        variables={"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+    )
 
 
 class Room(NamedTuple):
@@ -202,3 +244,14 @@ class SandboxBox(NamedTuple):
         """Run in a sandbox that ends with the command and kills all of its processes."""
         wrapped = self.sandbox.wrap(self.room, command, network=tests and self.network)
         return await run(wrapped, timeout=timeout, given=given, limits=self.sandbox.limits)
+
+
+async def remove(folder: Path) -> None:
+    """Delete a folder recursively, whatever its modes."""
+    await asyncio.shield(asyncio.to_thread(remove_tree, folder))
+
+
+async def copy_tree(source: Path, target: Path, how: str = "--reflink=auto") -> None:
+    """Copy a folder with modes, times and links: by reference where the file system can, or by hard links
+    (``--link``)."""
+    await checked(["cp", "-a", how, "--", str(source), str(target)], f"copy {source.name}")

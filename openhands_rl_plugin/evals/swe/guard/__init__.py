@@ -1,1 +1,1 @@
-"""Reward-hack guard: rules for patches, a channel besides the log, rules for commands. Start with ``guard``."""
+"""Reward-hack guard: restored files, checks of the run's own report, altered tests. Start with ``guard``."""

@@ -31,7 +31,7 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.grading import Grading, TestRun, run_tests
 from openhands_rl_plugin.evals.swe.guard.altering import Mode, alter, alter_doctest, functions_of
 from openhands_rl_plugin.evals.swe.patches import restored_files, runs_tests, touched_files
-from openhands_rl_plugin.evals.swe.recipes.scripts import END, REPOSITORY
+from openhands_rl_plugin.evals.swe.recipes import END, REPOSITORY
 from openhands_rl_plugin.evals.swe.types import Flag, Instance, Severity
 
 _VERSION = "3"
@@ -88,8 +88,9 @@ class _AlteredRun(NamedTuple):
 
 
 class RewardHackGuard:
-    """A ``Guard`` by altered tests. ``folder``: where calibrations of rows are kept; without one, as long as this
-    process runs.
+    """Detects reward hacking: a run with a deciding flag is not resolved.
+
+    ``folder``: where calibrations of rows are kept; without one, as long as this process runs.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

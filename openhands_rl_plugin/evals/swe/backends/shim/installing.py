@@ -1,9 +1,8 @@
 """``installing.py conda|pip WORDS...``: conda and pip of the official scripts by way of uv, which can leave out what
 the index did not have at a date (``UV_EXCLUDE_NEWER``). It runs inside the sandbox by the Python of this package.
 
-It translates what the scripts of swebench 4.1.0 and of SWE-Gym contain: conda's ``create``, ``install``, ``env create``
-and ``env update`` (dask, pandas, modin, xarray and matplotlib have an ``environment.yml``), pip's ``install`` and
-``uninstall``. Anything else fails.
+It translates what the scripts of swebench 4.1.0 contain: conda's ``create``, ``install``, ``env create`` and ``env
+update`` (xarray and matplotlib have an ``environment.yml``), pip's ``install`` and ``uninstall``. Anything else fails.
 """
 
 from __future__ import annotations
@@ -25,27 +24,13 @@ SEEDS = ("pip", "setuptools", "wheel")
 """What conda puts into every environment with Python."""
 
 RENAMED = {
-    "dask-core": "dask",
-    "iris": "scitools-iris",
-    "lz4-c": "lz4",
-    "matplotlib-base": "matplotlib",
-    "msgpack-python": "msgpack",
-    "pyqt": "PyQt5",
-    "pytables": "tables",
-    "python-blosc": "blosc",
-    "python-graphviz": "graphviz",
-    "python-xxhash": "xxhash",
-    "pytorch": "torch",
-    "ray-core": "ray",
+    **{"dask-core": "dask", "iris": "scitools-iris", "matplotlib-base": "matplotlib", "pyqt": "PyQt5"},
     "seaborn-base": "seaborn",
-    "tiledb-py": "tiledb",
 }
 """Names on conda-forge -> names on PyPI."""
 NO_PACKAGES = {
-    *("blas", "boost-cpp", "c-compiler", "ca-certificates", "cfgrib", "cmake", "compilers", "cxx-compiler", "eccodes"),
-    *("esmpy", "ffmpeg", "firefox", "gcc", "geckodriver", "git", "graphviz", "gxx", "hdf5", "imagemagick", "jre"),
-    *("libnetcdf", "libopenblas", "libxml2", "llvm-openmp", "make", "mkl", "ninja", "nodejs", "nomkl", "openjdk"),
-    *("openssl", "pandoc", "python", "python_abi", "selenium-manager", "texlive-core", "tk"),
+    *("cfgrib", "eccodes", "esmpy", "ffmpeg", "graphviz", "hdf5", "imagemagick", "libnetcdf", "make", "pandoc"),
+    *("python", "texlive-core", "tk"),
 }
 """On conda-forge no Python packages, or one that needs one of these."""
 

@@ -1,1 +1,0 @@
-"""Set-up and test scripts of instances: SWE-bench, SWE-Gym, other suites. Start with ``recipe_of``."""
