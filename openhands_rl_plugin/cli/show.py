@@ -28,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Print the episode. Raises ``RLError`` when the store or the id is wrong."""
-    from openhands_rl_plugin.core.judgements import labels_of
+
     from openhands_rl_plugin.trajectories.view import as_json, console, find_episode, print_episode, print_json
 
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         trajectory, scores = await find_episode(storage, args.id)
-        labels = await labels_of(storage, [trajectory.id])
+        labels = await storage.labels([trajectory.id])
     if args.json:
         print_json(as_json(trajectory, scores, labels))
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import batched
 
 from pydantic import JsonValue
 
@@ -25,7 +24,6 @@ GOOD, BAD = "good", "bad"
 
 ALIKE = 0.5
 """A preference's value where neither episode is better."""
-_AT_ONCE = 1000
 # Sums of step rewards, such as 10 x 0.1, must not miss a bound by a rounding error.
 _ROUNDING = 1e-9
 
@@ -173,27 +171,10 @@ def preferences(labels: Iterable[Label]) -> Preferences:
     return {both: majority([*words.values()]) for both, words in by_author.items()}
 
 
-async def labels_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> tuple[Label, ...]:
-    """The labels of these episodes. Raises ``StorageError``."""
-    parts = [await storage.labels(part) for part in batched(trajectory_ids, _AT_ONCE)]
-    return tuple(label for part in parts for label in part)
-
-
-async def scores_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> dict[str, tuple[Score, ...]]:
-    """Id -> its scores, oldest first, of those that have some. Raises ``StorageError``."""
-    found: dict[str, tuple[Score, ...]] = {}
-    for part in batched(trajectory_ids, _AT_ONCE):
-        found |= await storage.scores(part)
-    return found
-
-
 async def opinions_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> dict[str, dict[str, float]]:
     """Id -> its ``opinions``, of those of which there are some. Raises ``StorageError``."""
-    found: dict[str, dict[str, float]] = {}
-    for part in batched(trajectory_ids, _AT_ONCE):
-        scores = await scores_of(storage, part)
-        found |= {identity: known for identity, each in scores.items() if (known := opinions(each))}
-    return found
+    scores = await storage.scores(trajectory_ids)
+    return {identity: known for identity, each in scores.items() if (known := opinions(each))}
 
 
 FOLDER = "folder_digest"

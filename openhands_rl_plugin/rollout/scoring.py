@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, boundary, describe
-from openhands_rl_plugin.core.judgements import VERDICT, labels_of, scores_of, standing
+from openhands_rl_plugin.core.judgements import VERDICT, standing
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, WorkspaceCommand, sub_agent_of
 from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Score, Trajectory
@@ -176,9 +176,9 @@ async def _by_labels(
 ) -> list[Score]:
     """The scores that differ from those stored. No node is read; a killed run leaves whole batches."""
     labels: dict[str, list[Label]] = {identity: [] for identity in ids}
-    for label in await labels_of(storage, ids):
+    for label in await storage.labels(ids):
         labels[label.trajectory_id].append(label)
-    stored, changed = await scores_of(storage, ids), list[Score]()
+    stored, changed = await storage.scores(ids), list[Score]()
     for identity in ids:
         before = next((each for each in reversed(stored.get(identity, ())) if each.reward_version == version), None)
         now = reward.from_labels(identity, labels[identity])
@@ -246,7 +246,7 @@ async def undo(storage: TrajectoryStorage, *, author: str = "") -> Label | None:
         StorageError: the storage cannot be read or written.
     """
     ids = [summary.id async for summary in storage.summaries(TrajectoryFilter(finished=None))]
-    own = [label for label in standing(await labels_of(storage, ids)) if label.author == author]
+    own = [label for label in standing(await storage.labels(ids)) if label.author == author]
     if not own:
         return None
     last = max(own, key=lambda label: label.at)
@@ -258,10 +258,10 @@ async def withdraw(storage: TrajectoryStorage, label: Label, *, author: str = ""
     """Append what says that ``label`` holds no more. If the newest score by hand was stored with it, the score before
     holds again. Returns what was appended. Raises ``RLError``."""
     if label.kind is LabelKind.VERDICT and label.node is None:
-        scores = (await scores_of(storage, [label.trajectory_id])).get(label.trajectory_id, ())
+        scores = (await storage.scores([label.trajectory_id])).get(label.trajectory_id, ())
         newest_first = [score for score in reversed(scores) if score.reward_version == VERDICT]
         if newest_first and newest_first[0].detail.get(_BEHIND) == label.id:
-            holding = {each.id for each in standing(await labels_of(storage, [label.trajectory_id]))} - {label.id}
+            holding = {each.id for each in standing(await storage.labels([label.trajectory_id]))} - {label.id}
             none = newest_first[0].model_copy(update={"reward": None, "detail": {}})
             before = (each for each in newest_first if each.reward is None or each.detail.get(_BEHIND) in holding)
             await storage.add_scores([next(before, none)])

@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.judgements import OPINIONS, named_score, opinions, scores_of, standing
+from openhands_rl_plugin.core.judgements import OPINIONS, named_score, opinions, standing
 from openhands_rl_plugin.core.messages import counted, has_reasoning, one_line, transcript_nodes, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import (
@@ -480,7 +480,7 @@ async def rewarded_by(
     by_reward = where.sort is TrajectoryOrder.REWARD
     stored = {"sort": TrajectoryOrder.STORED, "descending": False} if by_reward else {}
     summaries = [each async for each in storage.summaries(without_rewards(where).model_copy(update=stored))]
-    scores = await scores_of(storage, [each.id for each in summaries])
+    scores = await storage.scores([each.id for each in summaries])
     least, most = where.reward_at_least, where.reward_at_most
     found: list[TrajectorySummary] = []
     for each in summaries:

@@ -15,7 +15,7 @@ import sys
 from stored_samples import play
 
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.testing import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 CALLS = 6

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.judgements import majority, newest_outcome, opinions, scores_of, verdicts
+from openhands_rl_plugin.core.judgements import majority, newest_outcome, opinions, verdicts
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.rewards.outcome import HumanReward, RecordedReward, ReturnReward
@@ -20,7 +20,7 @@ from openhands_rl_plugin.rollout.scoring import (
     stored_rewards,
     undo,
 )
-from openhands_rl_plugin.testing.storage import sample_episode
+from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 IDS = ("paid", "graded", "silent")
@@ -70,7 +70,7 @@ def test_labels_change_no_reward(folder: Path, said: list[tuple[LabelKind, str, 
             assert await rewards_of(storage) == before
             await rescore(storage, HumanReward())
             assert await rewards_of(storage) == before, "what people think stands in a column of its own"
-            labels, scores = await storage.labels(IDS), await scores_of(storage, IDS)
+            labels, scores = await storage.labels(IDS), await storage.scores(IDS)
             for identity in IDS:
                 given_ = verdicts(label for label in labels if label.trajectory_id == identity)
                 assert opinions(scores.get(identity, ())).get("human") == majority([*given_.values()])

@@ -51,7 +51,7 @@ from openhands_rl_plugin import FileTrajectoryStorage, Message
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart, NodeMark
 from openhands_rl_plugin.core.redaction import redact_nodes, secrets_looked_up_once
 from openhands_rl_plugin.core.types import Node, PolicyRef, SamplingParams, Tokens
-from openhands_rl_plugin.testing.storage import sample_episode
+from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.trajectories.storages.log import PASSING, pack_nodes, unpack_nodes
 
 TURNS = 30

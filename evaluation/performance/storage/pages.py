@@ -18,7 +18,7 @@ from typing import Any
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory, TrajectoryFilter
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryOrder
 from openhands_rl_plugin.core.types import PolicyRef, StopReason
-from openhands_rl_plugin.testing.storage import sample_episode
+from openhands_rl_plugin.testing import sample_episode
 
 PAGE = 50
 

@@ -19,7 +19,6 @@ from openhands_rl_plugin.core.judgements import (
     ALIKE,
     OPINIONS,
     asked_in_common,
-    labels_of,
     opinions_of,
     standing,
     verdict_word,
@@ -72,14 +71,14 @@ class ListResource:
         where = filter_of(request)
         if request.query_params.get("unlabelled"):
             ids = [each.id async for each in storage.summaries(where)]
-            known = {label.trajectory_id for label in standing(await labels_of(storage, ids))}
+            known = {label.trajectory_id for label in standing(await storage.labels(ids))}
             where = where.model_copy(update={"ids": tuple(each for each in ids if each not in known)})
         page = {"sort": sort, "descending": descending, "limit": limit, "offset": offset}
         where = where.model_copy(update=page)
         total = await storage.count(where)
         found = [each async for each in storage.summaries(where)]
         ids = [each.id for each in found]
-        labels, opinions = await labels_of(storage, ids), await opinions_of(storage, ids)
+        labels, opinions = await storage.labels(ids), await opinions_of(storage, ids)
         body: JsonObject = {
             "revision": revision,
             "total": total,
@@ -240,7 +239,7 @@ class LabelResource:
         asked = LabelRequest.model_validate_json(await request.body())
         storage = await self._sources.holding(request, asked.episode)
         if asked.withdraws is not None:
-            found = standing(await labels_of(storage, [asked.episode]))
+            found = standing(await storage.labels([asked.episode]))
             label = next((each for each in found if each.id == asked.withdraws), None)
             if label is None:
                 raise HTTPException(404, "the episode has no label of that id that holds")
@@ -250,7 +249,7 @@ class LabelResource:
             fields = asked.model_dump(exclude={"episode", "kind", "withdraws"})
             assert asked.kind is not None, "it was validated"
             made = await add_label(storage, asked.episode, asked.kind, author=self._author, **fields)
-        holding = standing(await labels_of(storage, [asked.episode]))
+        holding = standing(await storage.labels([asked.episode]))
         body = {"label": made.model_dump(mode="json"), "labels": [each.model_dump(mode="json") for each in holding]}
         response = reply(request, body)
         response.status_code = 201

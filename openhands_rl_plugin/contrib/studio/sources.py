@@ -21,7 +21,6 @@ from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.cli.options import TOKENIZER, is_folder, load_tokenizer, storage_at
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, unknown_name
-from openhands_rl_plugin.core.judgements import labels_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
@@ -209,7 +208,7 @@ class EpisodeShelf:
 async def read_episode(storage: TrajectoryStorage, identity: str, revision: str = "") -> Opened:
     """An episode of a store. Raises ``HTTPException`` 404 and ``StorageError``."""
     async for trajectory, scores in storage.find(TrajectoryFilter(ids=(identity,), finished=None)):
-        return Opened(storage, revision, trajectory, scores, await labels_of(storage, [identity]))
+        return Opened(storage, revision, trajectory, scores, await storage.labels([identity]))
     raise HTTPException(404, f"no store has the episode {identity[:80]!r}")
 
 

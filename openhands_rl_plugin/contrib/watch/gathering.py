@@ -14,7 +14,7 @@ from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.watch.journal import State
 from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.errors import ConfigError, GraderError, StorageError
-from openhands_rl_plugin.core.judgements import OPINION, Preferences, consensus, labels_of, preferences
+from openhands_rl_plugin.core.judgements import OPINION, Preferences, consensus, preferences
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, Label, TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import Score, Trajectory
@@ -88,7 +88,7 @@ def check_calibrated(settings: RLSettings) -> None:
 
 async def judge(settings: RLSettings, storage: TrajectoryStorage, ids: Sequence[str]) -> Judged:
     """What is known of these episodes, which have ended without a failure. Raises what the reward raises."""
-    labels = await labels_of(storage, ids)
+    labels = await storage.labels(ids)
     of: dict[str, list[Label]] = defaultdict(list)
     for label in labels:
         of[label.trajectory_id].append(label)

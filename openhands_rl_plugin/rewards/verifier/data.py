@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import CaughtFailure, TrainingError, boundary
-from openhands_rl_plugin.core.judgements import labels_of, resolved
+from openhands_rl_plugin.core.judgements import resolved
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind, Sample, Score, Trajectory
@@ -98,7 +98,7 @@ async def verifier_dataset(
         if where.only_measures(trajectory.task.split):
             left_out[OF_HELD_OUT_SPLITS] += 1
             continue
-        said = await labels_of(storage, [trajectory.id]) if isinstance(reward, JudgesLabels) else ()
+        said = await storage.labels([trajectory.id]) if isinstance(reward, JudgesLabels) else ()
         success = await label_of(trajectory, scores, settings, reward, said)
         if success is None:
             left_out[UNLABELLED if trajectory.failure is None else FAILED] += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, labels_of, preferences
+from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import (
@@ -286,7 +286,7 @@ async def load_episodes(
                     score = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
             if score is not None:
                 known[trajectory.id] = score
-    labels = await labels_of(storage, [trajectory.id for trajectory in own])
+    labels = await storage.labels([trajectory.id for trajectory in own])
     if isinstance(reward, JudgesLabels):
         of: dict[str, list[Label]] = {trajectory.id: [] for trajectory in own}
         for label in labels:

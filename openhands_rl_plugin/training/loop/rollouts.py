@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import InfrastructureError, PublishError
-from openhands_rl_plugin.core.judgements import scores_of
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Probe, Task, Trajectory
@@ -240,7 +239,7 @@ class GroupRunner:
         known = {(task.environment, task.id) for task in self._plan.training}
         ours = (each for each in found.values() if each.run_id in runs or (each.environment, each.task_id) in known)
         attempts = sorted(ours, key=lambda each: each.times.finished)
-        scores = await scores_of(self._storage, [each.id for each in attempts])
+        scores = await self._storage.scores([each.id for each in attempts])
         for each in attempts:
             own = [one.reward for one in scores.get(each.id, ()) if one.reward_version == reward_version]
             reward = own[-1] if own else each.judged  # of a verdict in the evidence no score is stored

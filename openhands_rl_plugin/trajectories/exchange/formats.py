@@ -22,7 +22,7 @@ from pydantic_core import to_json
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary, unknown_name
 from openhands_rl_plugin.core.files import PRIVATE, replacing
-from openhands_rl_plugin.core.judgements import labels_of, newest_outcome, patch_of, preferences, resolved, score_of
+from openhands_rl_plugin.core.judgements import newest_outcome, patch_of, preferences, resolved, score_of
 from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
@@ -615,7 +615,7 @@ async def export_store(
             except LeftOutError as reason:
                 report.left_out[str(reason)] += 1
             else:
-                labels = await labels_of(storage, [trajectory.id]) if form.exact else ()
+                labels = await storage.labels([trajectory.id]) if form.exact else ()
                 beside: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
                 for row in made:
                     if form.conversations:
@@ -636,7 +636,7 @@ async def _worse(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[st
     ids = [summary.id async for summary in storage.summaries(where)]
     known = frozenset(ids)
     worse: dict[str, tuple[str, ...]] = {}
-    for both, better in preferences(await labels_of(storage, ids)).items():
+    for both, better in preferences(await storage.labels(ids)).items():
         if better is not None and both <= known:
             worse[better] = (*worse.get(better, ()), *(both - {better}))
     return worse

@@ -16,7 +16,7 @@ from train_store import store_of
 
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef
-from openhands_rl_plugin.testing.storage import GONE, sample_episode
+from openhands_rl_plugin.testing import GONE, sample_episode
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 

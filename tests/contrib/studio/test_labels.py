@@ -13,7 +13,7 @@ from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, StopReason
 from openhands_rl_plugin.rewards.outcome import HumanReward
 from openhands_rl_plugin.rollout.scoring import ScoreReport, rescore
-from openhands_rl_plugin.testing.storage import GONE, sample_episode
+from openhands_rl_plugin.testing import GONE, sample_episode
 
 SECRET = "sk-proj-" + "Q7w" * 16
 

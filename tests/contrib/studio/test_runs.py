@@ -17,7 +17,7 @@ from openhands_rl_plugin.contrib.studio.server import running_studio
 from openhands_rl_plugin.contrib.studio.sources import sources_at
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.testing.storage import sample_episode
+from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -14,7 +14,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Task, Trajectory
 from openhands_rl_plugin.hosts.pool import EpisodeWorker, Worker
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
-from openhands_rl_plugin.testing.storage import sample_episode
+from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 

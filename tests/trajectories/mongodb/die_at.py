@@ -15,7 +15,7 @@ from itertools import count
 from pymongo.asynchronous.collection import AsyncCollection
 
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, EpisodeStart
-from openhands_rl_plugin.testing.storage import sample_episode, steps_of
+from openhands_rl_plugin.testing import sample_episode, steps_of
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 
 

@@ -15,8 +15,7 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.testing import check_storage
-from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.testing import check_storage, sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 
 pytestmark = pytest.mark.contract

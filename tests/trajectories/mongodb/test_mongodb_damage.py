@@ -13,7 +13,7 @@ from pymongo.database import Database
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.errors import DamagedError
 from openhands_rl_plugin.core.records import Label, LabelKind
-from openhands_rl_plugin.testing.storage import sample_episode, sample_score
+from openhands_rl_plugin.testing import sample_episode, sample_score
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 
 IDS = tuple(f"episode {number}" for number in range(6))

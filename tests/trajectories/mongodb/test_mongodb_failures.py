@@ -17,7 +17,7 @@ from pymongo.database import Database
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.testing.storage import sample_episode, steps_of
+from openhands_rl_plugin.testing import sample_episode, steps_of
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 
 pytestmark = pytest.mark.contract

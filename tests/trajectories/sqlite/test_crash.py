@@ -13,7 +13,7 @@ from keep_writing import CALLS, episode
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason, Trajectory
-from openhands_rl_plugin.testing.storage import steps_of
+from openhands_rl_plugin.testing import steps_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.storages.log import joined
 

@@ -15,7 +15,7 @@ from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
-from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.testing import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 ALL = TrajectoryFilter(finished=None)

@@ -16,7 +16,7 @@ from stored_samples import play, trajectory
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, NodeMark, TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, Node
-from openhands_rl_plugin.testing.storage import sample_episode, sample_score, steps_of
+from openhands_rl_plugin.testing import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite import storage as file_module
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 

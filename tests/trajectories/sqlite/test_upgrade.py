@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.records import (
     TrajectoryFilter,
     TrajectoryOrder,
 )
-from openhands_rl_plugin.testing.storage import sample_episode, sample_score
+from openhands_rl_plugin.testing import sample_episode, sample_score
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 

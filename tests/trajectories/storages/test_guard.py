@@ -11,7 +11,7 @@ from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, Label, LabelKind, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Tokens
-from openhands_rl_plugin.testing.storage import sample_episode
+from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

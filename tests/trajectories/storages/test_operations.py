@@ -25,7 +25,7 @@ from openhands_rl_plugin.core.records import (
     TrajectoryFilter,
 )
 from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
-from openhands_rl_plugin.testing.storage import sample_episode, sample_score, unrewarded
+from openhands_rl_plugin.testing import sample_episode, sample_score, unrewarded
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.storages.log import LogStorage

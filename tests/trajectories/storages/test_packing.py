@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef, SamplingParams, Tokens, ToolCall
-from openhands_rl_plugin.testing.storage import sample_episode
+from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.trajectories.storages import log as packing
 from openhands_rl_plugin.trajectories.storages.log import (
     pack_document,

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import FailureKind, PolicyRef, StopReason, Trajectory
-from openhands_rl_plugin.testing.storage import GONE, sample_episode, sample_score, steps_of, unrewarded
+from openhands_rl_plugin.testing import GONE, sample_episode, sample_score, steps_of, unrewarded
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -16,7 +16,7 @@ from studio_pages import Pages, pages_of
 from openhands_rl_plugin.contrib.studio.sources import sources_at
 from openhands_rl_plugin.core.records import EpisodeStart
 from openhands_rl_plugin.core.types import StopReason, Trajectory
-from openhands_rl_plugin.testing.storage import sample_episode
+from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SOON = 10
