@@ -424,7 +424,7 @@ _ODD: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"finished": 2010.0}, {"since": 2010.0}),
     ({"finished": 1990.0}, {"until": 1999.0}),
 )
-_ASKED: tuple[dict[str, Any], ...] = (
+_WHERE: tuple[dict[str, Any], ...] = (
     *(asked for _, asked in _ODD),
     *({"contains": "ther t"}, {"label": "good"}, {"finished": False}, {"ids": ("judged", "nobody")}, {"limit": 0}),
     *({"sort": sort, "offset": 1, "limit": 9} for sort in TrajectoryOrder),
@@ -468,7 +468,7 @@ async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
             if name == "close":
                 storage, other = make(), FileTrajectoryStorage(folder, durable=False)
             await _compare(storage, other, everything, f"after {name}(), ")
-        for asked in _ASKED:
+        for asked in _WHERE:
             await _compare(storage, other, TrajectoryFilter.model_validate({"finished": None, **asked}), "")
         await asyncio.gather(storage.close(), other.close())
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 from aiohttp import web
+from scripted_model import LOGPROB, call, completion, prompt_ids, says
 from scripted_model import message_ids as sampled_ids
-from scripted_model import prompt_ids
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
@@ -50,35 +50,17 @@ class Model:
 
     def completion(self, body: Body, message: Body | None = None) -> Body:
         """The response, of that ``message`` or of the next ones."""
-        choices = [self._choice(index, body, message) for index in range(body.get("n") or 1)]
-        prompt, sampled = prompt_ids(body["messages"]), sum(len(sampled_ids(each["message"])) for each in choices)
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": sampled, "total_tokens": len(prompt) + sampled}
-        return {
-            "id": f"chatcmpl-{self.answers}",
-            "object": "chat.completion",
-            "created": 1,
-            "model": body["model"],
-            "choices": choices,
-            "usage": usage,
-            "prompt_token_ids": prompt if body.get("return_token_ids") else None,
-        }
-
-    def _choice(self, index: int, body: Body, message: Body | None) -> Body:
-        self.answers += 1
-        if message is None:
-            message = {"role": "assistant", "content": f"answer {self.answers}"}
-            if body.get("tools"):
-                function = {"name": "bash", "arguments": json.dumps({"command": f"echo {self.answers}"})}
-                message["tool_calls"] = [{"id": f"call_{self.answers}", "type": "function", "function": function}]
-        ids = sampled_ids(message)
-        logprobs = {"content": [{"token": "x", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in ids]}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": logprobs if body.get("logprobs") else None,
-            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
-            "token_ids": ids if body.get("return_token_ids") else None,
-        }
+        prompt, made = prompt_ids(body["messages"]), list[Body]()
+        for index in range(body.get("n") or 1):
+            self.answers += 1
+            command = {"command": f"echo {self.answers}"}
+            calls = [call("bash", command, f"call_{self.answers}")] if body.get("tools") else []
+            answer = message or says(f"answer {self.answers}", *calls)
+            sampled = sampled_ids(answer)
+            one = completion(body, answer, f"chatcmpl-{self.answers}", prompt, sampled, [LOGPROB] * len(sampled))
+            made.append(one)
+            one["choices"][0]["index"] = index
+        return {**made[-1], "choices": [each["choices"][0] for each in made]}
 
 
 def chunks_of(answer: Body, body: Body) -> list[Body]:
@@ -86,12 +68,12 @@ def chunks_of(answer: Body, body: Body) -> list[Body]:
     frame = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     chunks: list[Body] = []
     for choice in answer["choices"]:
-        message, ids, entries = choice["message"], choice["token_ids"], (choice["logprobs"] or {}).get("content")
+        message, ids, entries = choice["message"], choice.get("token_ids"), choice.get("logprobs", {}).get("content")
         text, count = message["content"] or "", len(sampled_ids(message))
         deltas: list[Body] = [{"content": text[at : at + 4]} for at in range(0, len(text), 4)]
-        for at, call in enumerate(message.get("tool_calls") or ()):
-            arguments = call["function"]["arguments"]
-            head = {**call, "function": {**call["function"], "arguments": arguments[:5]}}
+        for at, each in enumerate(message.get("tool_calls") or ()):
+            arguments = each["function"]["arguments"]
+            head = {**each, "function": {**each["function"], "arguments": arguments[:5]}}
             rest = {"index": at, "function": {"arguments": arguments[5:]}}
             deltas += [{"tool_calls": [{"index": at, **head}]}, {"tool_calls": [rest]}]
         deltas.append({})  # the end marker: a token without text
@@ -103,8 +85,7 @@ def chunks_of(answer: Body, body: Body) -> list[Body]:
             part |= {"token_ids": ids[span]} if ids is not None else {}
             chunks.append({**frame, "choices": [part]})
         chunks[-1]["choices"][0]["finish_reason"] = choice["finish_reason"]
-    if answer["prompt_token_ids"] is not None:
-        chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
+    chunks[0]["prompt_token_ids"] = answer.get("prompt_token_ids")
     if (body.get("stream_options") or {}).get("include_usage"):
         chunks.append({**frame, "choices": [], "usage": answer["usage"]})
     return chunks

@@ -121,8 +121,6 @@ class Counting:
     def fork(self) -> Counting:
         return Counting(self.before, odd=self.odd)
 
-    seconds = 1.0
-
     def changes(self) -> JsonObject:
         return {"messages": len(self.before)}
 
@@ -159,13 +157,8 @@ def test_branches_show_what_comes_and_each_has_a_thread_of_its_own(server: Scrip
     assert {told.messages[0].content for told in strategy.told[:-1]} == {"2"} and strategy.told[-1].terminated
     assert not live.closed
     assert threading.active_count() <= threads + MAX_COMPLETIONS_IN_FLIGHT, "closing ends the host's run"
-
-
-def test_a_branch_with_another_first_prompt_is_refused(server: ScriptedModel) -> None:
-    server.policies["odd-fork"] = lambda body: says("go")
-    session = session_of(server, strategy := Forking())
-    strategy.many = 1
-    session.world = lambda: BranchWorld(Counting(ASK, odd=True), session)
+    live.odd, strategy.many, session = True, 1, session_of(server, strategy)
+    session.world = lambda: BranchWorld(live, session)
     with pytest.raises(CaughtFailure, match="does not begin with the live session's prompt") as caught:
-        ask(session, "odd-fork")
+        ask(session, "fork")
     assert isinstance(caught.value.__cause__, BadEnvironmentError)
