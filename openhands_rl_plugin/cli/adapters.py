@@ -20,11 +20,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import LATEST, find_version
+from openhands_rl_plugin.cli.jobs import LATEST, find_version, publish
 from openhands_rl_plugin.cli.options import add_settings, settings_of
 from openhands_rl_plugin.cli.terminal import silence_libraries
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
-from openhands_rl_plugin.models.adapters.publisher import publisher_for
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter
@@ -61,13 +60,7 @@ async def run(args: argparse.Namespace) -> int:
         adapter = find_version(store, serving.adapter, args.version, "--version")
     else:
         adapter = _previous(store, serving.adapter)
-    async with publisher_for(serving, store) as publisher:
-        report = await publisher.publish(adapter)
-        served = await publisher.served_model(adapter)
-    proof = "no probe" if report.difference is None else f"probe within {report.difference:.4f} nats"
-    print(f"{adapter.name} is in use after {report.seconds:.1f} s ({proof}); its model name is {served}")
-    if report.unloaded:
-        print(f"  unloaded: {', '.join(report.unloaded)}")
+    await publish(serving, store, adapter)
     return 0
 
 

@@ -29,8 +29,7 @@ from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, l
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, host_of, version_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.config.toml import has_settings, load_settings, starting_config
-from openhands_rl_plugin.config.work import DEFAULT_FILE
+from openhands_rl_plugin.config.toml import DEFAULT_FILE, has_settings, load_settings, starting_config
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.records import TrajectoryFilter

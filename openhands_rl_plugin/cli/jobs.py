@@ -20,6 +20,7 @@ from openhands_rl_plugin.cli.options import add_bounds, add_repositories, backen
 from openhands_rl_plugin.cli.terminal import typed
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.environments.workspace.processes import dying_with_parent
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.run import LoopJob
@@ -84,7 +85,10 @@ async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Ada
 
     async with publisher_for(serving, adapters) as publisher:
         report = await publisher.publish(adapter)
-    print(f"{adapter.name} is in use at {', '.join(serving.publish_urls)} after {report.seconds:.1f} s")
+        served = await publisher.served_model(adapter)
+    proof = "no probe" if report.difference is None else f"probe within {report.difference:.4f} nats"
+    where = f"{', '.join(serving.publish_urls)} after {report.seconds:.1f} s ({proof})"
+    print(f"{adapter.name} is in use at {where}; its model name is {served}")
 
 
 @contextmanager
@@ -95,13 +99,13 @@ def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: 
     ``timeout`` seconds: a large model, or a machine with other work, may take minutes.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-P", "-m", "openhands_rl_plugin.cli.child", *arguments, "--port", str(port)]
+    program = [sys.executable, "-P", "-m", "openhands_rl_plugin.cli", *arguments, "--port", str(port)]
+    # Fewer arenas: what one thread of the server frees, the others can use.
+    environment, nothing = {"MALLOC_ARENA_MAX": "2", **os.environ}, subprocess.DEVNULL
     with open(log, "ab") as output:
-        # Fewer arenas: what one thread of the server frees, the others can use.
-        environment = {"MALLOC_ARENA_MAX": "2", **os.environ}
         # A group of its own: Ctrl-C in the terminal is for the parent, whose last requests are still answered.
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment, process_group=0
+            dying_with_parent(program), stdin=nothing, stdout=output, stderr=output, env=environment, process_group=0
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -114,8 +118,6 @@ def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: 
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        if child.stdin is not None:
-            child.stdin.close()
 
 
 def free_port() -> int:

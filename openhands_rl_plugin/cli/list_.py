@@ -24,7 +24,6 @@ from openhands_rl_plugin.cli.options import (
     add_store,
     filter_of,
     finite,
-    natural,
     open_store,
     positive,
 )
@@ -49,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=positive, default=DEFAULT_LIMIT, metavar="EPISODES", help="at most so many episodes"
     )
-    parser.add_argument("--offset", type=natural, default=0, metavar="EPISODES", help="skip the first ones")
     scores = (
         "take the scores of this reward: human, verifier, tests, ... (default: the newest judgement, else the return)"
     )
@@ -69,12 +67,12 @@ async def run(args: argparse.Namespace) -> int:
             return await _statistics(args, storage)
         chosen = filter_of(args).model_copy(update=order)
         if args.reward is None:
-            page = {"limit": args.limit, "offset": args.offset}
-            found = [summary async for summary in storage.summaries(chosen.model_copy(update=page))]
+            page = chosen.model_copy(update={"limit": args.limit})
+            found = [summary async for summary in storage.summaries(page)]
             matching = await storage.count(chosen)
         else:
             ranked = [summary async for summary in view.rewarded_by(storage, chosen, args.reward)]
-            found, matching = ranked[args.offset : args.offset + args.limit], len(ranked)
+            found, matching = ranked[: args.limit], len(ranked)
         opinions = await opinions_of(storage, [each.id for each in found])
     if args.json:
         for summary in found:
@@ -83,8 +81,7 @@ async def run(args: argparse.Namespace) -> int:
         return 0
     if found:
         console().print(view.list_table(found, opinions))
-    range_ = f"{args.offset + 1} to {args.offset + len(found)} of {matching}" if found else f"none of {matching}"
-    print(f"{range_} episodes" + ("; --offset shows more" if args.offset + len(found) < matching else ""))
+    print(f"{len(found)} of {matching} episodes" + ("; --limit shows more" if len(found) < matching else ""))
     return 0
 
 

@@ -35,8 +35,7 @@ from typing import Any, cast
 from openhands_rl_plugin.cli.options import add_settings, positive
 from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.toml import changed
-from openhands_rl_plugin.config.work import OwnWork, work_of
+from openhands_rl_plugin.config.toml import OwnWork, changed, work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -125,10 +125,10 @@ def typed(args: argparse.Namespace) -> str:
     return sayable(shlex.join(args.words))
 
 
-def wait_until_stopped(ended: threading.Event | None = None) -> None:
-    """Return after Ctrl-C or ``kill``, or when ``ended`` is set, so that the caller can shut its server down."""
+def wait_until_stopped() -> None:
+    """Return after Ctrl-C or ``kill``, so that the caller can shut its server down."""
     with suppress(KeyboardInterrupt):
-        (ended or threading.Event()).wait()
+        threading.Event().wait()
 
 
 def silence_libraries() -> None:

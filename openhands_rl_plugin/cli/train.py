@@ -165,11 +165,6 @@ class _Call:
         """Of metrics and checkpoints."""
         return self.adapters.root / f"{self.name}.training"
 
-    def from_rank_0[T](self, make: Callable[[], T]) -> T:
-        """What ``make`` gives in rank 0, in all ranks."""
-        made = make() if self.leads else None
-        return cast("T", made if self.ranks is None else self.ranks.broadcast(made))
-
     def read[T](self, load: Callable[[TrajectoryStorage, TrajectoryFilter], Coroutine[Any, Any, T]]) -> T:
         """What rank 0 reads of the store: all ranks have the same dataset, even if the store is being written to."""
 
@@ -177,7 +172,8 @@ class _Call:
             async with _open_store(self.args) as (storage, where):
                 return await load(storage, where)
 
-        return self.from_rank_0(lambda: ENDING.run(loaded()))
+        made = ENDING.run(loaded()) if self.leads else None
+        return cast("T", made if self.ranks is None else self.ranks.broadcast(made))
 
     def print_plan(self, how: str, used: str, left_out: Iterable[str], units: int, samples: Sequence[Sample]) -> None:
         """``units``: what ``batch_size`` counts."""

@@ -76,18 +76,17 @@ def make_reward(settings: RewardSettings) -> Reward:
     return registry.build("rewards", settings.name, settings.options)
 
 
-def open_storage(settings: RLSettings, environ: Mapping[str, str] | None = None) -> TrajectoryStorage:
+def open_storage(settings: RLSettings) -> TrajectoryStorage:
     """The storage of ``[rl] storage_backend`` with ``[rl.storage]``.
 
     A guest's class gets ``path`` and ``durable``, as far as it declares them, and ``[rl.storage.options]``.
 
-    ``environ`` (default: the process's) holds the connection string of MongoDB. Raises ``MissingExtraError`` without
-    the client library that the storage needs.
+    Raises ``MissingExtraError`` without the client library that the storage needs.
     """
     storage = settings.storage
     known: dict[str, object] = {"durable": storage.durable}
     if settings.storage_backend == "mongodb":
-        known |= {"connection_string": storage.connection_string(environ), "database_name": storage.database}
+        known |= {"connection_string": storage.connection_string(), "database_name": storage.database}
     else:
         known |= {"path": str(storage.directory)}
     return _build("storages", settings.storage_backend, known, storage.options)

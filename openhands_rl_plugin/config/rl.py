@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
@@ -164,11 +165,11 @@ class StorageSettings(Settings):
         """``path`` with ``~`` expanded."""
         return Path(self.path).expanduser()
 
-    def connection_string(self, environ: Mapping[str, str] | None = None) -> str:
+    def connection_string(self) -> str:
         """The value of the variable ``uri_env``; without one, a local server. Raises ``ConfigError`` if it is unset."""
         if not self.uri_env:
             return "mongodb://localhost:27017/"
-        if found := (os.environ if environ is None else environ).get(self.uri_env):
+        if found := os.environ.get(self.uri_env):
             return found
         raise ConfigError(
             f"[rl.storage] uri_env: the environment variable {self.uri_env} is not set; "
@@ -207,11 +208,11 @@ class ServingSettings(Settings):
         """``adapters_path`` with ``~`` expanded."""
         return Path(self.adapters_path).expanduser()
 
-    def api_key(self, environ: Mapping[str, str] | None = None) -> str | None:
+    def api_key(self) -> str | None:
         """The value of the variable ``api_key_env``, ``None`` without one. Raises ``ConfigError`` if it is unset."""
         if not self.api_key_env:
             return None
-        if key := (os.environ if environ is None else environ).get(self.api_key_env):
+        if key := os.environ.get(self.api_key_env):
             return key
         raise ConfigError(
             f"[rl.serving] api_key_env: the environment variable {self.api_key_env} is not set; "
@@ -296,14 +297,8 @@ class RLSettings(Settings):
     def _explain(cls, data: Any, handler: Handler[Self]) -> Self:
         if lines := [*_secrets(data)]:
             raise ConfigError("\n".join(lines))
-        try:
-            data, lines = _with_sections(data, cls)
-            settings = handler(data)
-        except ValidationError as error:
-            lines += [f"{section_of(at)} {at[-1] if at else ''}: {what}" for at, what in problems(error, cls)]
-            raise ConfigError("\n".join(lines)) from error
-        if lines:
-            raise ConfigError("\n".join(lines))
+        with _explained(cls):
+            settings = handler(_with_sections(data, cls))
         # A plugin is imported only if it has options here; a reward also if it was chosen, as it may require some.
         if settings.strategy:
             registry.check_options("strategies", settings.rollout_strategy, settings.strategy)
@@ -344,23 +339,27 @@ def section_of(location: Location) -> str:
     return f"[{'.'.join(('rl', *location[:-1]))}]"
 
 
-def _with_sections(data: Any, model: type[BaseModel]) -> tuple[Any, list[str]]:
-    """The data with the sections of other packages validated, and a line for each wrong key in them."""
-    found, lines = dict(data) if isinstance(data, Mapping) else data, list[str]()
-    others = [each for each in found if each not in model.model_fields] if isinstance(data, Mapping) else []
-    for name in [each for each in others if not isinstance(found[each], Settings)]:
-        if name not in registry.names("sections"):
-            known = [*model.model_fields, *registry.names("sections")]
-            lines.append(f"[rl] {name}: unknown key;{instead(name, known)}")
-            del found[name]
-            continue
+@contextmanager
+def _explained(model: type[BaseModel], *above: str) -> Iterator[None]:
+    """Turns wrong values into a ``ConfigError`` with a line each; ``above``: the section of ``[rl]``."""
+    try:
+        yield
+    except ValidationError as error:
+        found = [((*above, *at), what) for at, what in problems(error, model)]
+        lines = (f"{section_of(at)} {at[-1] if at else ''}: {what}" for at, what in found)
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _with_sections(data: Any, model: type[BaseModel]) -> Any:
+    """The data with the sections of other packages validated."""
+    found = dict(data) if isinstance(data, Mapping) else {}
+    for name in [each for each in found if each not in model.model_fields and not isinstance(found[each], Settings)]:
+        if name not in (guests := registry.names("sections")):
+            raise ConfigError(f"[rl] {name}: unknown key;{instead(name, [*model.model_fields, *guests])}")
         kind: type[Settings] = registry.load("sections", name)
-        try:
+        with _explained(kind, name):
             found[name] = kind.model_validate(found[name])
-        except ValidationError as error:
-            lines += [f"{section_of((name, *at))} {at[-1] if at else ''}: {what}" for at, what in problems(error, kind)]
-            del found[name]
-    return found, lines
+    return found if isinstance(data, Mapping) else data
 
 
 def _secrets(data: object, prefix: Location = ()) -> Iterator[str]:

@@ -8,17 +8,17 @@ on to plugins.
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location
-from openhands_rl_plugin.core.types import JsonObject
+from openhands_rl_plugin.core.types import Frozen, JsonObject
 
 SECTIONS: tuple[Location, ...] = (("rl",), ("extended", "rl"), ("agent", "RLAgent", "rl"))
 """The sections that hold settings; later ones override earlier ones."""
@@ -26,20 +26,17 @@ SECTIONS: tuple[Location, ...] = (("rl",), ("extended", "rl"), ("agent", "RLAgen
 Table = Mapping[str, object]
 
 
-def load_settings(
-    path: Path | None, environ: Mapping[str, str] | None = None, *, changes: Sequence[str] = ()
-) -> RLSettings:
+def load_settings(path: Path | None, *, changes: Sequence[str] = ()) -> RLSettings:
     """Read a TOML file, and put ``changes`` over it. A file without any of the sections gives the defaults.
 
     Raises ``ConfigError`` with one line per wrong setting, which names the file, the section and the remedy; also when
-    ``api_key_env`` or ``uri_env`` names a variable that is not set in ``environ`` (default: the process's).
+    ``api_key_env`` or ``uri_env`` names a variable that is not set.
     """
     try:
         settings = settings_from_sections(read_document(path) if path else {}, changes)
-        secrets = os.environ if environ is None else environ
-        settings.serving.api_key(secrets)
+        settings.serving.api_key()
         if settings.storage_backend == "mongodb":
-            settings.storage.connection_string(secrets)
+            settings.storage.connection_string()
     except ConfigError as error:
         where = f"{path}: " if path else ""
         raise ConfigError("\n".join(f"{where}{line}" for line in str(error).splitlines())) from error
@@ -123,3 +120,60 @@ def starting_config(*, model: str, base_url: str, workspace: str, prompt: str = 
     # JSON's notation of a string is TOML's, but for this character.
     escaped = {name: json.dumps(value).replace("\x7f", "\\u007f") for name, value in values.items()}
     return re.sub(r"\{(\w+)\}", lambda found: escaped[found[1]], text)
+
+
+DEFAULT_FILE = Path("config.toml")
+NO_KEY = "none"
+"""Given to a server that asks for no key, because clients refuse an empty one."""
+
+# For work on a repository, where no file says anything else.
+LIMITS: JsonObject = {"max_turns": 50, "max_response_length": 4096, "max_obs_length": 8192}
+_PROVIDERS = ("openai/", "hosted_vllm/", "litellm_proxy/", "ollama/", "anthropic/", "gemini/", "openrouter/")
+
+
+class OwnWork(Frozen):
+    """``llm``: the keys of ``[llm]``. ``rl``: the settings that are set, as ``[rl]`` would have them."""
+
+    file: Path | None
+    llm: JsonObject
+    rl: JsonObject
+    settings: RLSettings
+
+
+def work_of(
+    config: Path | None = None,
+    changes: Sequence[str] = (),
+    *,
+    model: str = "",
+    base_url: str = "",
+    needs_model: bool = True,
+) -> OwnWork:
+    """Read the file (default: ``./config.toml``, if there is one), with ``changes``, the model and its server over it.
+
+    Raises ``ConfigError``, also without a model where it is needed.
+    """
+    file = config or (DEFAULT_FILE if DEFAULT_FILE.is_file() else None)
+    served = {"model": model, "base_url": base_url}
+    changes = [*changes, *(f"serving.{key}={json.dumps(value)}" for key, value in served.items() if value)]
+    try:
+        document = read_document(file) if file else {"rl": {**LIMITS}}
+        settings = settings_from_sections(document, changes)
+        section: Any = table_of(document, ("llm",)) or {}
+    except ConfigError as error:
+        where = f"{file}: " if file else ""
+        raise ConfigError("\n".join(f"{where}{line}" for line in str(error).splitlines())) from error
+    llm: JsonObject = {key: value for key, value in section.items() if not isinstance(value, dict)}
+    if base_url:
+        llm["base_url"] = base_url
+    if model:
+        prefixed = bool(llm.get("base_url")) and not model.startswith(_PROVIDERS)
+        llm["model"] = f"openai/{model}" if prefixed else model
+    if settings.serving.api_key_env:
+        llm["api_key"] = settings.serving.api_key()
+    if llm.get("base_url") and not llm.get("api_key"):
+        llm["api_key"] = NO_KEY
+    if needs_model and not llm.get("model"):
+        raise ConfigError(
+            "which model? give --model NAME --base-url URL, or a file with an [llm] section: openhands-rl doctor --init"
+        )
+    return OwnWork(file=file, llm=llm, rl=settings.model_dump(mode="json", exclude_unset=True), settings=settings)

@@ -33,7 +33,7 @@ from typing import Any, Protocol, cast
 
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.work import OwnWork
+from openhands_rl_plugin.config.toml import OwnWork
 from openhands_rl_plugin.core.concurrency import shielded
 from openhands_rl_plugin.core.errors import (
     CaughtFailure,

@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.work import LIMITS
+from openhands_rl_plugin.config.toml import LIMITS
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
 from openhands_rl_plugin.core.messages import error_in, to_message
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -52,23 +52,6 @@ def test_a_chat_with_a_server_that_is_away(
     assert "no model server answers" in line and "start it" in line
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('[llm]\nmodel = "x"\n', "there is no [rl] section in it"),
-        ('[rl.reward]\nname = "absent.plugin:Reward"\n', "No module named 'absent'; install the package that has it"),
-        ('[rl]\nstorage_backend = "mongo"\n', "did you mean 'mongodb'?"),
-    ],
-)
-def test_a_configuration_that_cannot_work(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text(text)
-    line = the_line(capsys, ["doctor", "--show", "--config", str(file)])
-    assert line.startswith(f"error: {file}: ") and said in line
-
-
 _INTERRUPTED_AT = """
 import os, signal, sys
 
@@ -89,10 +72,3 @@ def test_ctrl_c_while_the_program_starts(module: str) -> None:
     command = [sys.executable, "-c", _INTERRUPTED_AT.replace("sys.argv[1]", repr(module), 1)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
-
-
-def test_an_error_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["\x1b]0;title\x07"]) == 2
-    assert "\x1b" not in capsys.readouterr().err
-    assert cli.main(["show", "/nowhere/\x1b[2J", "1"]) == 1
-    assert "\x1b" not in capsys.readouterr().err

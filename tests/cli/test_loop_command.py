@@ -33,6 +33,7 @@ from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = pytest.mark.contract
+Capture = pytest.CaptureFixture[str]
 
 HOLDING = """
 import sys
@@ -170,7 +171,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_from_an_adapter_that_is_there(
-    served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: tuple[str, str], talker: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
     learnt = words(config, "--set", "loop.iterations=1", "loop.held_out=1")
@@ -216,7 +217,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("options", "more", "says"), WRONG, ids=[says[:30] for *_, says in WRONG])
 def test_wrong_input_is_one_line(
-    options: list[str], more: str, says: str, talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], more: str, says: str, talker: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     config = tmp_path / "config.toml"
     config.write_text(f"[rl]\nreact_format = false\n[rl.loop]\nheld_out = 2\n{more}\n")
@@ -227,15 +228,12 @@ def test_wrong_input_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", ["loop", pytest.param("demo", marks=needs_contrib)])
-def test_a_second_process_is_kept_from_a_run(
-    command: str, talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_process_is_kept_from_a_run(talker: Path, tmp_path: Path, capsys: Capture) -> None:
     """Whoever holds the directory's lock is at work there; --fresh does not take its state from under it."""
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / "state.json").write_text("{}")
-    given = [*words(write_config(tmp_path)), "--model", str(talker)] if command == "loop" else ["demo", "--tiny"]
+    given = [*words(write_config(tmp_path)), "--model", str(talker)]
     first = subprocess.Popen(
         [sys.executable, "-c", HOLDING, str(directory)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
     )
@@ -254,7 +252,7 @@ def test_a_second_process_is_kept_from_a_run(
 
 @pytest.mark.parametrize("field", ["return_token_ids", "logprobs"])
 def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_batch(
-    field: str, served: tuple[str, str], talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    field: str, served: tuple[str, str], talker: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     with serve() as deaf:
 
@@ -272,7 +270,7 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_batch(
 
 
 @needs_contrib
-def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: Capture) -> None:
     command = ["loop", "webshop", "--config", str(write_config(tmp_path)), "--model", str(talker), "--dry-run"]
     command += ["--run-dir", str(tmp_path / "run")]
     assert cli.main([*command, "--set", "loop.demonstrations=5", "loop.kind=async"]) == 0

@@ -22,7 +22,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "config.toml"
 
 
-def test_the_file_names_model_server_and_workspace(written: Path) -> None:
+def test_the_file_is_short_and_names_model_server_and_workspace(written: Path) -> None:
     document = tomllib.loads(written.read_text())
     assert document["llm"]["model"] == 'openai/a "quoted" name'
     assert document["llm"]["base_url"] == document["rl"]["serving"]["base_url"] == URL
@@ -30,9 +30,6 @@ def test_the_file_names_model_server_and_workspace(written: Path) -> None:
     settings = load_settings(written)
     assert settings.serving.model == 'a "quoted" name'
     assert "seed" not in settings.sampling.model_fields_set, "the same task would be sampled the same way in every run"
-
-
-def test_the_file_is_short_and_the_repositorys_example_has_all_that_it_has(written: Path) -> None:
     text, example = written.read_text(), tomllib.loads((ROOT / "config.toml.example").read_text())
     assert len(text.splitlines()) <= 40
     for name, table in tomllib.loads(text).items():

@@ -14,7 +14,7 @@ from scripted_model import call, says, serve
 
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.config.host import installed_hosts
-from openhands_rl_plugin.config.work import work_of
+from openhands_rl_plugin.config.toml import work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import StopReason
@@ -66,7 +66,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_file_says_the_model_and_the_settings(file: Path) -> None:
+def test_options_count_more_than_the_file_that_says_the_model_and_the_settings(file: Path) -> None:
     work = work_of(file)
     assert work.llm == {
         "model": "openai/policy",
@@ -77,9 +77,6 @@ def test_the_file_says_the_model_and_the_settings(file: Path) -> None:
     assert work.settings.max_turns == 9 and work.rl["strategy"] == {"n": 3}
     # What the file leaves open stays open: a seed, for example, makes runs equal.
     assert set(work.rl) == {"max_turns", "rollout_strategy", "strategy", "serving"}
-
-
-def test_options_count_more_than_the_file(file: Path) -> None:
     work = work_of(file, ["rollout_strategy=MCTS", "max_turns=3"], model="newer", base_url="http://127.0.0.1:9/v1")
     assert (work.llm["model"], work.llm["base_url"]) == ("openai/newer", "http://127.0.0.1:9/v1")
     assert work.settings.serving.model == "newer" and work.settings.serving.base_url == "http://127.0.0.1:9/v1"

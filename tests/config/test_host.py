@@ -49,3 +49,9 @@ def test_a_host_that_is_not_there_is_said_with_the_remedy(
     with pytest.raises(ConfigError, match=said) as refused:
         host.host_of(RLSettings(host=asked))
     assert "\n" not in str(refused.value)
+
+
+def test_importing_the_agent_of_v1_without_its_sdk_is_one_line(packages: dict[str, str]) -> None:
+    packages.update({"openhands-sdk": "1.58.0"})
+    with pytest.raises(ImportError, match=r"openhands-tools 1\.15 or newer \(openhands-sdk 1\.58\.0 installed\)"):
+        host.need_sdk()

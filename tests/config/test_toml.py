@@ -16,15 +16,15 @@ from openhands_rl_plugin.core.errors import ConfigError
 EXAMPLE = Path(__file__).parents[2] / "config.toml.example"
 
 
-def load(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> RLSettings:
+def load(tmp_path: Path, text: str) -> RLSettings:
     file = tmp_path / "config.toml"
     file.write_text(text)
-    return load_settings(file, environ or {})
+    return load_settings(file)
 
 
-def refusal(tmp_path: Path, text: str, environ: dict[str, str] | None = None) -> list[str]:
+def refusal(tmp_path: Path, text: str) -> list[str]:
     with pytest.raises(ConfigError) as raised:
-        load(tmp_path, text, environ)
+        load(tmp_path, text)
     lines = str(raised.value).splitlines()
     assert all(line.startswith(f"{tmp_path / 'config.toml'}: ") for line in lines)
     return [line.removeprefix(f"{tmp_path / 'config.toml'}: ") for line in lines]
@@ -84,16 +84,10 @@ def test_later_sections_override_earlier_ones_key_by_key(tmp_path: Path) -> None
     assert (settings.training.num_epochs, settings.training.batch_size) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("base", "url"),
-    [
-        ("http://shop.example", "http://shop.example:8000"),
-        ("https://shop.example:9000", "https://shop.example:9000"),
-        ("http://shop.example/prefix", "http://shop.example:8000/prefix"),
-    ],
-)
-def test_the_port_is_added_unless_the_address_has_one(base: str, url: str) -> None:
-    assert RLSettings(env_server_base=base).environment_url == url
+def test_the_port_is_added_unless_the_address_has_one() -> None:
+    bases = ("http://shop.example", "https://shop.example:9000", "http://shop.example/prefix")
+    urls = ["http://shop.example:8000", "https://shop.example:9000", "http://shop.example:8000/prefix"]
+    assert [RLSettings(env_server_base=base).environment_url for base in bases] == urls
 
 
 WRONG = [
@@ -149,16 +143,16 @@ def test_secrets_are_refused_with_the_remedy_and_not_repeated(tmp_path: Path, te
     assert "sk-very-secret" not in line
 
 
-def test_a_key_is_read_from_the_variable_that_is_named(tmp_path: Path) -> None:
+def test_a_key_is_read_from_the_variable_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '[rl.serving]\napi_key_env = "SHOP_KEY"\n'
-    settings = load(tmp_path, text, {"SHOP_KEY": "sk-1"})
-    assert settings.serving.api_key({"SHOP_KEY": "sk-1"}) == "sk-1"
-    assert "sk-1" not in settings.model_dump_json()
+    monkeypatch.setenv("SHOP_KEY", "sk-1")
+    settings = load(tmp_path, text)
+    assert settings.serving.api_key() == "sk-1" and "sk-1" not in settings.model_dump_json()
+    monkeypatch.delenv("SHOP_KEY")
     (line,) = refusal(tmp_path, text)
     assert line == (
         "[rl.serving] api_key_env: the environment variable SHOP_KEY is not set; export SHOP_KEY=... or remove the line"
     )
-    assert RLSettings().serving.api_key({}) is None
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:

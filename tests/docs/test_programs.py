@@ -34,13 +34,6 @@ def run(name: str, folder: Path, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_it_is_short_and_said_how_to_start(path: Path) -> None:
-    text = path.read_text()
-    most = 130 if "MiniBranch" in text else 80  # the class that a search needs of an agent
-    assert len(text.splitlines()) <= most and f"python {path.name}" in text.partition('"""\n\nfrom')[0]
-
-
 def test_a_reward_of_your_own_scores_a_store(tmp_path: Path) -> None:
     async def seed() -> None:
         async with FileTrajectoryStorage(tmp_path / "store") as storage:

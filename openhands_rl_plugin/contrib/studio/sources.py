@@ -20,7 +20,7 @@ from starlette.requests import Request
 from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.cli.options import TOKENIZER, is_folder, load_tokenizer, storage_at
 from openhands_rl_plugin.cli.terminal import sayable
-from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError, unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, RLError, unknown_name
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
@@ -257,7 +257,7 @@ class TokenText:
         if self._given is not None:
             return self._given
         for place in () if model in self._known else _places(model, self._adapters):
-            with suppress(ConfigError, MissingExtraError, OSError):
+            with suppress(RLError, OSError):
                 if place.is_file() and place.stat().st_size <= _LARGEST:
                     self._known[model] = load_tokenizer(place)
                     break

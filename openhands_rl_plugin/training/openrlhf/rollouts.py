@@ -66,7 +66,7 @@ class Rollouts:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         if not (path := environ.get(CONFIG)):
             raise ConfigError(f"{CONFIG} is not set: export {CONFIG}=/path/to/config.toml with an [rl] section")
-        self._settings = load_settings(Path(path), environ)
+        self._settings = load_settings(Path(path))
         self._reward = make_reward(self._settings.reward)
         self._samples = itertools.count()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -15,12 +16,15 @@ import torch
 from train_store import TINY, episode, store_of, stored
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.types import Failure, FailureKind, PolicyRef, SamplingParams, Task, Trajectory
+from openhands_rl_plugin.core.records import LabelKind
+from openhands_rl_plugin.core.types import Failure, FailureKind, PolicyRef, Task
 from openhands_rl_plugin.evals.swe.types import Instance
 from openhands_rl_plugin.evals.tasks.gate import write_tasks
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
+from openhands_rl_plugin.rollout.scoring import add_label
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
 Capture = pytest.CaptureFixture[str]
@@ -83,23 +87,6 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     assert "sequences: 2; tokens: 106, of them trained 20; steps: 3" in printed
     assert "memory: about" in printed
     assert not (tmp_path / "adapters").exists() and scores_in(store) == []
-
-
-def test_greedy_episodes_are_counted_and_not_reinforced(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    def greedy(number: int) -> Trajectory:
-        made = episode(number, float(number % 2))
-        asked = SamplingParams(temperature=0.0)
-        nodes = tuple(node.model_copy(update={"sampling": asked}) if node.sampled else node for node in made.nodes)
-        return made.model_copy(update={"nodes": nodes})
-
-    plain = [episode(number, float(number % 2)) for number in range(2)]
-    mixed = store_of(tmp_path / "mixed", *plain, *(greedy(number) for number in range(2, 5)))
-    words = ["--model", str(model), "--adapters", str(tmp_path / "adapters"), "--algorithm", "grpo"]
-    assert cli.main(["train", str(mixed), *words, "--dry-run"]) == 0
-    assert "episodes: 2 used; left out:\n    3 not sampled from the policy (leave top_p" in capsys.readouterr().out
-    alone = store_of(tmp_path / "alone", *(greedy(number) for number in range(2)))
-    assert cli.main(["train", str(alone), *words]) == 1
-    assert "2 not sampled from the policy (leave top_p" in (said := _said(capsys)) and "temperature = 0" in said
 
 
 def test_the_reward_comes_from_the_configuration_or_from_options(
@@ -228,6 +215,36 @@ def test_only_episodes_of_the_tasks_are_used(store: Path, model: Path, tmp_path:
     assert "episodes: 4 used" in capsys.readouterr().out
     assert cli.main([*words, "--tasks", "swe-local"]) == 1
     assert "no stored episode is of a task of swe-local" in _said(capsys)
+
+
+def test_labels_are_trained_on_where_they_are_asked_for_only(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    task = Task(id="s", environment="workspace", instruction="Mend it.")
+    store = store_of(tmp_path / "store", *(episode(at, 0.0, task=task, id=f"run-{at}") for at in range(4)))
+    said = {"ann": (1.0, 0.0, 1.0), "bob": (1.0, 0.0, 0.0)}
+
+    async def label() -> None:
+        async with FileTrajectoryStorage(store) as storage:
+            for author, values in said.items():
+                for at, value in enumerate(values):
+                    await add_label(storage, f"run-{at}", LabelKind.VERDICT, value=value, author=author)
+
+    asyncio.run(label())
+    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY, "--dry-run"]
+    assert cli.main(words) == 1
+    assert "4 have no reward (say one" in capsys.readouterr().out, "a label is no reward"
+    assert cli.main([*words, "--reward", "human"]) == 0
+    asked = capsys.readouterr().out
+    assert "episodes: 2 used" in asked and "2 have no reward (nobody gave a verdict that counts" in asked
+    settings = tmp_path / "config.toml"
+    settings.write_text('[rl.reward]\nname = "human"\n', encoding="utf-8")
+    assert cli.main([*words, "--config", str(settings), "--algorithm", "dpo"]) == 0
+    assert "pairs: 1, 0 of them chosen by people" in capsys.readouterr().out
+    assert cli.main(["score", str(store), "--undo", "--author", "bob"]) == 0
+    assert cli.main([*words, "--reward", "human"]) == 0
+    assert "episodes: 3 used" in capsys.readouterr().out, "labels as they are now, with nothing stored"
+    assert cli.main(["score", str(store), "--id", "run-0", "--better-than", "run-3"]) == 0
+    assert cli.main([*words, "--algorithm", "dpo"]) == 0
+    assert "pairs: 1, 1 of them chosen by people" in capsys.readouterr().out, "though nobody rewarded it"
 
 
 def _said(capsys: Capture) -> str:
