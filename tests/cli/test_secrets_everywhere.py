@@ -39,15 +39,6 @@ class Echo(BaseHTTPRequestHandler):
     """Refuses everything, and says in its error what it was sent, as badly configured servers do."""
 
     def do_GET(self) -> None:
-        self.refuse()
-
-    def do_POST(self) -> None:
-        self.refuse()
-
-    def do_DELETE(self) -> None:
-        self.refuse()
-
-    def refuse(self) -> None:
         sent = self.rfile.read(int(self.headers.get("content-length") or 0)).decode(errors="replace")
         told = f"401 for {self.path} with {dict(self.headers)} and {sent}; every key: {' '.join(KEYS.values())}"
         body = json.dumps({"error": {"message": told}, "detail": told}).encode()
@@ -56,6 +47,8 @@ class Echo(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    do_POST = do_DELETE = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
         return None

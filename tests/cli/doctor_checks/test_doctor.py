@@ -63,7 +63,7 @@ def test_a_failed_check_is_the_exit_code_and_a_missing_sandbox_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "config.toml"
-    config.write_text("[rl]\nmax_turn = 3\nenv_port = 0\n")
+    config.write_text("[rl]\nmax_turns = 0\nenv_port = 0\n")
     assert cli.main(["doctor", "--config", str(config)]) == 1
     printed = capsys.readouterr().out
     assert printed.count("\nfail configuration: ") == 2, "a line for each wrong key"
