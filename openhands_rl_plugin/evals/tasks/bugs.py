@@ -24,25 +24,32 @@ class Edit(NamedTuple):
     text: str
 
 
-class PythonSource:
+class Positions:
+    """The bytes of a Python file, and where nodes are in them."""
+
+    def __init__(self, text: str) -> None:
+        self.data = text.encode()
+        self.starts = [0]
+        for line in self.data.split(b"\n"):
+            self.starts.append(min(self.starts[-1] + len(line) + 1, len(self.data)))
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """The bytes of a node, decorators and surrounding parentheses left out."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[node.end_lineno - 1] + node.end_col_offset
+
+
+class PythonSource(Positions):
     """The text of one Python file. Raises ``SyntaxError`` when it cannot be edited by position."""
 
     def __init__(self, text: str) -> None:
         if "\r" in text or "\f" in text or text.startswith("\ufeff"):
             raise SyntaxError("only plain line feeds end the lines that can be edited")
-        self.data = text.encode()
+        super().__init__(text)
         try:
             self.tree = parse(text)
         except (ValueError, RecursionError, MemoryError) as error:
             raise SyntaxError(str(error)) from error
-        self._starts = [0]
-        for line in self.data.splitlines(keepends=True):
-            self._starts.append(self._starts[-1] + len(line))
-
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """The bytes of a node, decorators and surrounding parentheses left out."""
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        return self._starts[node.lineno - 1] + node.col_offset, self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def between(self, start: int, end: int) -> str:
         """The text of a range of bytes."""
@@ -61,7 +68,7 @@ class PythonSource:
         assert (last or first).end_lineno is not None
         decorators = first.decorator_list if isinstance(first, DEFINITIONS) else []
         start = min([first.lineno, *(each.lineno for each in decorators)])
-        return self._starts[start - 1], self._starts[(last or first).end_lineno or 0]
+        return self.starts[start - 1], self.starts[(last or first).end_lineno or 0]
 
     def stands_alone(self, statement: ast.stmt) -> bool:
         """Whether a statement shares its lines with nothing but a comment."""
@@ -72,7 +79,7 @@ class PythonSource:
 
     def indentation(self, statement: ast.stmt) -> str:
         """The white space before a statement."""
-        return self.between(self._starts[statement.lineno - 1], self.span(statement)[0])
+        return self.between(self.starts[statement.lineno - 1], self.span(statement)[0])
 
     def apply(self, edits: Sequence[Edit]) -> str:
         """The text after ``edits``. Raises ``ValueError`` when they overlap."""

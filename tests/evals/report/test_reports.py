@@ -51,12 +51,6 @@ def test_several_runs_are_one_group_with_pass_at_k():
     assert len(figures_of([run(0, [RESOLVED]), run(0, [RESOLVED], "other")])) == 2
 
 
-def test_counts_and_sums():
-    odd = {"turns": 3, "cost": 0.5, "flags": ("exit",)}
-    (group,) = figures_of([run(0, [UNRESOLVED] * 3, **odd), run(1, [RESOLVED], turns=5)])
-    assert (group.flagged, group.cost, group.turns) == (3, 1.5, 3.5)
-
-
 @pytest.mark.parametrize(
     ("gained", "lost", "expected"), [(0, 0, 1.0), (1, 0, 1.0), (5, 0, 0.0625), (10, 2, 0.03857421875)]
 )

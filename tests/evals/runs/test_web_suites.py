@@ -105,12 +105,3 @@ async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_
             await outcomes_of(config, model, entries, tmp_path / "other", **search)
         (noted,) = await outcomes_of(config, model, entries, tmp_path / "other", **search, note="best")
     assert noted.turns == first.turns
-
-
-def test_rows_that_are_none_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="--tasks N, or its rows with --dataset-file"):
-        environment_tasks(SUITE, "openenv/x", None)
-    for content, words in [('{"a": 1}\n[1]', "rows.jsonl:2: must be a JSON object"), ("{", "jsonl:1: not valid JSON")]:
-        (tmp_path / "rows.jsonl").write_text(content)
-        with pytest.raises(ConfigError, match=words):
-            environment_tasks(SUITE, "openenv/x", None, tmp_path / "rows.jsonl")

@@ -51,21 +51,6 @@ async def test_the_fix_is_resolved_and_nothing_is_not(place: Place, tmp_path: Pa
     assert not any((place.cache / "runs").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("patch", "kind"),
-    [
-        (" \n", VerdictKind.EMPTY_PATCH),
-        (FIX.replace("return a - b", "return a * b"), VerdictKind.UNAPPLIED),
-        (NOTHING.replace("notes.txt", ".git/config"), VerdictKind.REFUSED),
-    ],
-    ids=["empty", "does not fit", "into .git"],
-)
-async def test_patches_that_cannot_be_tested(place: Place, tmp_path: Path, patch: str, kind: VerdictKind) -> None:
-    verdict = await place.grade(patch, tmp_path / "logs")
-    assert verdict.kind is kind
-    assert "\n" not in verdict.reason and not (tmp_path / "logs" / "report.json").exists()
-
-
 async def test_a_run_that_takes_too_long_is_told_apart_and_ended(place: Place, tmp_path: Path) -> None:
     mark = f"30{os.getpid()}"
     slow = rewritten(f"import subprocess\nsubprocess.run(['setsid', 'sleep', '{mark}'])\n")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from openhands_rl_plugin.evals.tasks.bugs import parse
+from openhands_rl_plugin.evals.tasks.bugs import Positions, parse
 
 HELPERS = """
 def {other}(v):
@@ -118,14 +118,11 @@ def _functions(body: list[ast.stmt], within: str) -> Iterator[tuple[str, _Functi
             yield from _functions(node.body, f"{within}{node.name}::")
 
 
-class _Edits:
+class _Edits(Positions):
     """Insertions and replacements in a text, by the places of nodes."""
 
     def __init__(self, source: str, tag: str) -> None:
-        self._data = source.encode()
-        self._starts = [0]
-        for line in self._data.split(b"\n"):
-            self._starts.append(self._starts[-1] + len(line) + 1)
+        super().__init__(source)
         self._first: dict[int, str] = {}
         self._before: dict[int, str] = {}
         self._after: dict[int, str] = {}
@@ -134,14 +131,14 @@ class _Edits:
 
     def wrap(self, node: ast.expr, before: str, after: str = ")") -> None:
         """Put text around an expression, outside of what is around it already."""
-        start, end = self._span(node)
+        start, end = self.span(node)
         self._before[start] = before + self._before.get(start, "")
         self._after[end] = self._after.get(end, "") + after
 
     def replace(self, node: ast.expr, text: str) -> None:
         """Put another expression in the place of one. Lines keep their numbers."""
-        start, end = self._span(node)
-        lines = "\n" * self._data.count(b"\n", start, end)
+        start, end = self.span(node)
+        lines = "\n" * self.data.count(b"\n", start, end)
         self._replaced[start] = end, f"({text}{lines})" if lines else text
 
     def differ(self, node: ast.expr, bound: frozenset[str] = frozenset()) -> None:
@@ -166,7 +163,7 @@ class _Edits:
         first = function.body[0]
         fits = not hasattr(first, "body") and not hasattr(first, "subject")
         if fits:
-            start = self._starts[first.lineno - 1] + first.col_offset
+            start = self.starts[first.lineno - 1] + first.col_offset
             self._first[start] = f"{name} = {self.names['other']}({name}); " + self._first.get(start, "")
         return fits
 
@@ -175,17 +172,13 @@ class _Edits:
         out, at = [], 0
         for place in sorted({*self._first, *self._before, *self._after, *self._replaced}):
             if place >= at:
-                out.append(self._data[at:place].decode())
+                out.append(self.data[at:place].decode())
                 at = place
                 out += [each.get(place, "") for each in (self._after, self._first, self._before)]
             if place in self._replaced:
                 at, text = self._replaced[place]
                 out.append(text)
-        return "".join(out) + self._data[at:].decode()
-
-    def _span(self, node: ast.expr) -> tuple[int, int]:
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        return self._starts[node.lineno - 1] + node.col_offset, self._starts[node.end_lineno - 1] + node.end_col_offset
+        return "".join(out) + self.data[at:].decode()
 
 
 class _Alter(ast.NodeVisitor):
