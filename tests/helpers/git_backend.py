@@ -11,9 +11,11 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
 from openhands_rl_plugin.evals.swe.types import Checkout, Flag, Instance, PatchVerdict, TestsStatus, VerdictKind
+from openhands_rl_plugin.evals.tasks.bugs import patch_of
 
 WHO = ["-c", "user.name=a", "-c", "user.email=a@b"]
 CHECK = "adder.py adds right"
+WRONG = "def add(a, b):\n    return a - b\n"
 
 
 def git(directory: Path, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -24,7 +26,7 @@ def make_instances(folder: Path, count: int) -> tuple[Instance, ...]:
     """``count`` instances of one repository whose ``adder.py`` is wrong."""
     origin = folder / "origin"
     origin.mkdir(parents=True)
-    (origin / "adder.py").write_text("def add(a, b):\n    return a - b\n")
+    (origin / "adder.py").write_text(WRONG)
     git(origin, "init", "-q", "-b", "main")
     git(origin, "add", "-A")
     git(origin, "commit", "-qm", "start")
@@ -44,15 +46,7 @@ def make_instances(folder: Path, count: int) -> tuple[Instance, ...]:
     )
 
 
-FIX = """\
-diff --git a/adder.py b/adder.py
---- a/adder.py
-+++ b/adder.py
-@@ -1,2 +1,2 @@
- def add(a, b):
--    return a - b
-+    return a + b
-"""
+FIX = patch_of("adder.py", WRONG, WRONG.replace("-", "+"))
 
 
 class GitBackend:

@@ -23,6 +23,7 @@ from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.run_files import RunFolder, read_runs
 from openhands_rl_plugin.evals.runs.suites import Suite, environment_tasks, find_suite, swe_task
 from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
+from openhands_rl_plugin.evals.tasks.bugs import patch_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = needs_bubblewrap
@@ -196,8 +197,7 @@ async def test_the_local_back_end_sets_up_shows_and_grades(agent: str, model: st
     (tmp_path / "mirror" / "owner").mkdir(parents=True)
     (tmp_path / "origin" / ".git").rename(tmp_path / "mirror" / "owner" / "adder.git")
     check = "import adder; print('PASSED' if adder.add(2, 3) == 5 else 'FAILED', 'check.py::adds')"
-    head = "diff --git a/check.py b/check.py\nnew file mode 100644\n--- /dev/null\n+++ b/check.py\n@@ -0,0 +1 @@\n"
-    test_patch = f"{head}+{check}\n"
+    test_patch = patch_of("check.py", None, f"{check}\n")
     own: JsonObject = {"test_command": "python check.py", "packages": [], "test_files": []}
     more = {"test_patch": test_patch, "fail_to_pass": ("check.py::adds",), "extra": own}
     instances = [

@@ -6,7 +6,6 @@
 # ruff: noqa: E501
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import marshal
 import subprocess
@@ -17,6 +16,8 @@ from typing import NamedTuple
 
 from pytest_sample import UNIT_TESTS
 from repository_samples import FILES, NOTHING, git
+
+from openhands_rl_plugin.evals.tasks import bugs
 
 BASE = {**FILES, "tests/test_double.py": UNIT_TESTS}
 CALC = FILES["calc.py"]
@@ -33,17 +34,9 @@ class Attack(NamedTuple):
     pays: bool = True
 
 
-def patch_of(files: Mapping[str, str | None]) -> str:
-    """The patch that makes these files of the base's; ``None`` takes one away."""
-    parts: list[str] = []
-    for name, text in files.items():
-        old = BASE[name].splitlines() if name in BASE else []
-        new = [] if text is None else text.splitlines()
-        before, after = f"a/{name}" if name in BASE else "/dev/null", "/dev/null" if text is None else f"b/{name}"
-        mode = ["new file mode 100644"] if name not in BASE else ["deleted file mode 100644"] if text is None else []
-        lines = difflib.unified_diff(old, new, before, after, lineterm="")
-        parts += [f"diff --git a/{name} b/{name}", *mode, *lines]
-    return "\n".join(parts) + "\n"
+def patch_of(files: Mapping[str, str]) -> str:
+    """The patch that makes these files of the base's."""
+    return "".join(bugs.patch_of(name, BASE.get(name), text) for name, text in files.items())
 
 
 def git_patch(change: Callable[[Path], object]) -> str:
@@ -187,7 +180,7 @@ sys.meta_path.insert(0, Finder())
 _EASY_TEST = UNIT_TESTS.replace("self.assertEqual(calc.double(4), 8)", "pass")
 
 # Name -> files that are put back before the tests run, or change nothing.
-_FILES: dict[str, Mapping[str, str | None]] = {
+_FILES: dict[str, Mapping[str, str]] = {
     "a plugin by pytest.ini": {"pytest.ini": "[pytest]\naddopts = -p helper\n", "helper.py": _HOOK},
     "a plugin by setup.cfg": {"setup.cfg": "[tool:pytest]\naddopts = -phelper\n", "helper.py": _RESTORE},
     "a plugin by pyproject.toml": {
@@ -251,7 +244,7 @@ _FORMS: dict[str, Callable[[], str]] = {
 }
 
 
-def _of(files: Mapping[str, str | None]) -> Callable[[], str]:
+def _of(files: Mapping[str, str]) -> Callable[[], str]:
     return lambda: patch_of(files)
 
 

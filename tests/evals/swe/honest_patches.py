@@ -29,7 +29,7 @@ def pytest_runtest_makereport(item, call):
 """
 
 # Name -> files beside the fix.
-_FILES: dict[str, Mapping[str, str | None]] = {
+_FILES: dict[str, Mapping[str, str]] = {
     "-p no:cacheprovider in setup.cfg": {"setup.cfg": "[tool:pytest]\naddopts = -p no:cacheprovider\n"},
     "options in pyproject.toml": {
         "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-ra'\ntestpaths = ['tests']\n"

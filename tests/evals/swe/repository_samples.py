@@ -13,6 +13,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.evals.swe.backends.sandbox import find_uv
 from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.tasks.bugs import patch_of
 
 REPO = "someone/calc"
 
@@ -41,41 +42,10 @@ for file in ["tests/test_calc.py"]:
     "tests/test_calc.py": "import calc\n\n\ndef test_double():\n    assert calc.double(2) == 4\n",
 }
 
-FIX = """\
-diff --git a/calc.py b/calc.py
---- a/calc.py
-+++ b/calc.py
-@@ -1,5 +1,5 @@
- def add(a, b):
--    return a - b
-+    return a + b
- 
- 
- def double(a):
-"""
-
-TEST_PATCH = """\
-diff --git a/tests/test_calc.py b/tests/test_calc.py
---- a/tests/test_calc.py
-+++ b/tests/test_calc.py
-@@ -3,3 +3,7 @@
- 
- def test_double():
-     assert calc.double(2) == 4
-+
-+
-+def test_add():
-+    assert calc.add(1, 2) == 3
-"""
-
-NOTHING = """\
-diff --git a/notes.txt b/notes.txt
-new file mode 100644
---- /dev/null
-+++ b/notes.txt
-@@ -0,0 +1 @@
-+nothing of importance
-"""
+_TESTS = FILES["tests/test_calc.py"]
+FIX = patch_of("calc.py", FILES["calc.py"], FILES["calc.py"].replace("a - b", "a + b"))
+TEST_PATCH = patch_of("tests/test_calc.py", _TESTS, f"{_TESTS}\n\ndef test_add():\n    assert calc.add(1, 2) == 3\n")
+NOTHING = patch_of("notes.txt", None, "nothing of importance\n")
 
 
 def _missing() -> str:
@@ -147,10 +117,7 @@ def with_extra(row: Instance, **columns) -> Instance:
 
 def rewritten(text: str) -> str:
     """A patch that makes ``text`` of ``calc.py``."""
-    old, new = FILES["calc.py"].splitlines(), text.splitlines()
-    lines = [f"-{line}" for line in old] + [f"+{line}" for line in new]
-    head = f"diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1,{len(old)} +1,{len(new)} @@\n"
-    return head + "\n".join(lines) + "\n"
+    return patch_of("calc.py", FILES["calc.py"], text)
 
 
 def git(folder: Path, *words: str) -> str:

@@ -8,6 +8,7 @@ from repository_samples import FILES, FIX, instance, make_repository, needs_sand
 
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.types import VerdictKind
+from openhands_rl_plugin.evals.tasks.bugs import patch_of
 
 PROJECT = """\
 [build-system]
@@ -37,14 +38,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     return name
 """
 
-NEW_FILE = """\
-diff --git a/new.txt b/new.txt
-new file mode 100644
---- /dev/null
-+++ b/new.txt
-@@ -0,0 +1 @@
-+new
-"""
+NEW_FILE = patch_of("new.txt", None, "new\n")
 
 
 @needs_sandbox

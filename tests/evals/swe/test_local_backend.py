@@ -14,6 +14,7 @@ from repository_samples import FIX, NOTHING, git, make_sample, needs_sandbox, re
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
 from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.tasks.bugs import patch_of
 
 pytestmark = needs_sandbox
 
@@ -130,22 +131,11 @@ async def test_tests_have_no_network_and_change_nothing_that_stays(
     assert not list(layer.rglob("planted"))
 
 
-OWN_TESTS = """\
-diff --git a/tests/test_more.py b/tests/test_more.py
-new file mode 100644
---- /dev/null
-+++ b/tests/test_more.py
-@@ -0,0 +1,2 @@
-+def test_more():
-+    raise AssertionError("hidden")
-"""
-
-
 async def test_what_set_up_changed_is_there_when_the_tests_are_new_files(place: Place, tmp_path: Path) -> None:
     command = "cat built.txt; python run_tests.py | sed s/test_double/$(cat built.txt)/"
     row = with_extra(place.row, test_command=command, install=["echo set_up > built.txt", "git add built.txt"])
     tests = {"fail_to_pass": ("tests/test_calc.py::set_up",), "pass_to_pass": ()}
-    row = row.model_copy(update={"test_patch": OWN_TESTS, **tests})
+    row = row.model_copy(update={"test_patch": patch_of("tests/test_more.py", None, "x = 1\n"), **tests})
     assert (await place.grade(NOTHING, tmp_path, row)).kind is VerdictKind.RESOLVED
 
 
