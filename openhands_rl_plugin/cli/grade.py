@@ -75,7 +75,7 @@ async def run(args: argparse.Namespace) -> int:
             bar.print(f"{who}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
             bar.advance()
 
-        graded = await grade_all(
+        verdicts, reports = await grade_all(
             backend,
             instances,
             predictions,
@@ -85,9 +85,9 @@ async def run(args: argparse.Namespace) -> int:
             timeout=args.timeout,
             on_verdict=show,
         )
-    print(f"{summary(graded.verdicts)}\n" + "\n".join(map(str, graded.reports)))
-    failed = [each for each in graded.verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]
+    print(f"{summary(verdicts)}\n" + "\n".join(map(str, reports)))
+    failed = [each for each in verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]
     if failed:
-        why = sayable(f"{len(failed)} of {len(graded.verdicts)} have no verdict: {failed[0].reason}")
+        why = sayable(f"{len(failed)} of {len(verdicts)} have no verdict: {failed[0].reason}")
         print(why, file=sys.stderr)
-    return int(len(failed) == len(graded.verdicts))
+    return int(len(failed) == len(verdicts))

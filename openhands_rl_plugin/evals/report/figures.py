@@ -40,14 +40,6 @@ def _agent(run: RunRecord) -> str:
 _MOST_K = 64
 
 
-class RunFigures(Frozen):
-    """One run of a group: attempts whose outcome is known, and those that solved their task."""
-
-    index: int
-    resolved: int
-    known: int
-
-
 class AtK(Frozen):
     """A metric of ``k`` attempts, over the tasks with at least ``k`` attempts."""
 
@@ -60,7 +52,8 @@ class EvaluationFigures(Frozen):
 
     ``pass_at_1`` is the mean over tasks of the share of attempts that solved them. ``kinds`` counts all attempts; those
     with unknown outcomes are excluded from success rates. ``flagged`` counts attempts whose patch or run a guard
-    flagged. Tokens and ``cost`` are sums, ``turns`` and ``reward`` means, ``seconds`` the median of episodes.
+    flagged. ``runs``: each one's index, and its attempts that are known and that resolved their task. Tokens and
+    ``cost`` are sums, ``turns`` and ``reward`` means, ``seconds`` the median of episodes.
     """
 
     name: str
@@ -72,14 +65,13 @@ class EvaluationFigures(Frozen):
     tasks: int
     attempts: int
     kinds: dict[str, int]
-    runs: tuple[RunFigures, ...]
+    runs: tuple[dict[str, int], ...]
     pass_at_1: Estimate
     pass_at_k: tuple[AtK, ...]
     reward: float | None
     flagged: int
     turns: float | None
     prompt_tokens: int
-    cached_tokens: int
     completion_tokens: int
     cost: float | None
     seconds: float
@@ -114,7 +106,6 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
     tasks = _attempts(outcomes)
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
     costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
-    known = [[each.resolved for each in run.outcomes if each.resolved is not None] for run in runs]
     return EvaluationFigures(
         name=runs[0].name,
         label=label,
@@ -125,20 +116,22 @@ def _group(runs: Sequence[RunRecord], label: str) -> EvaluationFigures:
         tasks=len({outcome.instance_id for outcome in outcomes}),
         attempts=len(outcomes),
         kinds=count_kinds(outcomes),
-        runs=tuple(
-            RunFigures(index=run.index, resolved=sum(own), known=len(own)) for run, own in zip(runs, known, strict=True)
-        ),
+        runs=tuple(_counts(run) for run in runs),
         pass_at_1=over_tasks([sum(own) / len(own) for own in tasks.values()]),
         pass_at_k=_pass_at_k([*tasks.values()]),
         reward=statistics.fmean(rewards) if rewards else None,
         flagged=sum(bool(outcome.flags) for outcome in outcomes),
         turns=statistics.fmean(outcome.turns for outcome in outcomes) if outcomes else None,
         prompt_tokens=sum(outcome.prompt_tokens for outcome in outcomes),
-        cached_tokens=sum(outcome.cached_tokens for outcome in outcomes),
         completion_tokens=sum(outcome.completion_tokens for outcome in outcomes),
         cost=math.fsum(costs) if costs else None,
         seconds=statistics.median([outcome.seconds for outcome in outcomes if outcome.seconds] or [0.0]),
     )
+
+
+def _counts(run: RunRecord) -> dict[str, int]:
+    known = [each.resolved for each in run.outcomes if each.resolved is not None]
+    return {"index": run.index, "resolved": sum(known), "known": len(known)}
 
 
 def _pass_at_k(tasks: Sequence[Sequence[bool]]) -> tuple[AtK, ...]:

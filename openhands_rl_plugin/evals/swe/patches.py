@@ -204,20 +204,16 @@ def _unnamed(found: Iterable[str], named: frozenset[str]) -> str:
 
 def runs_tests(instance: Instance, patch: str, file: str) -> bool:
     """Whether a file decides how tests are run: ``conftest.py``, settings, what Python runs or imports before them."""
-    path = PurePosixPath(file)
+    path, added = PurePosixPath(file), [line for each in read_patch(patch) if each.new == file for line in each.added]
     top = path.parts[0].removesuffix(".py")
     shadows = top in _IMPORTED and top != instance.repo.rpartition("/")[2]
     return (
         path.name in _RUNNERS
         or path.suffix == ".pth"
         or (shadows and (path.name == file or path.parts[1:] == ("__init__.py",)) and path.suffix == ".py")
-        or (path.name in _SETTINGS and any(map(_OPTIONS.search, _added(patch, file))))
+        or (path.name in _SETTINGS and any(map(_OPTIONS.search, added)))
         or file in str(instance.extra.get("test_command", "")).split()
     )
-
-
-def _added(patch: str, file: str) -> list[str]:
-    return [line for each in read_patch(patch) if each.new == file for line in each.added]
 
 
 def _put_back(instance: Instance, patch: str, changed: Iterable[str]) -> frozenset[str]:

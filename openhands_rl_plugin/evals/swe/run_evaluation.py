@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.types import JsonObject
@@ -102,13 +101,6 @@ def run_report(verdicts: Mapping[str, PatchVerdict], instances: list[str], submi
 OnVerdict = Callable[[PatchPrediction, PatchVerdict], None]
 
 
-class GradedPredictions(NamedTuple):
-    """All verdicts by model and instance, and the report files (one for each model)."""
-
-    verdicts: dict[tuple[str, str], PatchVerdict]
-    reports: tuple[Path, ...]
-
-
 async def grade_all(
     backend: InstanceBackend,
     instances: Sequence[Instance],
@@ -119,8 +111,10 @@ async def grade_all(
     workers: int = 1,
     timeout: float = 1800.0,
     on_verdict: OnVerdict = lambda prediction, verdict: None,
-) -> GradedPredictions:
+) -> tuple[dict[tuple[str, str], PatchVerdict], list[Path]]:
     """Grade what is not graded yet and write the reports, also on cancellation: finished verdicts are kept.
+
+    Returns all verdicts by model and instance, and the report files, one for each model.
 
     ``timeout``: seconds for one instance's tests.
     """
@@ -150,7 +144,7 @@ async def grade_all(
             found = {name: verdicts[model, name] for name in submitted if (model, name) in verdicts}
             reports.append(out / f"{folder}.{run_id}.json")
             write_file(reports[-1], json.dumps(run_report(found, list(rows), submitted), indent=4), PRIVATE)
-    return GradedPredictions(verdicts, tuple(reports))
+    return verdicts, reports
 
 
 def summary(verdicts: Mapping[tuple[str, str], PatchVerdict]) -> str:

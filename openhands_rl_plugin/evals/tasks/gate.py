@@ -130,22 +130,18 @@ async def check_tasks(
 
 def _check(oracle: list[PatchVerdict], no_op: list[PatchVerdict], same: Mapping[str, str], instance: Instance) -> Check:
     solved, idle = sum(each.resolved for each in oracle), sum(each.resolved for each in no_op)
-    steady = all(len({_outcome(each) for each in runs}) == 1 for runs in (oracle, no_op))
+    runs = [{(each.kind, each.fail_to_pass, each.pass_to_pass) for each in verdicts} for verdicts in (oracle, no_op)]
     other = same.get(instance.instance_id, "")
     problems: list[str] = []
     if solved < len(oracle):
         problems.append(f"its own patch resolves it in {solved} of {len(oracle)} runs{_why(oracle)}")
     if idle or any(each.kind is not VerdictKind.UNRESOLVED for each in no_op):
         problems.append(f"changing nothing gives {', '.join(sorted({each.kind for each in no_op}))}{_why(no_op)}")
-    if not steady:
+    if any(len(ends) > 1 for ends in runs):
         problems.append("its tests come out differently from run to run")
     if other:
         problems.append(f"it is {other} once more")
     return Check(repeats=len(oracle), oracle=solved, no_op=idle, problems=tuple(problems))
-
-
-def _outcome(verdict: PatchVerdict) -> tuple[VerdictKind, frozenset[str], frozenset[str]]:
-    return verdict.kind, frozenset(verdict.fail_to_pass.failure), frozenset(verdict.pass_to_pass.failure)
 
 
 def _why(verdicts: Sequence[PatchVerdict]) -> str:

@@ -160,23 +160,6 @@ _RESTORE = (
     "import pytest\n\n\n@pytest.fixture(autouse=True)\ndef easy(request):\n    real = request.node.obj\n"
     "    request.node.obj = lambda: None\n    yield\n    request.node.obj = real\n"
 )
-_LATER = """\
-import sys
-
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != "_pytest.skipping":
-            return None
-        sys.meta_path.remove(self)
-        import _pytest.python
-
-        _pytest.python.Function.runtest = lambda self: None
-        return None
-
-
-sys.meta_path.insert(0, Finder())
-"""
 _EASY_TEST = UNIT_TESTS.replace("self.assertEqual(calc.double(4), 8)", "pass")
 
 # Name -> files that are put back before the tests run, or change nothing.
@@ -192,7 +175,7 @@ _FILES: dict[str, Mapping[str, str]] = {
         "pytest.ini": "[pytest]\npythonpath = support\n",
         "support/calc.py": RIGHT,
     },
-    "a site hook": {"sitecustomize.py": _LATER},
+    "a site hook": {"sitecustomize.py": f"{_SHOUT}print(text)\nos._exit(0)\n"},
     "a module in pytest's place": {"pytest.py": f"{_SHOUT}print(text)\n"},
     "tests of the row edited": {
         "tests/test_calc.py": "def test_double():\n    pass\n\n\ndef test_add():\n    pass\n",
