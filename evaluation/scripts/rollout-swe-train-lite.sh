@@ -4,6 +4,7 @@
 #
 # MODEL is a section [llm.MODEL] of config.toml (CONFIG=...). Further options go to `openhands-rl evaluate`, for example
 # --dry-run. Variables: AGENT, BACKEND, DATASET_FILE (rows instead of a download), MIRROR, OUT.
+BACKEND="${BACKEND:-docker}" # SWE-Gym's rows are graded in their images
 . "$(dirname "$0")/common.sh"
 case "${1:-}" in "" | -h | --help) usage ;; esac
 model="$1" exp="${2:?EXP_NAME is missing, for example train-t0}"
