@@ -19,7 +19,6 @@ import argparse
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener
     from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.contrib.improve.gym import Gym
-    from openhands_rl_plugin.contrib.improve.price import PromptChoice
-    from openhands_rl_plugin.core.types import JsonObject
     from openhands_rl_plugin.evals.tasks.source import Source
 
 _GYM_OPTIONS = ("tasks", "held_out", "seed", "python", "tests", "requirements")
@@ -59,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="delete tasks and state of an earlier run in the folder")
     dry = "make tasks, print what was found and what the run would cost, train nothing"
     parser.add_argument("--dry-run", action="store_true", help=dry)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     _add_tasks(parser.add_argument_group("tasks"))
     loop = parser.add_argument_group("loop")
     processes = "processes that play the episodes (0: this one only)"
@@ -125,49 +121,44 @@ def _settings(args: argparse.Namespace, source: Source, directory: Path) -> RLSe
 def _improve(args: argparse.Namespace, settings: RLSettings, source: Source, directory: Path) -> int:
     from openhands_rl_plugin.apps.loop.checks import forget
     from openhands_rl_plugin.contrib.improve.gym import gym_lines
-    from openhands_rl_plugin.contrib.improve.price import check_room, price_lines, price_of
+    from openhands_rl_plugin.contrib.improve.price import price_lines, price_of
     from openhands_rl_plugin.core.machine import machine
 
     if args.fresh:
         forget(directory)  # episodes and adapters stay
         shutil.rmtree(directory / "tasks", ignore_errors=True)
-    model, settings, choice = _fitted(args, settings)
-    check_room(settings, choice)
-    gym = _gym(args, source, directory)
-    lengths, loop = check_room(settings, choice, gym.longest), settings.loop
+    model, settings, native = _fitted(args, settings)
+    gym, loop = _gym(args, source, directory), settings.loop
     sizes = {"held_out": gym.counts[1], "tasks_per_iteration": min(loop.tasks_per_iteration, gym.counts[0])}
     settings = settings.model_copy(update={"loop": loop.model_copy(update=sizes)})
-    _print(args, *gym_lines(gym), f"model: {model}", *(f"  {reason}" for reason in choice.reasons))
+    calls = "by the API" if native else "in the text"
+    about = f"model: {model}; prompt: {settings.workspace.prompt}; tool calls {calls}"
+    price = price_of(settings, gym, model)
+    costs = ["the run costs at most (episodes that end earlier cost less)", *price_lines(price, gym.grading, machine())]
+    _print(*gym_lines(gym), about, *costs)
+    if args.dry_run:
+        return 0
     with served_policy(settings, model, directory) as (served, weights):
-        price = price_of(served, gym, weights, lengths)
-        about = "the run costs at most (episodes that end earlier cost less)"
-        _print(args, about, *price_lines(price, gym.grading, machine()))
-        found: JsonObject = {"tasks": gym.model_dump(mode="json"), "prompt": choice.model_dump(mode="json")}
-        found["price"] = {**price}
-        if args.dry_run:
-            return _done(args, found)
-        return _train(args, settings, served, weights, choice, gym, directory, found)
+        return _train(args, settings, served, weights, native, gym, directory)
 
 
-def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSettings, PromptChoice]:
-    """The weights, and the settings with a prompt and lengths that fit the model's context."""
+def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSettings, bool]:
+    """The weights, the settings with a prompt and lengths that fit the model's context, and where tool calls are."""
     from openhands_rl_plugin.apps.demo_model import ensure_model
-    from openhands_rl_plugin.contrib.improve.price import choose_prompt, context_of, fitted
+    from openhands_rl_plugin.contrib.improve.price import context_of, fitted, native_calls
     from openhands_rl_plugin.models.engines.client import listed_models
 
-    context, serving = None, settings.serving
+    served, serving = None, settings.serving
     if serving.base_url:
         with served_policy(settings, args.model, Path()) as (there, model):
             cards = listed_models(serving.base_url, serving.api_key(), serving.request_timeout) or ()
-            context = next((card.max_model_len for card in cards if card.id == there.serving.model), None)
+            served = next((card.max_model_len for card in cards if card.id == there.serving.model), None)
     else:
         model = given_weights(args.model) if args.model is not None else ensure_model()
-    choice = choose_prompt(settings, model, context_of(model, context), args.native_tool_calling)
-    return (
-        model,
-        fitted(settings, choice, chosen=args.config is not None or not _LENGTHS.isdisjoint(settings.model_fields_set)),
-        choice,
-    )
+    context = context_of(model, served)
+    chosen = args.config is not None or not _LENGTHS.isdisjoint(settings.model_fields_set)
+    native = native_calls(model, context) if args.native_tool_calling is None else args.native_tool_calling
+    return model, fitted(settings, context, chosen=chosen), native
 
 
 def _gym(args: argparse.Namespace, source: Source, directory: Path) -> Gym:
@@ -184,7 +175,7 @@ def _gym(args: argparse.Namespace, source: Source, directory: Path) -> Gym:
     with progress_bar("reading") as bar:
         of, gym = make_gym(source, wanted, directory / "tasks", args.cache or default_cache(), bar)
     newer = f"; {source.commit[:12]} is there by now: --fresh makes tasks of that" if of.commit != source.commit else ""
-    _print(args, f"{of.name}: commit {of.commit[:12]} of {of.git}{newer}")
+    _print(f"{of.name}: commit {of.commit[:12]} of {of.git}{newer}")
     return gym
 
 
@@ -193,18 +184,15 @@ def _train(
     settings: RLSettings,
     served: RLSettings,
     model: Path,
-    choice: PromptChoice,
+    native: bool,
     gym: Gym,
     directory: Path,
-    found: JsonObject,
 ) -> int:
     """The loop, and what it earned. ``settings``: as they were before the server's address was known."""
-    from rich.console import Console
-
     from openhands_rl_plugin.apps.loop.checks import claim, identity_of
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
-    from openhands_rl_plugin.contrib.improve.gym import earned, earned_lines, use_lines
+    from openhands_rl_plugin.contrib.improve.gym import use_lines
 
     folder = directory / "tasks"
     source = TaskSource(suite=str(folder / gym.rows))
@@ -212,15 +200,15 @@ def _train(
     job = replace(
         loop_job(args, served, model, loop_tasks(source, served), directory),
         test_timeout=max(_GRADING, 2 * args.test_timeout),
-        native_tool_calling=choice.native,
+        native_tool_calling=native,
     )
     adapters = settings.serving.adapters_directory.resolve()
-    with ProgressListener(settings.loop.stages, Console(stderr=args.json)) as listener:
+    with ProgressListener(settings.loop.stages) as listener:
         result = ENDING.run(_run(args, job, listener))
     listener.console.print(final_table(result.state))
     used = use_lines(result, model, adapters, server=settings.serving.base_url)
-    _print(args, *earned_lines(result), f"report: {result.report}", *used)
-    return _done(args, {**found, "result": earned(result)})
+    _print(*(change.sentence() for change in result.changes), f"report: {result.report}", *used)
+    return 0
 
 
 async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> LoopResult:
@@ -230,12 +218,5 @@ async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListene
     return await run_loop(replace(job, backend=make_backend("local", cache=args.cache)), listener)
 
 
-def _print(args: argparse.Namespace, *lines: str) -> None:
-    """To people: on stdout, or beside the JSON."""
-    print(sayable("\n".join(lines)), file=sys.stderr if args.json else sys.stdout, flush=True)
-
-
-def _done(args: argparse.Namespace, found: JsonObject) -> int:
-    if args.json:
-        print(sayable(json.dumps(found, indent=1)))
-    return 0
+def _print(*lines: str) -> None:
+    print(sayable("\n".join(lines)), flush=True)

@@ -18,7 +18,7 @@ from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.core.errors import StorageError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
@@ -26,7 +26,6 @@ from openhands_rl_plugin.evals.tasks.gate import check_tasks, lineage_path, writ
 from openhands_rl_plugin.evals.tasks.make import TaskPlan, make_tasks
 from openhands_rl_plugin.evals.tasks.source import Source
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
-from openhands_rl_plugin.training.loop.plan import StageRecord, evaluations, success_of
 from openhands_rl_plugin.trajectories.view import ProgressBar
 
 _SOURCE, _MADE, _GYM = "source.json", "made.jsonl", "gym.json"
@@ -155,18 +154,6 @@ def gym_lines(gym: Gym) -> list[str]:
     ]
 
 
-def earned_lines(result: LoopResult) -> list[str]:
-    """Success on held-out tasks before and after, each with its 95% interval, and the change."""
-    lines = []
-    measured = evaluations(result.state)
-    for record, what in zip((measured[0], measured[-1]), ("before", "after"), strict=True):
-        success, rate = success_of(record), "nothing valid"
-        if success is not None:
-            rate = f"{success.mean:.2f} (95% interval {success.low:.2f} to {success.high:.2f}), {success.n} tasks"
-        lines.append(f"held-out tasks {what}: {rate}")
-    return [*lines, *(change.sentence() for change in result.changes)]
-
-
 def use_lines(result: LoopResult, model: Path, adapters: Path, *, server: str) -> list[str]:
     """How the adapter is used; ``server``: where it is in use already, empty after a run with a server of its own."""
     if result.state.adapter is None:
@@ -176,18 +163,3 @@ def use_lines(result: LoopResult, model: Path, adapters: Path, *, server: str) -
         return [*lines, f"use it: {result.state.adapter} is served at {server}"]
     where = shlex.join(["--model", str(model), "--adapters", str(adapters)])
     return [*lines, f"use it: openhands-rl serve {where} --port 8100"]
-
-
-def earned(result: LoopResult) -> JsonObject:
-    """The same for a program: the stages that measured, and the changes."""
-    return {
-        "evaluations": [_evaluation(record) for record in evaluations(result.state)],
-        "changes": [change.model_dump(mode="json") for change in result.changes],
-        "adapter": result.state.adapter,
-        "report": str(result.report),
-    }
-
-
-def _evaluation(record: StageRecord) -> JsonObject:
-    success = success_of(record)
-    return {**record.metrics, "stage": record.name, "success": success.model_dump() if success is not None else None}

@@ -5,144 +5,83 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.improve.gym import Gym
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.training.learn import check_fits
 
 STANDARD_NEEDS = 16_384
 """Tokens of context from which on OpenHands' own prompt (4,700 to 8,500 tokens, with its tools) leaves room to work."""
-
-_COMPACT, _STANDARD = 700, 8_500
-_INSTRUCTIONS = 420  # of a repository task, around the text of its problem
-_TURNS = 3  # the least of an episode: look, change, run the tests
-_LEAST_ANSWER = 128
+_INSTRUCTIONS = {"compact": 1_120, "standard": 8_920}
+"""Tokens of the first prompt, around the text of its problem."""
+_TURNS = 3 * 256  # the least of an episode: look, change, run the tests
 _CHARACTERS = 3  # a token's, of code and messages, rather fewer than more
-
-
-class PromptChoice(Frozen):
-    """``context``: tokens that the model reads. ``compact``: RLAgent's short instructions. ``native``: tool calls by
-    the server's API. ``reasons``: lines for the user.
-    """
-
-    context: int
-    compact: bool
-    native: bool
-    reasons: tuple[str, ...] = ()
-
-
-class Lengths(NamedTuple):
-    """Tokens of the first prompt, at most, and of a whole episode."""
-
-    prompt: int
-    episode: int
 
 
 def context_of(model: Path, served: int | None = None) -> int:
     """Tokens that the model reads: what its server says, else ``config.json``. Raises ``ConfigError``."""
     try:
         found = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model}: its config.json cannot be read: {error}") from error
-    inner = found.get("text_config") if isinstance(found.get("text_config"), dict) else {}
-    own = found.get("max_position_embeddings") or inner.get("max_position_embeddings")
-    known = [each for each in (served, own) if isinstance(each, int) and each > 0]
-    if not known:
-        raise ConfigError(f"{model}: neither its config.json nor its server says how long its context is")
-    return min(known)
+        own = {**(found.get("text_config") or {}), **found}["max_position_embeddings"]
+        return min(served or own, own)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{model}: its config.json does not say how long its context is: {error}") from error
 
 
-def choose_prompt(settings: RLSettings, model: Path, context: int, native: bool | None) -> PromptChoice:
-    """The standard prompt and native tool calls where the context and the template allow them.
-
-    ``native``: what the user asked for; ``None``: as it fits.
-    """
-    reasons: list[str] = []
-    compact = settings.workspace.is_compact
-    if not compact and context < STANDARD_NEEDS:
-        compact = True
-        reasons.append(
-            f"compact prompt: the model reads {context:,} tokens, OpenHands' own prompt wants {STANDARD_NEEDS:,}"
-        )
-    if native is None:
-        native = context >= STANDARD_NEEDS and _template_knows_tools(model)
-        if not native:
-            why = "its chat template knows no tools" if context >= STANDARD_NEEDS else "they take fewer tokens"
-            reasons.append(f"tool calls in the text: {why}")
-    return PromptChoice(context=context, compact=compact, native=native, reasons=tuple(reasons))
+def native_calls(model: Path, context: int) -> bool:
+    """Whether the context and the chat template have room for tools by the server's API."""
+    files = [file for file in (*model.rglob("*.jinja"), model / "tokenizer_config.json") if file.is_file()]
+    return context >= STANDARD_NEEDS and any("tools" in each.read_text("utf-8", "replace") for each in files)
 
 
-def fitted(settings: RLSettings, choice: PromptChoice, *, chosen: bool) -> RLSettings:
-    """The settings with that prompt. ``chosen``: the user's own lengths, which are kept; else those of the context.
+def fitted(settings: RLSettings, context: int, *, chosen: bool) -> RLSettings:
+    """The settings with a prompt for that context. ``chosen``: the user's own lengths, which are kept; else its own.
 
     Raises ``ConfigError`` where prompt and answer are longer than the context.
     """
-    workspace = settings.workspace.model_copy(update={"prompt": "compact" if choice.compact else "standard"})
-    settings = settings.model_copy(update={"workspace": workspace})
-    if chosen:
-        whole = settings.max_prompt_length + settings.max_response_length
-        if whole > choice.context:
-            raise ConfigError(
-                f"[rl] max_prompt_length and max_response_length are {whole:,} tokens, and the model reads "
-                f"{choice.context:,}: lower one of them, or serve the model with a longer context"
-            )
-        return settings
-    answer = max(_LEAST_ANSWER, min(2048, choice.context // 16))
-    return settings.model_copy(
-        update={
-            "max_turns": 50 if choice.context >= STANDARD_NEEDS else 20,
-            "max_response_length": answer,
-            "max_obs_length": 2 * answer,
-            "max_prompt_length": min(choice.context, 65_536) - answer,
-        }
-    )
-
-
-def check_room(settings: RLSettings, choice: PromptChoice, problem: str = "") -> Lengths:
-    """Raises ``ConfigError`` where the first prompt of the task with that text leaves no room for an episode."""
-    prompt = (_COMPACT if choice.compact else _STANDARD) + _INSTRUCTIONS + len(problem) // _CHARACTERS
-    answer, seen = settings.max_response_length, min(settings.max_obs_length, _LEAST_ANSWER)
-    least = prompt + _TURNS * (_LEAST_ANSWER + seen)
-    room = min(choice.context - answer, settings.max_prompt_length)
-    if room < least:
-        text = "and the longest task" if problem else "and a task"
-        own = settings.max_prompt_length < choice.context - answer
-        remedy = "raise [rl] max_prompt_length" if own else "choose a model with a longer context"
+    if context < STANDARD_NEEDS:
+        workspace = settings.workspace.model_copy(update={"prompt": "compact"})
+        settings = settings.model_copy(update={"workspace": workspace})
+    whole = settings.max_prompt_length + settings.max_response_length
+    if chosen and whole > context:
         raise ConfigError(
-            f"no room for an episode: instructions {text} take about {prompt:,} tokens, {_TURNS} turns at least "
-            f"{least - prompt:,}, and prompts may have {room:,} (context {choice.context:,}, answers {answer:,}): "
-            f"{remedy}"
+            f"[rl] max_prompt_length and max_response_length are {whole:,} tokens, and the model reads {context:,}: "
+            "lower one of them, or serve the model with a longer context"
         )
-    return Lengths(prompt, settings.max_prompt_length + answer)
+    answer = max(128, min(2048, context // 16))
+    lengths = {
+        "max_turns": 50 if context >= STANDARD_NEEDS else 20,
+        "max_response_length": answer,
+        "max_obs_length": 2 * answer,
+        "max_prompt_length": min(context, 65_536) - answer,
+    }
+    return settings if chosen else settings.model_copy(update=lengths)
 
 
-def _template_knows_tools(model: Path) -> bool:
-    texts = []
-    for path in (*model.rglob("*.jinja"), model / "tokenizer_config.json"):
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError):
-            continue
-    return any("tools" in text for text in texts)
+def price_of(settings: RLSettings, gym: Gym, model: Path) -> dict[str, int]:
+    """What the run costs at most: episodes and tokens.
 
-
-def price_of(settings: RLSettings, gym: Gym, model: Path, lengths: Lengths) -> dict[str, int]:
-    """What the run costs at most: episodes and tokens. Raises ``TrainingError`` where the model does not fit."""
-    loop, training = settings.loop, settings.training
+    Raises ``ConfigError`` where prompts have no room for an episode of the longest task, and ``TrainingError`` where
+    the model does not fit into memory.
+    """
+    loop, training, prompts = settings.loop, settings.training, settings.max_prompt_length
+    kind = "compact" if settings.workspace.is_compact else "standard"
+    first = _INSTRUCTIONS[kind] + len(gym.longest) // _CHARACTERS
+    if prompts < first + _TURNS:
+        raise ConfigError(
+            f"no room for an episode: the longest task and three turns take about {first + _TURNS:,} tokens, and "
+            f"prompts may have {prompts:,}: raise [rl] max_prompt_length, or choose a model with a longer context"
+        )
     rollouts, evaluations = loop.iterations * loop.tasks_per_iteration * loop.samples_per_task, 2 * gym.counts[1]
-    turns = max(settings.max_turns, loop.training_max_turns)
-    sampled = min(turns * settings.max_response_length, lengths.episode - lengths.prompt)
-    episodes = rollouts + evaluations
+    turns, longest = max(settings.max_turns, loop.training_max_turns), prompts + settings.max_response_length
     check_fits(model, training)
     return {
         "episodes": rollouts,
         "evaluations": evaluations,
-        "read": episodes * settings.max_prompt_length,  # of an episode whose answers are short
-        "sampled": episodes * sampled,
-        "trained": rollouts * lengths.episode * training.num_epochs,
+        "read": (rollouts + evaluations) * prompts,  # of an episode whose answers are short
+        "sampled": (rollouts + evaluations) * min(turns * settings.max_response_length, longest - first),
+        "trained": rollouts * longest * training.num_epochs,
     }
 
 
