@@ -99,7 +99,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from openhands_rl_plugin.cli.jobs import running_command
-with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])) as url:
+with running_command(["env", "webshop"], int(sys.argv[1]), Path(sys.argv[2])) as url:
     print(url, flush=True)
     sys.stdin.read()
 """

@@ -10,7 +10,7 @@ SERVERS = {
     "serve": ["--model", "no-such-model"],
     "gateway": ["--upstream", "http://127.0.0.1:9/v1", "--store", "./never-made"],
     "studio": ["mongodb://127.0.0.1:9/never"],
-    "env": ["webshop", "--products", "999999999"],
+    "env": ["webshop"],
 }
 
 

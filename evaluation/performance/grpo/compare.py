@@ -34,8 +34,7 @@ from evaluation.performance.grpo.ours import WARM_START, has_episodes, held_out_
 from evaluation.performance.grpo.report import Part, report
 from evaluation.performance.grpo.trl_side import PASS_EPISODES
 from openhands_rl_plugin.apps.demo_model import ensure_model
-from openhands_rl_plugin.contrib.demo.options import DemoOptions
-from openhands_rl_plugin.contrib.demo.story import shop_tasks
+from openhands_rl_plugin.contrib.demo.runs import DemoOptions, shop_tasks
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
@@ -69,7 +68,7 @@ def seed_of(run: Path) -> int:
     """The run's seed. Exits where the run has another shop or other episodes than the demo has now."""
     noted = json.loads((run / "options.json").read_text())
     now = DemoOptions(run_directory=run)
-    for name in ("results_per_page", "max_turns", "demonstrations"):
+    for name in ("max_turns", "demonstrations"):
         if noted.get(name) != getattr(now, name):
             raise SystemExit(f"{run} was run with {name} = {noted.get(name)}, the demo's is {getattr(now, name)}")
     return int(noted["seed"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from evaluation.performance.grpo.budget import CpuBudget, Job
 from openhands_rl_plugin.apps.demo_model import NAME
-from openhands_rl_plugin.contrib.demo.options import ADAPTER, DemoOptions
+from openhands_rl_plugin.contrib.demo.runs import ADAPTER, DemoOptions
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore
 from openhands_rl_plugin.training.loop.loop import LoopListener
@@ -46,7 +46,7 @@ class Clock(LoopListener):
 
 def learn(job: Job) -> None:
     """Reinforcement as in the demo, until the budget is spent, which ends the process."""
-    from openhands_rl_plugin.contrib.demo.story import run_demo
+    from openhands_rl_plugin.contrib.demo.runs import run_demo
 
     begin_after_warm_start(job, job.out)
     budget = CpuBudget(60 * job.minutes, job.out / "marks.jsonl")
@@ -65,7 +65,7 @@ def learn(job: Job) -> None:
 
 def measure(job: Job) -> None:
     """The demo's last evaluation, of the job's adapter; ``held_out_returns`` reads what came of it."""
-    from openhands_rl_plugin.contrib.demo.story import run_demo
+    from openhands_rl_plugin.contrib.demo.runs import run_demo
 
     begin_after_warm_start(job, job.out)
     options = DemoOptions(

@@ -20,8 +20,7 @@ from evaluation.performance.grpo.ours import WARM_START, has_episodes
 from evaluation.performance.grpo.turns import Kind, make_turns
 from openhands_rl_plugin.apps.loop.reporting import SUCCESS
 from openhands_rl_plugin.config.training import TrainingSettings
-from openhands_rl_plugin.contrib.demo.options import ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
-from openhands_rl_plugin.contrib.demo.story import shop_tasks
+from openhands_rl_plugin.contrib.demo.runs import ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions, shop_tasks
 from openhands_rl_plugin.contrib.webshop import WebShop, WebShopSession
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Task
@@ -225,7 +224,7 @@ def train(job: Job) -> None:
     options = DemoOptions(
         run_directory=job.out, seed=job.seed, tasks_per_iteration=job.tasks, samples_per_task=job.samples
     )
-    shop = WebShop(results_per_page=options.results_per_page, separator="\n")
+    shop = WebShop()
     tasks = [entry.task for entry in shop_tasks(options).training]
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dialogue = Dialogue(tokenizer)

@@ -28,8 +28,7 @@ from evaluation.performance.search.svg import Point, Series, line_chart, svg_fil
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.cli.jobs import free_port, running_command
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.contrib.demo.options import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions
-from openhands_rl_plugin.contrib.demo.story import shop_tasks
+from openhands_rl_plugin.contrib.demo.runs import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions, shop_tasks
 from openhands_rl_plugin.core.protocols import Strategy
 from openhands_rl_plugin.core.statistics import over_tasks, paired_difference, wilson
 from openhands_rl_plugin.core.types import (
@@ -183,8 +182,7 @@ def bar(title: str, total: int) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def servers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The demo's shop and model server."""
-    shop = ["env", "webshop", "--results-per-page", str(DemoOptions(run_directory=Path()).results_per_page)]
-    shop += ["--separator", "newline"]
+    shop = ["env", "webshop"]
     policy = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]
     policy += [f"--max-batch={args.concurrency}", f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}"]
     policy += [f"--adapters={args.run_dir / 'adapters'}"] if args.run_dir else []

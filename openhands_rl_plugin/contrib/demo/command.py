@@ -6,7 +6,6 @@ examples:
   openhands-rl demo --tiny               the same path in two to four minutes, too small to learn
   openhands-rl demo --task repair        functions with a bug instead of the shop, in the workspace of OpenHands (V0
                                          where it is installed, else V1); one to two hours on two cores
-  openhands-rl demo --task repair --level 3 --run-dir runs/repair-3
   openhands-rl demo --seed 1 --run-dir runs/seed-1
   openhands-rl demo --loop async         rollouts and training side by side
   openhands-rl demo --fresh              start over instead of resuming
@@ -25,15 +24,13 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options import checked, natural, positive
 from openhands_rl_plugin.cli.terminal import silence_libraries, typed
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.models.generator.config import check_model_folder
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
+    from openhands_rl_plugin.contrib.demo.runs import DemoOptions, RepairOptions
 
 _TASKS = "shop: buy what is asked for; repair: find and fix the bug of a function (default: shop)"
-_LEVEL = "repair: what is given of the bug (1: its line, 2: its function, 3: only the failing test; default: 1)"
 _TINY = "few tasks and one iteration: a quick check of all parts, too small to learn anything"
 _TOO_SMALL = "--tiny checks that all parts work; it is too small to learn: expect the success to stay near zero"
 SHOP, REPAIR = "shop", "repair"
@@ -43,7 +40,6 @@ RESUME = "the same command continues where it stopped"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The folder of the run, and its size."""
     parser.add_argument("--task", choices=[SHOP, REPAIR], default=SHOP, help=_TASKS)
-    parser.add_argument("--level", type=int, choices=[1, 2, 3], help=_LEVEL)
     folder = "folder of the run (default: runs/demo or runs/repair, -tiny with --tiny)"
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help=folder)
     parser.add_argument("--seed", type=int, default=0, metavar="SEED", help="seed of tasks, sampling and weights")
@@ -70,9 +66,6 @@ def run(args: argparse.Namespace) -> int:
 
     if args.model is not None:
         check_model_folder(args.model)
-    # Before anything is written or, with --fresh, deleted.
-    if args.task == SHOP and args.level is not None:
-        raise ConfigError("--level is of the repair tasks: add --task repair")
     directory = (
         args.run_dir or Path("runs") / f"{'demo' if args.task == SHOP else REPAIR}{'-tiny' if args.tiny else ''}"
     ).absolute()
@@ -89,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairOptions:
-    from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
+    from openhands_rl_plugin.contrib.demo.runs import DemoOptions, RepairOptions
 
     kind = DemoOptions if args.task == SHOP else RepairOptions
     options = kind(run_directory=directory, model_directory=args.model, seed=args.seed)
     options = options.shortened() if args.tiny else options
-    given = {"iterations": args.iterations, "held_out": args.held_out, "level": args.level}
+    given = {"iterations": args.iterations, "held_out": args.held_out}
     sizes = {name: value for name, value in given.items() if value is not None}
     loop = {"kind": args.loop, "max_staleness": args.max_staleness}
     return checked(kind, {**options.model_dump(), "loop": loop, **sizes})
@@ -102,8 +95,7 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
 
 def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> int:
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
-    from openhands_rl_plugin.contrib.demo.options import DemoOptions
-    from openhands_rl_plugin.contrib.demo.story import run_demo, run_repair_demo
+    from openhands_rl_plugin.contrib.demo.runs import DemoOptions, run_demo, run_repair_demo
 
     started = time.monotonic()
     with ProgressListener(options.stages) as listener:

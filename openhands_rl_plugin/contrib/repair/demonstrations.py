@@ -14,7 +14,6 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.run import LoopJob, open_player
 from openhands_rl_plugin.apps.loop.tasks import Demonstrator
-from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.host import TOOLS, ToolNames, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.repair.bugs import (
@@ -36,8 +35,8 @@ from openhands_rl_plugin.contrib.repair.oracle import (
     other_edits,
     serve_oracle,
 )
-from openhands_rl_plugin.contrib.repair.rows import Level, spec_of, statement
-from openhands_rl_plugin.contrib.repair.suites import RepairSuite
+from openhands_rl_plugin.contrib.repair.rows import spec_of, statement
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node, Trajectory
 from openhands_rl_plugin.evals.swe.types import Instance
@@ -142,7 +141,6 @@ def lessons(
     seed: int,
     drills: int,
     short_drills: int = 0,
-    level: Level,
     strange: frozenset[str] = frozenset(),
 ) -> list[Trajectory]:
     """What a policy is fine-tuned on: the right answers of the oracle's episodes, ``drills`` in their form, and
@@ -157,7 +155,7 @@ def lessons(
     forms = [(each, instance) for each, (_, instance) in zip(right, known, strict=True)]
     source = random.Random(f"{seed} drills")
     bugs = library_bugs(source, strange=strange)
-    made = [*islice(_drills(forms, bugs, tools, level, source), drills)]
+    made = [*islice(_drills(forms, bugs, tools, source), drills)]
     made += (short_drill(right[0], function, wrong) for function, wrong in islice(bugs, short_drills))
     return [*right, *(each.model_copy(update={"id": f"drill-{seed}-{at}"}) for at, each in enumerate(made))]
 
@@ -177,17 +175,12 @@ def _drills(
     known: Sequence[tuple[Trajectory, Instance]],
     bugs: Iterator[tuple[LoneFunction, str]],
     tools: ToolNames,
-    level: Level,
     choice: random.Random,
 ) -> Iterator[Trajectory]:
     failures = [node for episode, _ in known for node in _after_errors(episode)]
-    made = 0
-    for function, wrong in bugs:
+    for made, (function, wrong) in enumerate(bugs):
         episode, instance = known[made % len(known)]
-        drill = _drill(episode, tools, instance, function, wrong, level, failures, choice)
-        if drill is not None:
-            made += 1
-            yield drill
+        yield _drill(episode, tools, instance, function, wrong, failures, choice)
 
 
 def _drill(
@@ -196,42 +189,29 @@ def _drill(
     instance: Instance,
     function: LoneFunction,
     wrong: str,
-    level: Level,
     failures: Sequence[Node],
     choice: random.Random,
-) -> Trajectory | None:
-    """``failures``: what was seen after edits that did not help. ``None`` where the line alone is not enough, or
-    the episode does not show the file as ``cat -n`` does."""
+) -> Trajectory:
+    """``failures``: what was seen after edits that did not help."""
     spec = spec_of(instance)
-    # Without the failing test that level 3 names there is nothing to be found: the function is given.
     edit = line_edit(wrong, function.text)
     place = {"path": function.path, "function": function.name, "line": edit.first, "files": {function.path: wrong}}
-    placed = spec.model_copy(update=place)
     test = f"test_{function.name.strip('_')}.py::test_1"
     changed = {
-        instance.problem_statement: statement(placed, 2 if level == 3 else level, [test]),
-        _numbered(spec.files[spec.path]): _numbered(wrong),
+        instance.problem_statement: statement(spec.model_copy(update=place), 1, [test]),
         spec.path: function.path,
     }
     path = [episode.nodes[at] for at in episode.path()]
     asked = next((at for at, node in enumerate(path) if node.message.role == "assistant"), 0)
     others = other_edits(wrong, function.text, function.name)
     kept = path[:asked]
-    if level == 1:
-        choice.shuffle(others)
-        for other in others[: MOST_ERRORS if failures else 0]:
-            if choice.random() >= _TRIED:
-                break
-            # The tests only say how many failed, so that what was seen after one edit may stand after any.
-            seen_then = _of_line(choice.choice(failures), function.path, edit.first, wrong)
-            kept += [_saying(path[asked], edit_call(tools, function.path, wrong, other)), seen_then]
-    else:
-        shown = _numbered(spec.files[spec.path])
-        seen = next((at for at in range(asked + 1, len(path)) if shown in str(path[at].message.content)), 0)
-        if not seen or not path[seen - 1].sampled:
-            return None
-        # To look at the file before the tests were run is not to be imitated.
-        kept += [path[seen - 1].model_copy(update={"sampled": False}), path[seen]]
+    choice.shuffle(others)
+    for other in others[: MOST_ERRORS if failures else 0]:
+        if choice.random() >= _TRIED:
+            break
+        # The tests only say how many failed, so that what was seen after one edit may stand after any.
+        seen_then = _of_line(choice.choice(failures), function.path, edit.first, wrong)
+        kept += [_saying(path[asked], edit_call(tools, function.path, wrong, other)), seen_then]
     answer = _saying(path[asked], edit_call(tools, function.path, wrong, function.text))
     end = next((at for at in reversed(range(len(path))) if path[at].sampled), 0)
     kept += [
@@ -272,11 +252,6 @@ def _like(node: Node, changed: Mapping[str, str], at: int) -> Node:
     return node.model_copy(update={"parent": at - 1 if at else None, "message": message})
 
 
-def _numbered(text: str) -> str:
-    """As ``cat -n`` shows it in OpenHands' editors."""
-    return "\n".join(f"{at:6}\t{line}" for at, line in enumerate(text.split("\n"), start=1))
-
-
 DRILLS, SHORT_DRILLS = 4, 50
 """For each demonstration; what they teach: docs/background/how-it-learns.md."""
 
@@ -286,7 +261,9 @@ class RepairDemonstrator(Demonstrator):
 
     @asynccontextmanager
     async def open(self, job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
-        """As in ``Demonstrator``."""
+        """As in ``Demonstrator``. Raises ``ConfigError`` for tool calls by the API."""
+        if job.native_tool_calling:
+            raise ConfigError("demonstrations of repair tasks have their calls in the text: --no-native-tool-calling")
         instances = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
         with serve_oracle(RepairOracle(instances, TOOLS[host_of(job.settings)], job.settings.sampling.seed)) as url:
             own = {"base_url": url, "base_urls": (), "model": ORACLE, "api_key_env": "", "server": "auto"}
@@ -302,13 +279,10 @@ class RepairDemonstrator(Demonstrator):
 
     def lessons(self, job: LoopJob) -> Lessons:
         """Of the oracle's episodes what is right in them, and drills."""
-        suite = registry.find("suites", job.tasks.suite.name)
-        assert isinstance(suite, RepairSuite)
         known = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
         held_out = [entry.instance for entry in job.tasks.held_out if entry.instance is not None]
         strange = frozenset(spec_of(instance).function for instance in held_out)
-        # Their calls are in the text.
-        count = 0 if job.native_tool_calling else job.settings.loop.demonstrations
+        count = job.settings.loop.demonstrations
 
         def made(demonstrations: Sequence[Trajectory]) -> Sequence[Trajectory]:
             return lessons(
@@ -318,7 +292,6 @@ class RepairDemonstrator(Demonstrator):
                 seed=job.settings.sampling.seed,
                 drills=count * DRILLS,
                 short_drills=count * SHORT_DRILLS,
-                level=suite.level,
                 strange=strange,
             )
 

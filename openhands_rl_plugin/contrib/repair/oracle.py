@@ -1,13 +1,12 @@
-"""The scripted oracle of repair tasks: what it does in each turn, and its server."""
+"""The scripted oracle of tasks at level 1: what it does in each turn, and its server."""
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,22 +15,18 @@ from starlette.routing import Route
 
 from openhands_rl_plugin.config.host import ToolNames
 from openhands_rl_plugin.contrib.repair.bugs import bugs_in, line_edit, sed_script
-from openhands_rl_plugin.contrib.repair.rows import DIRECTORY, RUN_TESTS, spec_of
+from openhands_rl_plugin.contrib.repair.rows import RUN_TESTS, spec_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.servers import listening, serving
-from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.swe.types import Instance
 
 ORACLE = "repair-oracle"
 WRONG_FIX = 0.6
 """Share of edits that do not repair, where there are others to make."""
 MOST_ERRORS = 2
-_TESTS = {"command": f"python3 {RUN_TESTS}", "security_risk": "LOW"}
 END = "E"
 """What ends the script of an edit."""
-_NAME = re.compile(r"\A<function=(\w+)>\n")
-_PARAMETER = re.compile(r"^<parameter=(\w+)>(.*?)</parameter>\n(?=<)", re.DOTALL | re.MULTILINE)
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 
@@ -43,36 +38,21 @@ class OracleCall(NamedTuple):
 
 
 class RepairOracle:
-    """Answers for the tasks of ``instances``: found by their statements, and those with the same one by the file that
-    was looked at. ``tools``: those of the host that it plays in."""
+    """Answers for the tasks of ``instances``, found by their statements. ``tools``: those of its host."""
 
     def __init__(self, instances: Sequence[Instance], tools: ToolNames, seed: int = 0) -> None:
         self._tools = tools
         self._seed = seed
-        self._instances: dict[str, list[Instance]] = {}
-        for each in instances:
-            self._instances.setdefault(each.problem_statement, []).append(each)
+        self._instances = {each.problem_statement: each for each in instances}
 
     def answer(self, conversation: Sequence[Mapping[str, str]]) -> str:
         """The next answer of a conversation, messages with ``role`` and ``content``. Raises ``ConfigError``."""
         asked = next((each["content"] for each in conversation if each["role"] == "user"), "")
-        same = next((each for text, each in self._instances.items() if text in asked), None)
-        if same is None:
+        instance = next((each for text, each in self._instances.items() if text in asked), None)
+        if instance is None:
             raise ConfigError("the oracle does not know the task of this conversation")
-        seen = "\n".join(each["content"] for each in conversation)
-        calls = oracle_calls(next((each for each in same if _is_seen(each, seen)), same[0]), self._tools, self._seed)
-        return calls[min(sum(each["role"] == "assistant" for each in conversation), len(calls) - 1)]
-
-
-def _is_seen(instance: Instance, text: str) -> bool:
-    """Whether every line of the file with the bug is in the text."""
-    spec = spec_of(instance)
-    return all(line in text for line in spec.files[spec.path].splitlines())
-
-
-def oracle_calls(instance: Instance, tools: ToolNames, seed: int) -> list[str]:
-    """The answers of an episode, in their order."""
-    return [call.text for call in oracle_plan(instance, tools, seed)]
+        plan = oracle_plan(instance, self._tools, self._seed)
+        return plan[min(sum(each["role"] == "assistant" for each in conversation), len(plan) - 1)].text
 
 
 def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleCall]:
@@ -81,10 +61,6 @@ def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleC
     choice = random.Random(f"{seed} {instance.instance_id}")
     wrong, right = spec.files[spec.path], fixed_text(instance)
     plan: list[OracleCall] = []
-    named = f" line {spec.line} of {spec.path}" in instance.problem_statement
-    if not named:
-        look = _call(tools.editor, command="view", path=f"/workspace/{DIRECTORY}/{spec.path}", security_risk="LOW")
-        plan += map(OracleCall, (*_search(instance, tools), _call(tools.shell, **_TESTS), look))
     others = other_edits(wrong, right, spec.function)
     choice.shuffle(others)
     for other in others[:MOST_ERRORS]:
@@ -96,11 +72,6 @@ def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleC
         OracleCall(edit_call(tools, spec.path, wrong, right)),
         OracleCall(_call("finish", message="The tests pass.")),
     ]
-
-
-def parsed_call(text: str) -> tuple[str, dict[str, str]]:
-    """The name and the arguments of a call that ``oracle_calls`` wrote."""
-    return _NAME.findall(text)[0], dict(_PARAMETER.findall(text))
 
 
 def fixed_text(instance: Instance) -> str:
@@ -124,12 +95,6 @@ def fixed_text(instance: Instance) -> str:
     return "".join([*new, *old[at:]])
 
 
-def _search(instance: Instance, tools: ToolNames) -> Iterator[str]:
-    """What has to be found out first where the statement does not name the file."""
-    if spec_of(instance).path not in instance.problem_statement:
-        yield _call(tools.shell, command=f"cat {instance.fail_to_pass[0].partition('::')[0]}", security_risk="LOW")
-
-
 def other_edits(wrong: str, right: str, function: str) -> list[str]:
     """Texts that differ from ``wrong`` in one place of the lines in which ``right`` does, and are not ``right``."""
     place = line_edit(wrong, right)
@@ -146,7 +111,7 @@ def edit_call(tools: ToolNames, path: str, old: str, new: str) -> str:
     which is undone where they fail: the next one begins from the text that is known."""
     # The script has a here-document of its own: nothing in it needs quotes for the shell. What failed is undone and
     # the line shown again: a small model loses what it was told behind its own words.
-    command = f"{_TESTS['command']} --edit {path} <<'{END}'\n{sed_script(old, new)}\n{END}"
+    command = f"python3 {RUN_TESTS} --edit {path} <<'{END}'\n{sed_script(old, new)}\n{END}"
     # OpenHands writes a value of several lines on lines of its own.
     return _call(tools.shell, command=f"\n{command}\n", security_risk="MEDIUM")
 
@@ -156,16 +121,8 @@ def _call(name: str, **arguments: str) -> str:
     return f"<function={name}>\n{lines}</function>"
 
 
-class AnswerScript(Protocol):
-    """What ``RepairOracle`` is, or another script."""
-
-    def answer(self, conversation: Sequence[Mapping[str, str]]) -> str:
-        """The next answer of a conversation. Raises ``ConfigError``."""
-        ...
-
-
 @contextmanager
-def serve_oracle(oracle: AnswerScript) -> Iterator[str]:
+def serve_oracle(oracle: RepairOracle) -> Iterator[str]:
     """The URL of the server, which ends with the block."""
 
     async def models(_: Request) -> JSONResponse:
@@ -175,8 +132,7 @@ def serve_oracle(oracle: AnswerScript) -> Iterator[str]:
         try:
             body = await request.json()
             asked = [{"role": each["role"], "content": text_of(each["content"]) or ""} for each in body["messages"]]
-            text = oracle.answer(asked)
-            message = _with_call(text, len(asked)) if body.get("tools") else {"role": "assistant", "content": text}
+            message = {"role": "assistant", "content": oracle.answer(asked)}
         except (ConfigError, KeyError, TypeError, ValueError) as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
         choice = {"index": 0, "finish_reason": "stop", "message": message}
@@ -187,11 +143,3 @@ def serve_oracle(oracle: AnswerScript) -> Iterator[str]:
     routes = [Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])]
     with listening("127.0.0.1", 0) as listener, serving(Starlette(routes=routes), listener) as url:
         yield f"{url}/v1"
-
-
-def _with_call(text: str, number: int) -> JsonObject:
-    """The answer for a client with tools: the call in the protocol's own form."""
-    name, arguments = parsed_call(text)
-    function: JsonObject = {"name": name, "arguments": json.dumps(arguments)}
-    call: JsonObject = {"id": f"call-{number}", "type": "function", "function": function}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -1,4 +1,4 @@
-"""The shop's catalogue, made from a seed, its search, its goals and WebShop's reward."""
+"""The shop's catalogue, its search, its goals and WebShop's reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASIN_LETTERS = 4
 _TITLE_ATTRIBUTES = 2
 _HIDDEN_ATTRIBUTE_SHARE = 0.4
 _SOLD_OUT_SHARE = 0.5
-MAX_PRODUCTS = 100_000
+_PRODUCTS, _GOALS = 1000, 1500
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
 
 
@@ -53,27 +53,16 @@ class Product:
     options: tuple[OptionGroup, ...]
     price: int
 
-    @property
-    def description(self) -> str:
-        """One sentence on what the listing is."""
-        return f"{self.title} from our {self.category[0].lower()} department."
-
     def option_group_of(self, value: str) -> str | None:
         """The name of the group that offers `value` (lower case), or None."""
         return next((group.name for group in self.options if value in group.values), None)
 
 
-def generate_catalogue(num_products: int, seed: int) -> tuple[Product, ...]:
-    """Make `num_products` products from `seed`; a shorter catalogue is not a prefix of a longer one.
-
-    Raises:
-        ValueError: `num_products` is not between 1 and 100,000.
-    """
-    if not 1 <= num_products <= MAX_PRODUCTS:
-        raise ValueError(f"num_products must be between 1 and {MAX_PRODUCTS}, not {num_products}")
-    rng = random.Random(f"webshop catalogue {seed} {num_products}")
-    asins = map(_asin, rng.sample(range(len(_ASIN_ALPHABET) ** _ASIN_LETTERS), num_products))
-    kinds = [_KNOWN["types"][index % len(_KNOWN["types"])] for index in range(num_products)]
+def generate_catalogue() -> tuple[Product, ...]:
+    """The products of the shop."""
+    rng = random.Random(f"webshop catalogue 0 {_PRODUCTS}")
+    asins = map(_asin, rng.sample(range(len(_ASIN_ALPHABET) ** _ASIN_LETTERS), _PRODUCTS))
+    kinds = [_KNOWN["types"][index % len(_KNOWN["types"])] for index in range(_PRODUCTS)]
     rng.shuffle(kinds)
     return tuple(_product(rng, asin, kind) for asin, kind in zip(asins, kinds, strict=True))
 
@@ -109,7 +98,7 @@ def _option_group(rng: random.Random, name: str, values: list[str]) -> OptionGro
 
 _K1 = 1.2
 _B = 0.75
-MAX_QUERY_WORDS = 32
+_MAX_QUERY_WORDS, _MAX_RESULTS = 32, 50
 
 
 class SearchIndex:
@@ -131,15 +120,15 @@ class SearchIndex:
             for word, entries in counts.items()
         }
 
-    def search(self, query: str, limit: int = 50) -> tuple[Product, ...]:
-        """The best `limit` products that share a word with `query`; only its first 32 words count."""
+    def search(self, query: str) -> tuple[Product, ...]:
+        """The best 50 products that share a word with `query`; only its first 32 words count."""
         scores: dict[int, float] = {}
-        for word in words(query)[:MAX_QUERY_WORDS]:
+        for word in words(query)[:_MAX_QUERY_WORDS]:
             for number, weight in self._postings.get(word, ()):
                 scores[number] = scores.get(number, 0.0) + weight
         # Rounded, so that the order in which floats are summed cannot decide between equals.
         ranked = sorted(scores, key=lambda number: (-round(scores[number], 9), number))
-        return tuple(self._products[number] for number in ranked[:limit])
+        return tuple(self._products[number] for number in ranked[:_MAX_RESULTS])
 
 
 def _document(product: Product) -> tuple[str, ...]:
@@ -183,25 +172,18 @@ class Goal:
         return f"Find me {wanted}{with_options}, and price lower than {self.price_upper} dollars"
 
 
-def generate_goals(catalogue: Sequence[Product], seed: int, num_goals: int) -> tuple[Goal, ...]:
-    """Make up to `num_goals` goals with different instructions: first those to train on, then the held-out ones.
+def generate_goals(catalogue: Sequence[Product]) -> tuple[Goal, ...]:
+    """Goals with different instructions: first those to train on, then the held-out ones.
 
-    A fifth of the products is kept for the held-out goals, so no target product serves both splits. A small
-    catalogue may yield fewer goals than asked for.
-
-    Raises:
-        ValueError: `num_goals` is less than 2 or the catalogue has fewer than 4 products.
+    A fifth of the products is kept for the held-out goals, so no target product serves both splits.
     """
-    if num_goals < 2 or len(catalogue) < 4:
-        raise ValueError("two goals over four products are the least that can be split")
-    rng = random.Random(f"webshop goals {seed} {len(catalogue)} {num_goals}")
+    rng = random.Random(f"webshop goals 0 {len(catalogue)} {_GOALS}")
     products = _bargains(catalogue)
     rng.shuffle(products)
-    heldout_products = max(1, round(len(products) * _HELDOUT_SHARE))
-    heldout_goals = max(1, round(num_goals * _HELDOUT_SHARE))
+    held_out_products, held_out = round(len(products) * _HELDOUT_SHARE), round(_GOALS * _HELDOUT_SHARE)
     taken: set[str] = set()
-    heldout = _goals_for(rng, products[:heldout_products], "heldout", heldout_goals, taken)
-    train = _goals_for(rng, products[heldout_products:], "train", num_goals - heldout_goals, taken)
+    heldout = _goals_for(rng, products[:held_out_products], "heldout", held_out, taken)
+    train = _goals_for(rng, products[held_out_products:], "train", _GOALS - held_out, taken)
     return tuple(replace(goal, index=index) for index, goal in enumerate([*train, *heldout]))
 
 

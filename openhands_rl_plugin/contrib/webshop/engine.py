@@ -18,9 +18,9 @@ from openhands_rl_plugin.contrib.webshop.catalogue import (
     generate_goals,
     purchase_reward,
 )
-from openhands_rl_plugin.core.errors import RLError
 
-DEFAULT_SEPARATOR = " [SEP] "
+RESULTS_PER_PAGE, MAX_STEPS, SEPARATOR = 4, 15, "\n"
+"""A page has few results, and a newline between its texts: WebShop's own " [SEP] " costs more tokens."""
 
 
 class Button(StrEnum):
@@ -47,8 +47,9 @@ class Page(NamedTuple):
     clickables: tuple[str, ...] = ()
 
 
-def results_page(head: tuple[str, ...], found: Sequence[Product], *, page: int, per_page: int) -> Page:
+def results_page(head: tuple[str, ...], found: Sequence[Product], page: int) -> Page:
     """Page `page` of the search results, counted from 1."""
+    per_page = RESULTS_PER_PAGE
     steps = [Button.PREVIOUS] * (page > 1) + [Button.NEXT] * (page * per_page < len(found))
     shown = found[(page - 1) * per_page : page * per_page]
     parts = (*head, Button.BACK_TO_SEARCH, f"Page {page} (Total results: {len(found)})", *steps)
@@ -68,12 +69,12 @@ def item_page(head: tuple[str, ...], product: Product, selected: Sequence[tuple[
 
 def detail_page(head: tuple[str, ...], product: Product, detail: Button) -> Page:
     """One of the pages behind `DETAIL_BUTTONS`."""
-    content = {Button.DESCRIPTION: (product.description,), Button.REVIEWS: ("No reviews yet.",)}
+    about = f"{product.title} from our {product.category[0].lower()} department."
+    content = {Button.DESCRIPTION: (about,), Button.REVIEWS: ("No reviews yet.",)}
     back = (Button.BACK_TO_SEARCH, Button.PREVIOUS)
     return Page((*head, *back, *content.get(detail, product.attributes)), back)
 
 
-MAX_RESULTS = 50
 _ECHOED_CHARACTERS = 60
 _ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.IGNORECASE | re.DOTALL)
 
@@ -123,42 +124,11 @@ class _Refused(Exception):
 
 
 class WebShop:
-    """A shop that any number of sessions can share: catalogue, goals and search index, none of which changes.
+    """A shop that any number of sessions can share: catalogue, goals and search index, none of which changes."""
 
-    Args:
-        num_products: size of the generated catalogue.
-        seed: the same seed gives the same shop.
-        num_goals: how many goals to make; a fifth of them is held out.
-        results_per_page: products on a results page.
-        max_steps: an episode that has not bought by then is truncated.
-        separator: the text between the parts of a page; `"\\n"` needs fewer tokens than WebShop's own.
-
-    Raises:
-        ValueError: a number is out of its range.
-    """
-
-    def __init__(
-        self,
-        num_products: int = 1000,
-        seed: int = 0,
-        *,
-        num_goals: int = 1500,
-        results_per_page: int = 10,
-        max_steps: int = 15,
-        separator: str = DEFAULT_SEPARATOR,
-    ) -> None:
-        if results_per_page < 1 or max_steps < 1:
-            raise ValueError("results_per_page and max_steps must be at least 1")
-        self.products = generate_catalogue(num_products, seed)
-        self.goals = generate_goals(self.products, seed, num_goals)
-        self.results_per_page = results_per_page
-        self.max_steps = max_steps
-        self.separator = separator
-        self.options = {
-            **{"num_products": num_products, "seed": seed, "num_goals": num_goals},
-            **{"results_per_page": results_per_page, "max_steps": max_steps, "separator": separator},
-        }
-        """The arguments that make the same shop."""
+    def __init__(self) -> None:
+        self.products = generate_catalogue()
+        self.goals = generate_goals(self.products)
         self.index = SearchIndex(self.products)
         self.by_asin = {product.asin: product for product in self.products}
 
@@ -168,8 +138,6 @@ class WebShop:
 
     def session(self, goal_index: int) -> WebShopSession:
         """Start an episode; raises IndexError for an index outside `goals`."""
-        if not 0 <= goal_index < len(self.goals):
-            raise IndexError(f"goal index {goal_index} is not between 0 and {len(self.goals) - 1}")
         return WebShopSession(self, self.goals[goal_index])
 
 
@@ -192,7 +160,7 @@ class WebShopSession:
     @property
     def observation(self) -> str:
         """The text of the current page."""
-        return self.world.separator.join(self.page.parts)
+        return SEPARATOR.join(self.page.parts)
 
     @property
     def done(self) -> bool:
@@ -221,7 +189,7 @@ class WebShopSession:
         if place.product is not None:
             return item_page(head, place.product, place.selected)
         if place.searched:
-            return results_page(head, place.found, page=place.page, per_page=self.world.results_per_page)
+            return results_page(head, place.found, place.page)
         return Page(("WebShop", *head, Button.SEARCH), (Button.SEARCH,))
 
     def step(self, action: str) -> StepResult:
@@ -231,7 +199,7 @@ class WebShopSession:
         nothing and has reward 0.
         """
         if self.done:
-            state = self.world.separator.join(("The episode is over.", self.observation))
+            state = SEPARATOR.join(("The episode is over.", self.observation))
             return StepResult(state, 0.0, True, self._place.truncated, None)
         problem, place = "", self._place
         try:
@@ -239,7 +207,7 @@ class WebShopSession:
         except _Refused as refusal:
             problem = str(refusal)
         steps = place.steps + 1
-        out_of_steps = place.purchase is None and steps >= self.world.max_steps
+        out_of_steps = place.purchase is None and steps >= MAX_STEPS
         self._place = place = replace(place, steps=steps, truncated=out_of_steps)
         state = self.observation
         if problem:
@@ -259,7 +227,7 @@ class WebShopSession:
         if not argument:
             raise _Refused(f"{verb}[] is empty.")
         if verb == "search":
-            found = self.world.index.search(argument, limit=MAX_RESULTS)
+            found = self.world.index.search(argument)
             return _Place(searched=True, found=found, steps=self._place.steps)
         target = next((text for text in self.page.clickables if text.lower() == argument.lower()), None)
         if target is None:
@@ -296,17 +264,8 @@ def _shortened(text: str) -> str:
     return flat if len(flat) <= _ECHOED_CHARACTERS else flat[: _ECHOED_CHARACTERS - 3] + "..."
 
 
-class OracleFailedError(RLError):
-    """No product that the search found meets the goal."""
-
-
 def oracle_actions(world: WebShop, goal_index: int) -> list[str]:
-    """The actions that earn reward 1.0 for that goal.
-
-    Raises:
-        IndexError: there is no such goal.
-        OracleFailedError: no listing meets the goal; every generated goal has one that does.
-    """
+    """The actions that earn reward 1.0 for that goal, which each of them has."""
     return list(_shop(world.session(goal_index)))
 
 
@@ -336,7 +295,4 @@ def _shop(session: WebShopSession) -> Iterator[str]:
                         yield take(f"click[{value}]")
                     return
             yield take(f"click[{Button.PREVIOUS}]")
-        if session.done or Button.NEXT not in session.page.clickables:
-            break
         yield take(f"click[{Button.NEXT}]")
-    raise OracleFailedError(f"nothing found within the step limit for goal {goal.index}: {goal.instruction}")

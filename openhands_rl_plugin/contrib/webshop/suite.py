@@ -7,13 +7,11 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import httpx
-
 from openhands_rl_plugin.apps.loop.tasks import Demonstrator
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.webshop.engine import WebShop, oracle_actions
 from openhands_rl_plugin.contrib.webshop.server import running_webshop
-from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError
+from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, Forkable, LLMEngine, TrajectoryStorage
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, StrategySpec
@@ -36,9 +34,7 @@ class WebShopDemonstrator:
         self._script = script
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
-        """Propose the next scripted action. Raises ``BadEnvironmentError`` when there is none."""
-        if tree.turns >= len(self._script):
-            raise BadEnvironmentError("the oracle's script is over but the episode is not: is it the same world?")
+        """Propose the next scripted action."""
         message = Message(role="assistant", content=self._script[tree.turns])
         return tree.propose(Completion(message=message, finish_reason="stop", policy=ORACLE))
 
@@ -55,14 +51,14 @@ class ShopDemonstrator(Demonstrator):
     async def open(self, job: LoopJob, storage: TrajectoryStorage) -> AsyncIterator[EpisodeRunner]:
         """As in ``Demonstrator``."""
         url = job.settings.environment_url
-        world = WebShop(**httpx.get(f"{url}/health").raise_for_status().json()["world"])
+        world = WebShop()
         environment = HttpEnvironmentOptions(base_url=url, react_format=False)
         yield SessionRunner(
             make_environment=lambda request: WebEnvClient(environment),
             make_strategy=lambda request: WebShopDemonstrator(
                 oracle_actions(world, int(str(request.task.data["idx"])))
             ),
-            strategy_spec=StrategySpec(name="webshop-oracle", options=world.options),
+            strategy_spec=StrategySpec(name="webshop-oracle"),
             base_model=ORACLE.base_model,
             limits=job.settings.limits(),
             storage=storage,

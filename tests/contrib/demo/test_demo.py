@@ -15,8 +15,7 @@ import pytest
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
 from openhands_rl_plugin.cli.jobs import free_port
-from openhands_rl_plugin.contrib.demo.options import DemoOptions, RepairOptions
-from openhands_rl_plugin.contrib.demo.story import repair_tasks, shop_tasks
+from openhands_rl_plugin.contrib.demo.runs import DemoOptions, RepairOptions, repair_tasks, shop_tasks
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -24,7 +23,7 @@ PARENT = """
 import os, signal, sys
 from pathlib import Path
 from openhands_rl_plugin.cli.jobs import running_command
-with running_command(["env", "webshop", "--products", "40"], int(sys.argv[1]), Path(sys.argv[2])):
+with running_command(["env", "webshop"], int(sys.argv[1]), Path(sys.argv[2])):
     print("up", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -70,15 +69,14 @@ def test_repair_tasks_of_demonstrations_training_and_evaluation_share_no_package
     assert of[0].held_out == of[1].held_out and of[0].demonstrations != of[1].demonstrations
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_repair_is_learnt_from_what_is_proposed_and_measured_without_a_search(level: int, tmp_path: Path) -> None:
-    settings = RepairOptions(run_directory=tmp_path, level=level).settings()
+def test_repair_is_learnt_from_what_is_proposed_and_measured_without_a_search(tmp_path: Path) -> None:
+    settings = RepairOptions(run_directory=tmp_path).settings()
     check_trainable(settings)
     evaluated = evaluated_by(settings)
     assert (settings.rollout_strategy, settings.training.tree) == ("BestOfN", "proposals")
     assert evaluated is not None and (evaluated.rollout_strategy, evaluated.strategy) == ("StandardReAct", {})
     assert settings.loop.training_max_turns == settings.max_turns - 1
-    hurried = RepairOptions(run_directory=tmp_path, level=level).shortened()
+    hurried = RepairOptions(run_directory=tmp_path).shortened()
     check_trainable(hurried.settings())
     assert hurried.stages == 6
 

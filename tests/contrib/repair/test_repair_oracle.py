@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,7 @@ from openhands_rl_plugin.config.host import TOOLS
 from openhands_rl_plugin.contrib.repair.oracle import (
     RepairOracle,
     fixed_text,
-    oracle_calls,
     oracle_plan,
-    parsed_call,
     serve_oracle,
 )
 from openhands_rl_plugin.contrib.repair.rows import (
@@ -48,7 +47,7 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
         checkout = asyncio.run(RepairBackend().checkout(each, folder))
         for call in oracle_plan(each, V0, 1):
             if "--edit" in call.text:
-                command = parsed_call(call.text)[1]["command"]
+                command = re.findall(r"<parameter=command>(.*?)</parameter>", call.text, re.DOTALL)[0]
                 environment = {"PATH": os.environ["PATH"], **checkout.variables}
                 done = subprocess.run(
                     ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -84,27 +83,11 @@ def test_what_does_not_end_or_fills_the_memory_fails(instances: tuple[Instance, 
     assert done.returncode == 1 and done.stderr.startswith(b"MemoryError")
 
 
-def test_what_is_installed_under_the_same_name_is_not_tested_in_place_of_the_repository(tmp_path: Path):
-    repository, installed = tmp_path / "repository", tmp_path / "site-packages" / "pack"
-    for folder, gives in ((repository / "pack", 1), (installed, 2)):
-        folder.mkdir(parents=True)
-        (folder / "m.py").write_text(f"def f():\n    return {gives}\n")
-    (installed / "__init__.py").touch()  # before a folder without one, wherever on the path
-    runner = repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS]
-    (repository / RUN_TESTS).write_text(runner)
-    (repository / "test_f.py").write_text("from pack.m import f\n\ndef test_1():\n    assert f() == 1\n")
-    environment = {**os.environ, "PYTHONPATH": str(installed.parent)}
-    command = [sys.executable, RUN_TESTS]
-    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "0 failed, 1 passed\n")
-
-
 @pytest.mark.parametrize(
     ("script", "said"),
     [
         ("2s/2/1/", "0 failed, 1 passed\n"),
         ("2s/2/3/", "1 failed, 0 passed\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
-        ("nonsense", "sed: file - line 1: extra characters after command\nUndone.\n"),
         ("2s/2/2)/", "SyntaxError: unmatched ')' (m.py, line 2)\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
         ("2s/re.*/while 1: pass/", "the tests did not end\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
         ("1,2s/2/3/", "1 failed, 0 passed\nUndone. Line 1 of m.py:\ndef f(a):\nLine 2 of m.py:\nreturn a + 2\n"),
@@ -131,11 +114,6 @@ def test_it_is_served_as_a_model_is(instances: tuple[Instance, ...]):
         asked = urllib.request.Request(f"{url}/chat/completions", body.encode(), kind)
         with urllib.request.urlopen(asked, timeout=20) as answer:
             said = json.load(answer)["choices"][0]["message"]["content"]
-    assert said == oracle_calls(instances[0], V0, 0)[0]
-    for each in instances[:40]:
-        for text in oracle_calls(each, V0, 0):
-            name, arguments = parsed_call(text)
-            lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
-            assert text == f"<function={name}>\n{lines}</function>"
+    assert said == oracle_plan(instances[0], V0, 0)[0].text
     with pytest.raises(ConfigError, match="does not know the task"):
         RepairOracle((), V0).answer([{"role": "user", "content": "hello"}])

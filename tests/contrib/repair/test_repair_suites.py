@@ -1,4 +1,4 @@
-"""``openhands-rl evaluate repair-2`` with a model that repairs everything, and ``grade`` of the published fixes."""
+"""``openhands-rl evaluate repair-1`` with a model that repairs everything, and ``grade`` of the published fixes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CONFIG = '[rl.workspace]\nprompt = "compact"\n[rl.storage]\npath = "{folder}/sto
 def test_the_oracle_solves_held_out_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config, out = tmp_path / "config.toml", tmp_path / "out"
     config.write_text(CONFIG.format(folder=tmp_path))
-    words = ["evaluate", "repair-2", "--config", str(config), "--agent", "RLAgent", "--limit", "2", "--out", str(out)]
-    with serve_oracle(RepairOracle(repair_instances(2, "heldout"), TOOLS[installed_hosts()[0]])) as url:
+    words = ["evaluate", "repair-1", "--config", str(config), "--agent", "RLAgent", "--limit", "2", "--out", str(out)]
+    with serve_oracle(RepairOracle(repair_instances(1, "heldout"), TOOLS[installed_hosts()[0]])) as url:
         model = ["--model", f"openai/{ORACLE}", "--base-url", url, "--set", "max_turns=12", "--processes", "0"]
         assert cli.main([*words, *model, "--no-native-tool-calling"]) == 0, capsys.readouterr()
     rows = [json.loads(line) for file in out.rglob("output.jsonl") for line in file.read_text().splitlines()]

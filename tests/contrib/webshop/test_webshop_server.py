@@ -8,17 +8,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from openhands_rl_plugin.contrib.webshop import (
-    WebShop,
-    oracle_actions,
-    running_webshop,
-)
+from openhands_rl_plugin.contrib.webshop import WebShop, oracle_actions, running_webshop
 from openhands_rl_plugin.contrib.webshop.server import create_app
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.testing import check_environment
 
-WORLD = WebShop(results_per_page=5)
+WORLD = WebShop()
 
 
 @pytest.fixture(scope="module")
@@ -33,51 +29,39 @@ def shop(base_url: str) -> Iterator[httpx.Client]:
         yield client
 
 
-def play(client: httpx.Client, goal_index: int, body: dict) -> dict:
+def play(client: httpx.Client, body: dict) -> dict:
     answer = {}
-    for action in oracle_actions(WORLD, goal_index):
+    for action in oracle_actions(WORLD, 7):
         answer = client.post("/step", json={**body, "action": action}).json()
     return answer
 
 
 def test_the_simple_protocol(shop: httpx.Client) -> None:
-    opened = shop.post("/reset", json={"idx": 7, "session": "mine"}).json()
-    goal = WORLD.goals[7]
+    opened = shop.post("/reset", json={"idx": 7}).json()
+    goal, mine = WORLD.goals[7], {"session": opened.pop("session")}
     assert opened == {
         "state": WORLD.session(7).observation,
         "reward": 0.0,
         "done": False,
-        "session": "mine",
         "info": {"goal_index": 7, "instruction": goal.instruction},
     }
-    searched = shop.post("/step", json={"session": "mine", "action": "search[tea]"}).json()
+    searched = shop.post("/step", json={**mine, "action": "search[tea]"}).json()
     assert searched.keys() == {"state", "reward", "done", "truncated", "info"} and searched["info"] == {}
-    shop.post("/reset", json={"idx": 7, "session": "mine"})
-    bought = play(shop, 7, {"session": "mine"})
+    mine = {"session": shop.post("/reset", json={"idx": 7}).json()["session"]}
+    bought = play(shop, mine)
     assert (bought["reward"], bought["done"], bought["truncated"]) == (1.0, True, False)
     assert bought["info"]["goal_index"] == 7
     assert bought["info"]["purchase"]["options"] == dict(goal.options)
     assert bought["info"]["purchase"]["reward"] == bought["info"]["purchase"]["r_type"] == 1.0
-    assert shop.post("/close", json={"session": "mine"}).json() is True
-    assert shop.post("/close", json={"session": "mine"}).json() is False
+    assert [shop.post("/close", json=mine).json() for _ in range(2)] == [True, False]
+    assert shop.post("/reset", json={"idx": 10**6}).status_code == 422
 
 
-def test_two_resets_of_one_idx_are_two_sessions(shop: httpx.Client) -> None:
-    first = shop.post("/reset", json={"idx": 12}).json()["session"]
-    second = shop.post("/reset", json={"idx": 12}).json()["session"]
-    assert first != second
-    shop.post("/step", json={"idx": 12, "session": second, "action": "search[tea]"})
-    assert play(shop, 12, {"idx": 12, "session": first})["reward"] == 1.0
-    assert play(shop, 12, {"idx": 12})["reward"] == 1.0
-
-
-def test_the_session_that_was_longest_unused_makes_room() -> None:
+def test_the_oldest_session_makes_room() -> None:
     with TestClient(create_app(WORLD, max_sessions=2)) as shop:
-        first, second = (shop.post("/reset", json={"idx": 0}).json()["session"] for _ in range(2))
-        shop.post("/step", json={"session": first, "action": "search[tea]"})
-        shop.post("/reset", json={"idx": 0})
-        found = [shop.post("/step", json={"session": each, "action": "x"}).status_code for each in (first, second)]
-    assert found == [200, 404]
+        names = [shop.post("/reset", json={"idx": 0}).json()["session"] for _ in range(3)]
+        found = [shop.post("/step", json={"session": each, "action": "x"}).status_code for each in names]
+    assert found == [404, 200, 200]
 
 
 async def test_the_shop_passes_the_conformance_check(base_url: str) -> None:

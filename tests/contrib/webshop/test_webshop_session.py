@@ -8,8 +8,8 @@ import pytest
 
 from openhands_rl_plugin.contrib.webshop import WebShop, WebShopSession, oracle_actions
 
-TRANSCRIPT_SHA256 = "bbf36f05c291109bd3fef04593fa4acc032217bb940d06fb841e7f6923c5300b"
-WORLD = WebShop(results_per_page=5)
+TRANSCRIPT_SHA256 = "752a101b51ea1e19cd5e75da5b8ba03fb0a18d2d0caf4fff636fccd5641852da"
+WORLD = WebShop()
 
 
 def new_session(goal_index: int = 3) -> WebShopSession:
@@ -37,27 +37,24 @@ def test_a_fixed_transcript_never_changes() -> None:
 def test_the_pages_have_webshops_form() -> None:
     session = new_session()
     request = session.goal.instruction
-    assert session.observation == f"WebShop [SEP] Instruction: [SEP] {request} [SEP] Search"
+    assert session.observation == f"WebShop\nInstruction:\n{request}\nSearch"
     results = session.step("search[organic granola bars]").state
     first = WORLD.index.search("organic granola bars")[0]
     assert results.startswith(
-        f"Instruction: [SEP] {request} [SEP] Back to Search [SEP] Page 1 (Total results: 50) [SEP] Next > [SEP] "
-        f"{first.asin} [SEP] {first.title} [SEP] ${first.price} [SEP] "
+        f"Instruction:\n{request}\nBack to Search\nPage 1 (Total results: 50)\nNext >\n"
+        f"{first.asin}\n{first.title}\n${first.price}\n"
     )
     item = session.step(f"click[{first.asin}]").state
-    options = " [SEP] ".join(" [SEP] ".join((group.name, *group.values)) for group in first.options)
-    end = (
-        f"{first.title} [SEP] Price: ${first.price} [SEP] Rating: N.A. [SEP] Description [SEP] Features [SEP] "
-        "Reviews [SEP] Attributes [SEP] Buy Now"
-    )
-    start = f"Instruction: [SEP] {request} [SEP] Back to Search [SEP] < Prev [SEP] {options} [SEP] "
+    options = "\n".join("\n".join((group.name, *group.values)) for group in first.options)
+    end = f"{first.title}\nPrice: ${first.price}\nRating: N.A.\nDescription\nFeatures\nReviews\nAttributes\nBuy Now"
+    start = f"Instruction:\n{request}\nBack to Search\n< Prev\n{options}\n"
     assert item == start + end
     group = first.options[0]
     assert session.step(f"click[{group.values[0]}]").state == (
-        f"{start}Selected: {group.name}={group.values[0]} [SEP] {end}"
+        f"{start}Selected: {group.name}={group.values[0]}\n{end}"
     )
     final = session.step("click[Buy Now]")
-    assert final.state.startswith("Thank you for shopping with us! [SEP] Your score (min 0.0, max 1.0): ")
+    assert final.state.startswith("Thank you for shopping with us!\nYour score (min 0.0, max 1.0): ")
     assert final.info is not None and final.info.asin == first.asin
     assert final.info.options == ((group.name, group.values[0]),)
 
@@ -65,7 +62,6 @@ def test_the_pages_have_webshops_form() -> None:
 @pytest.mark.parametrize(
     ("action", "complaint"),
     [
-        ("", "'' is neither search[keywords] nor click[value]"),
         ("buy it", "'buy it' is neither"),
         ("search[ ]", "search[] is empty"),
         ("click[Search]", "a search needs keywords"),
@@ -83,9 +79,9 @@ def test_a_bad_action_is_explained_and_counts_as_a_step(action: str, complaint: 
 
 
 def test_the_step_limit_truncates() -> None:
-    session = WebShop(max_steps=3).session(0)
-    results = [session.step("search[tea]") for _ in range(3)]
-    assert [(r.done, r.truncated) for r in results] == [(False, False), (False, False), (True, True)]
+    session = WORLD.session(0)
+    results = [session.step("search[tea]") for _ in range(15)]
+    assert [(r.done, r.truncated) for r in results[-2:]] == [(False, False), (True, True)]
     assert session.purchase is None
 
 
@@ -96,3 +92,19 @@ def test_a_fork_goes_its_own_way() -> None:
     assert fork.step("click[Buy Now]").done
     assert (session.observation, session.done, session.steps) == (before, False, 2)
     assert session.step("click[< Prev]").state != before
+
+
+CATALOGUE_SHA256 = "80b98b7d1127683b3c0a3dca32d085d47a405a53596fa7b65aba71ee04a10848"
+GOALS_SHA256 = "593db8cfcd43f55d1055947030a4a8ac5effec7d2568e375525b7a207b4dc4d6"
+
+
+def test_catalogue_and_goals_never_change() -> None:
+    found = [hashlib.sha256(repr(each).encode()).hexdigest() for each in (WORLD.products, WORLD.goals)]
+    assert found == [CATALOGUE_SHA256, GOALS_SHA256]
+
+
+def test_the_oracle_meets_every_goal() -> None:
+    for goal in WORLD.goals[::5]:
+        session = WORLD.session(goal.index)
+        results = [session.step(action) for action in oracle_actions(WORLD, goal.index)]
+        assert results[-1].reward == 1.0 and results[-1].done and not results[-1].truncated, goal

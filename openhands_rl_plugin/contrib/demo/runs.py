@@ -1,12 +1,20 @@
-"""The sizes of the two demos, and smaller ones for CI."""
+"""The two demos as runs of ``openhands-rl loop``: a shop, and functions with a bug; their sizes, also for CI."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Field
 
-from openhands_rl_plugin.apps.demo_model import NAME
+from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
+from openhands_rl_plugin.apps.loop.checks import claim
+from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult, run_loop
+from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
+from openhands_rl_plugin.cli.jobs import free_port, running_command
+from openhands_rl_plugin.cli.terminal import ENDING
+from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import (
     LoopSettings,
     RewardSettings,
@@ -18,7 +26,9 @@ from openhands_rl_plugin.config.rl import (
     WorkspaceSettings,
 )
 from openhands_rl_plugin.contrib.repair.rows import BY_TESTS
+from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.types import Frozen, JsonObject
+from openhands_rl_plugin.training.loop.loop import LoopListener
 
 ADAPTER = "webshop"
 ANSWER_TOKENS = 24
@@ -42,9 +52,11 @@ class _Sizes(Frozen):
     @property
     def stages(self) -> int:
         """Stages of the whole run: three evaluations, the demonstrations, the warm start and the iterations."""
-        return self._loop().stages
+        return self.whole_loop.stages
 
-    def _loop(self) -> LoopSettings:
+    @property
+    def whole_loop(self) -> LoopSettings:
+        """``[rl.loop]`` of the run."""
         sizes = {name: getattr(self, name) for name in LoopSettings.model_fields if name in type(self).model_fields}
         return self.loop.model_copy(update=sizes)
 
@@ -57,7 +69,6 @@ class DemoOptions(_Sizes):
     tasks_per_iteration: int = Field(default=8, ge=1)
     samples_per_task: int = Field(default=6, ge=2)
     concurrency: int = Field(default=24, ge=1)
-    results_per_page: int = 4
     max_turns: int = 6
     warm_start_epochs: int = 2
     warm_start_rate: float = 1e-3
@@ -102,7 +113,7 @@ class DemoOptions(_Sizes):
                 max_tokens_per_micro_batch=micro_batch_tokens(),
                 seed=self.seed,
             ),
-            loop=self._loop(),
+            loop=self.whole_loop,
             serving=ServingSettings(
                 model=NAME, adapter=ADAPTER, adapters_path=str(self.run_directory / "adapters"), server="embedded"
             ),
@@ -131,15 +142,13 @@ def micro_batch_tokens() -> int:
 
 
 REPAIR_ADAPTER = "repair"
-REPAIR_CONTEXT = {1: 1536, 2: 3072, 3: 3072}
-"""By level. Episodes took at most 1,211, and 2,345 where files are shown; the server reserves it for each answer."""
+REPAIR_CONTEXT = 1536
+"""Episodes took at most 1,211 tokens; the server reserves it for each answer."""
 
 
 class RepairOptions(_Sizes):
-    """Sizes of the run. ``seed`` changes everything but the held-out tasks. ``level``: what a statement tells (1: the
-    line of the bug, 2: its function, 3: only the failing test)."""
+    """Sizes of the run. ``seed`` changes everything but the held-out tasks."""
 
-    level: int = Field(default=1, ge=1, le=3)
     demonstrations: int = Field(default=100, ge=1)
     iterations: int = Field(default=5, ge=0)
     tasks_per_iteration: int = Field(default=32, ge=1)
@@ -150,7 +159,7 @@ class RepairOptions(_Sizes):
     concurrency: int = Field(default=12, ge=1)
     processes: int = Field(default=1, ge=0)
     max_turns: int = 4
-    """As many as the oracle takes where it errs most, at level 1; it looks for the bug in three more at the others."""
+    """As many as the oracle takes where it errs most."""
     training_max_turns: int = 3
     """The last turn of a whole episode has little to compare: what was not repaired in three is rarely in four."""
     answer_tokens: int = Field(default=128, ge=16)
@@ -186,10 +195,10 @@ class RepairOptions(_Sizes):
         """
         value: JsonObject = {"value": "reward", "value_options": {**BY_TESTS, "unfinished": 0.2}}
         return RLSettings(
-            max_turns=self.max_turns + self._turns_to_find,
+            max_turns=self.max_turns,
             rollout_strategy="BestOfN",
             strategy={**value, "n": self.proposals, "act": "sampled", "temperature": self.temperature},
-            max_prompt_length=REPAIR_CONTEXT[self.level] - self.answer_tokens,
+            max_prompt_length=REPAIR_CONTEXT - self.answer_tokens,
             max_response_length=self.answer_tokens,
             max_workers=self.concurrency,
             workspace=WorkspaceSettings(prompt="compact"),
@@ -209,7 +218,7 @@ class RepairOptions(_Sizes):
                 max_tokens_per_micro_batch=micro_batch_tokens(),
                 seed=self.seed,
             ),
-            loop=self._loop(),
+            loop=self.whole_loop,
             serving=ServingSettings(
                 model=NAME,
                 adapter=REPAIR_ADAPTER,
@@ -220,11 +229,91 @@ class RepairOptions(_Sizes):
             ),
         )
 
-    def _loop(self) -> LoopSettings:
-        sizes = super()._loop()
-        return sizes.model_copy(update={"training_max_turns": sizes.training_max_turns + self._turns_to_find})
 
-    @property
-    def _turns_to_find(self) -> int:
-        """At levels 2 and 3: for what the oracle looks at before it edits."""
-        return 3 if self.level > 1 else 0
+CACHE_BYTES = 128 * 1024**2
+PREFILL_TOKENS = 1024
+"""Prompt tokens a step: nobody waits for a first token here, and a prompt costs a tenth less than with 256 a step."""
+REPAIR_CACHE_BYTES = 256 * 1024**2
+"""23 kB a token: twelve episodes of 900 tokens, with what begins alike counted once."""
+_PLACES = {"run_directory": True, "model_directory": True, "processes": True, "loop": OTHER_SIZES}
+"""What another run in the same folder may have otherwise."""
+
+
+def shop_tasks(options: DemoOptions) -> LoopTasks:
+    """The goals of the shop for a run: disjoint demonstrations, training tasks and held-out tasks."""
+    return loop_tasks(TaskSource(suite="webshop"), options.settings())
+
+
+def run_demo(options: DemoOptions, listener: LoopListener | None = None, command: str = "") -> LoopResult:
+    """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
+
+    Raises ``ConfigError`` when the directory holds a run with other options, and any ``RLError`` of the parts.
+    """
+    claim(options.run_directory, options.model_dump(mode="json", exclude=_PLACES))
+    model, settings = ensure_model(options.model_directory), options.settings()
+    sizes = {"max-batch": options.concurrency, "max-model-len": CONTEXT_TOKENS, "cache-bytes": CACHE_BYTES}
+    with (
+        running_command(["env", "webshop"], free_port(), options.run_directory / "logs" / "webshop.log") as url,
+        _served(settings, options.run_directory, model, {**sizes, "prefill-tokens": PREFILL_TOKENS}) as served,
+    ):
+        job = LoopJob(
+            settings=served.model_copy(update={"env_server_base": url}),
+            tasks=shop_tasks(options),
+            model=model,
+            directory=options.run_directory,
+            run_id=f"demo-{options.seed}",
+            limits=settings.limits(),
+            processes=1,
+            warm_start=options.warm_start(),
+            command=command,
+            title="A small model learns to shop",
+        )
+        return ENDING.run(run_loop(job, listener))
+
+
+@contextlib.contextmanager
+def _served(settings: RLSettings, directory: Path, model: Path, sizes: dict[str, int]) -> Iterator[RLSettings]:
+    """The settings with the address of a server of the model, which runs until the block ends."""
+    words = ["serve", "--model", str(model), "--served-model-name", NAME, "--preload=false"]
+    words += [f"--adapters={directory / 'adapters'}", *(f"--{name}={size}" for name, size in sizes.items())]
+    with running_command(words, free_port(), directory / "logs" / "serve.log") as url:
+        yield settings.model_copy(update={"serving": settings.serving.model_copy(update={"base_url": f"{url}/v1"})})
+
+
+def repair_tasks(options: RepairOptions) -> LoopTasks:
+    """The tasks of the suite for a run; held out are functions of packages that it does not train on."""
+    return loop_tasks(TaskSource(suite="repair-1"), options.settings())
+
+
+def run_repair_demo(options: RepairOptions, listener: LoopListener, command: str) -> LoopResult:
+    """Run the demo, or resume the one in ``options.run_directory``. ``command``: for its report.
+
+    It runs in V0 where that is installed, else in V1. Raises ``ConfigError`` when the directory holds a run with
+    other options or of the other host, and any ``RLError`` of the parts.
+    """
+    settings = options.settings()
+    # A policy learns the names of one host's tools.
+    claim(options.run_directory, {**options.model_dump(mode="json", exclude=_PLACES), "host": host_of(settings)})
+    ENDING.run(RepairBackend().check())
+    model = ensure_model(options.model_directory)
+    sizes = {
+        "max-batch": options.concurrency * 2,
+        "max-model-len": REPAIR_CONTEXT,
+        "cache-bytes": REPAIR_CACHE_BYTES,
+    }
+    with _served(settings, options.run_directory, model, sizes) as served:
+        job = LoopJob(
+            settings=served,
+            tasks=repair_tasks(options),
+            model=model,
+            directory=options.run_directory,
+            run_id=f"repair-{options.seed}",
+            limits=settings.limits(),
+            backend=RepairBackend(),
+            processes=options.processes,
+            graders=2,
+            native_tool_calling=False,
+            command=command,
+            title="A small model is trained to repair code",
+        )
+        return ENDING.run(run_loop(job, listener))
