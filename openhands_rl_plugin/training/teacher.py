@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -104,15 +104,21 @@ def teacher_of(settings: TrainingSettings, model: Path, parent: Adapter | None) 
 
 
 async def taught_dataset(
-    dataset: TrainingDataset, episodes: Episodes, settings: TrainingSettings, model: Path, parent: Adapter | None
+    dataset: TrainingDataset,
+    episodes: Episodes,
+    settings: TrainingSettings,
+    model: Path,
+    parent: Adapter | None,
+    policy: Callable[[], ServedTeacher] | None = None,
 ) -> TrainingDataset:
     """The dataset with the teacher's logprobs, where the settings name one; what is imitated or preferred has no use
-    for them. Raises as ``with_teacher``."""
+    for them. ``policy``: where ``parent`` is served, as its own teacher. Raises as ``with_teacher``."""
     if not settings.taught or not dataset.samples or ALGORITHMS[dataset.algorithm].kind != "reinforcement":
         return dataset
     from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 
-    async with aclosing(teacher_of(settings, model, parent)) as teacher:
+    chosen = policy() if policy is not None and not settings.teacher else teacher_of(settings, model, parent)
+    async with aclosing(chosen) as teacher:
         return await with_teacher(dataset, episodes, settings, teacher, load_tokenizer(str(model)))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from shopper_model import GOAL, INSTRUCTION, ORACLE
 from tiny_model import write_model
-from transformers import AutoTokenizer
 
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, TrainingSettings
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine
@@ -26,7 +25,6 @@ from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.loop.loop import LoopParts
 from openhands_rl_plugin.training.loop.plan import LoopPlan
-from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "talker"
@@ -110,9 +108,8 @@ class ShopWorld:
             objective=VowelReward(),
             adapters=adapters,
             publisher=AdapterPublisher(self.server, adapters, keep=keep),
-            tokenizer=AutoTokenizer.from_pretrained(self.model),
-            make_trainer=lambda settings, adapter: LocalTrainer(self.model, settings, adapter=adapter),
-            state_file=directory / "state.json",
+            model=self.model,
+            directory=directory,
         )
 
     def _environment(self, request: EpisodeRequest) -> Environment:

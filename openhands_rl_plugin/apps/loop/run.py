@@ -35,12 +35,8 @@ from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.scoring import refuse_without_workspace
-from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
-from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
+from openhands_rl_plugin.training.loop.loop import STATE, LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, RunFacts, StageChange
-from openhands_rl_plugin.training.teacher import ServedTeacher, teacher_of
-
-STATE = "state.json"
 
 
 class GradedRunner:
@@ -146,8 +142,6 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
 
     A store, an environment or an adapter that cannot be used is an error before the first episode.
     """
-    from openhands_rl_plugin.training.learn import make_trainer
-
     listener = listener or LoopListener()
     check_trainable(job.settings)
     if not job.tasks.suite.software:
@@ -184,14 +178,8 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
             objective=make_reward(objective_of(job.tasks, job.settings)),
             adapters=adapters,
             publisher=publisher,
-            tokenizer=load_tokenizer(str(job.model)),
-            make_trainer=lambda chosen, adapter: make_trainer(job.model, chosen, job.settings, serving.model, adapter),
-            make_teacher=lambda adapter, served: (
-                teacher_of(job.settings.training, job.model, adapter)
-                if job.settings.training.teacher
-                else ServedTeacher(serving.base_url, served, serving.api_key())
-            ),
-            state_file=job.directory / STATE,
+            model=job.model,
+            directory=job.directory,
             lessons=script.lessons(job) if script is not None else None,
             evaluator=evaluator,
         )

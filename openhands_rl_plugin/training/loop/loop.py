@@ -18,7 +18,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -40,8 +39,8 @@ from openhands_rl_plugin.training.data.dataset import (
     build_dataset,
     nothing_learnt,
 )
-from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, demonstration_samples
-from openhands_rl_plugin.training.learn import create_version
+from openhands_rl_plugin.training.data.demonstrations import demonstration_samples, load_tokenizer
+from openhands_rl_plugin.training.learn import create_version, make_trainer
 from openhands_rl_plugin.training.loop.plan import (
     ChosenBatch,
     LoopPlan,
@@ -59,7 +58,7 @@ from openhands_rl_plugin.training.loop.rollouts import (
     OutageTolerantServer,
     RolloutBuffer,
 )
-from openhands_rl_plugin.training.teacher import ServedTeacher, with_teacher
+from openhands_rl_plugin.training.teacher import ServedTeacher, taught_dataset
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.config.rl import TrainingSettings
@@ -75,6 +74,7 @@ class _CancelledTraining(Exception):
     """Stops the thread of a cancelled training."""
 
 
+STATE = "state.json"
 PROBE = "Instruction: [SEP] Find me soft cotton socks with color: blue [SEP] Back to Search [SEP] Buy Now"
 """Ordinary text: trainer and server must give the same logprobs for it before a new adapter is used."""
 
@@ -102,7 +102,7 @@ Lessons = Callable[[Sequence[Trajectory]], Sequence[Trajectory]]
 class LoopParts:
     """The components of a loop. ``demonstrator`` runs the demonstrations, ``runner`` all other episodes; ``evaluator``
     those on held-out tasks, where these run in another way.
-    ``make_teacher`` gets the current version, and its name at the server.
+    ``model``: the folder of the base model; ``directory``: of the state of the run.
 
     ``reward`` is used for evaluation and reports; ``objective`` is maximised by training. ``lessons``: what the warm
     start imitates, made of the demonstrations that succeeded.
@@ -115,12 +115,10 @@ class LoopParts:
     objective: Reward
     adapters: AdapterStore
     publisher: AdapterPublisher
-    tokenizer: ChatTokenizer
-    make_trainer: Callable[[TrainingSettings, Adapter | None], Trainer]
-    state_file: Path
+    model: Path
+    directory: Path
     lessons: Lessons | None = None
     evaluator: EpisodeRunner | None = None
-    make_teacher: Callable[[Adapter | None, str], ServedTeacher] | None = None
 
 
 class TrainingLoop:
@@ -143,7 +141,8 @@ class TrainingLoop:
         self._settings, self._loop = plan.settings, plan.settings.loop
         self._listener = listener or LoopListener()
         self._on_saved = on_saved
-        self._state = LoopState.load(parts.state_file)
+        self._state = LoopState.load(parts.directory / STATE)
+        self._tokenizer = load_tokenizer(str(parts.model))
         self._trainer: Trainer | None = None
         self._served: dict[str, str] = {}  # version -> its model name on the server
         self._server = OutageTolerantServer(parts.publisher, self._loop.patience, self._note_outage)
@@ -192,7 +191,7 @@ class TrainingLoop:
 
     async def _check_training(self) -> None:
         """Load the model for training and let go of it: what cannot be trained or served is said before any episode."""
-        trainer = await asyncio.to_thread(self._parts.make_trainer, self._settings.training, self._adapter())
+        trainer = await self._make_trainer(self._settings.training)
         for line in trainer.notes:
             self._listener.noted(line)
         del trainer
@@ -245,8 +244,8 @@ class TrainingLoop:
         good.sort(key=lambda trajectory: trajectory.id)
         make = self._parts.lessons
         lessons = good if make is None else await asyncio.to_thread(make, good)
-        samples = [each for lesson in lessons for each in demonstration_samples(lesson, self._parts.tokenizer)]
-        trainer = await asyncio.to_thread(self._parts.make_trainer, self._plan.warm_start, self._adapter())
+        samples = [each for lesson in lessons for each in demonstration_samples(lesson, self._tokenizer)]
+        trainer = await self._make_trainer(self._plan.warm_start)
         metrics = await self._learn(stage, trainer, samples, sft=True)
         adapter = await self._publish(stage, trainer, metrics)
         trainer.finish()
@@ -369,10 +368,12 @@ class TrainingLoop:
         dataset = build_dataset(scored, settings, regroup=False)
         if not dataset.samples and any(each.startswith(("off_", "no_tokens")) for each in dataset.excluded):
             raise TrainingError(nothing_learnt(settings, dataset.excluded))
-        if self._imitates or self._parts.make_teacher is None or not settings.taught or not dataset.samples:
-            return dataset
-        async with aclosing(self._parts.make_teacher(self._adapter(), self._newest())) as teacher:
-            dataset = await with_teacher(dataset, scored, settings, teacher, self._parts.tokenizer)
+        serving, model = self._settings.serving, self._parts.model
+
+        def policy() -> ServedTeacher:
+            return ServedTeacher(serving.base_url, self._newest(), serving.api_key())
+
+        dataset = await taught_dataset(dataset, scored, settings, model, self._adapter(), policy)
         for line in dataset.warnings():
             self._listener.noted(line)
         return dataset
@@ -384,11 +385,15 @@ class TrainingLoop:
         await rescore(self._parts.storage, reward, where)
         return await stored_rewards(self._parts.storage, reward, episodes)
 
+    async def _make_trainer(self, training: TrainingSettings) -> Trainer:
+        given = self._parts.model, training, self._settings, self._settings.serving.model, self._adapter()
+        return await asyncio.to_thread(make_trainer, *given)
+
     async def _reinforcement_trainer(self) -> Trainer:
         if self._trainer is None:
             forget_unused()  # frees the warm start's model before the next one is loaded
             adapter = self._adapter()
-            trainer = await asyncio.to_thread(self._parts.make_trainer, self._settings.training, adapter)
+            trainer = await self._make_trainer(self._settings.training)
             if adapter is not None and (saved := self._trainer_directory(adapter)).exists():
                 await asyncio.to_thread(trainer.load_state, saved)
             self._trainer = trainer
@@ -405,7 +410,7 @@ class TrainingLoop:
             parent=self._adapter(),
             steps=int(metrics["steps"]),
             metrics=metrics,
-            probe_ids=self._parts.tokenizer.encode(PROBE, add_special_tokens=False),
+            probe_ids=self._tokenizer.encode(PROBE, add_special_tokens=False),
         )
         assert adapter is not None  # a loop is one process
         self._save(self._state.model_copy(update={"made": (*self._state.made, adapter.name)}))
@@ -444,7 +449,7 @@ class TrainingLoop:
             raise
 
     def _save(self, state: LoopState) -> None:
-        state.save(self._parts.state_file)
+        state.save(self._parts.directory / STATE)
         self._state = state
 
     def _record(
@@ -457,10 +462,10 @@ class TrainingLoop:
         return f"{self._plan.run_id}/{stage}"
 
     def _run_directory(self, stage: str) -> Path:
-        return self._parts.state_file.parent / "training" / stage
+        return self._parts.directory / "training" / stage
 
     def _trainer_directory(self, adapter: Adapter) -> Path:
-        return self._parts.state_file.parent / "trainer" / adapter.name
+        return self._parts.directory / "trainer" / adapter.name
 
 
 def _require_some(episodes: list[Trajectory]) -> None:

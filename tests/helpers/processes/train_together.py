@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from made_samples import EXACT, make_samples
-from torch.distributed.tensor import DTensor
 
 from openhands_rl_plugin.training.data.dataset import PreferencePair
-from openhands_rl_plugin.training.distributed.ranks import join_ranks, local_shard, shard_layers
-from openhands_rl_plugin.training.policies.packed_model import load_model
+from openhands_rl_plugin.training.distributed.ranks import join_ranks, local_shard
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -35,13 +33,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "batch_size": 3,
         "max_tokens_per_micro_batch": 100,
     },
-    "full-low": {"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "batch_size": 3, "dtype": "bfloat16"},
     "full-killed": {
         **{"method": "full", "algorithm": "sft", "learning_rate": 1e-3, "gradient_checkpointing": True},
         **{"num_epochs": 3, "checkpoint_steps": 2},
     },
-    "entropy": {**{"algorithm": "grpo", "entropy_coefficient": 0.01, "batch_size": 3}, "gradient_checkpointing": True},
-    "heated": {"algorithm": "grpo", "old_logprobs": "recomputed", "kl": "k3", "batch_size": 3},
     "gspo": {"algorithm": "gspo", "num_epochs": 3, "checkpoint_steps": 2},
 }
 
@@ -52,8 +47,6 @@ def train(
     """Train, and write what came of it; the figures of rank 0."""
     settings = EXACT.model_copy(update={**KINDS[kind], **(changes or {})})
     samples = make_samples(7)
-    if kind == "heated":
-        samples = [sample.model_copy(update={"temperature": 0.7}) for sample in samples]
     run = out / kind / "run"
 
     def stop(at: Any) -> None:
@@ -97,19 +90,6 @@ def train_whole(trainer: LocalTrainer, out: Path, stop: Callable[[Any], None]) -
     return figures
 
 
-def note_held(model: Path, out: Path) -> None:
-    """How many numbers of the base model a rank keeps in its layers, of how many, and outside of them."""
-    base = load_model(str(model), torch.float32, torch.device("cpu"))
-    layers = [parameter for name, parameter in base.named_parameters() if ".layers." in name]
-    held = {"all_layers": sum(each.numel() for each in layers)}
-    shard_layers(base, (), torch.device("cpu"))
-    parameters = dict(base.named_parameters())
-    held["layers"] = sum(each.to_local().numel() for each in parameters.values() if isinstance(each, DTensor))
-    held["rest"] = sum(each.numel() for each in parameters.values() if not isinstance(each, DTensor))
-    if int(os.environ["RANK"]) == 0:
-        (out / "held.json").write_text(json.dumps(held))
-
-
 def main() -> None:
     """Join the others, then train one kind after the other."""
     torch.set_num_threads(1)
@@ -118,8 +98,6 @@ def main() -> None:
     with join_ranks():
         for kind in kinds:
             train(Path(model), Path(out), kind, changes, int(steps))
-        if changes.get("sharding") == "layers":
-            note_held(Path(model), Path(out))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopState, StageRecord
-from openhands_rl_plugin.training.teacher import ServedTeacher
 
 BEHIND = {"kind": "async", "max_staleness": 1}
 ITERATIONS = [f"iteration-{index:03d}" for index in range(3)]
@@ -86,8 +84,8 @@ async def test_a_teacher_teaches_beside_the_rewards(world: ShopWorld, tmp_path: 
     """The base model teaches by its server; the first version is the base model itself, so that it teaches nothing."""
     url = f"{world.server}/v1"
     parts = world.parts(tmp_path)
-    parts = replace(parts, make_teacher=lambda adapter, served: ServedTeacher(url, MODEL))
-    training = {"algorithm": "grpo", "correction": "none", "teacher": url, "learning_rate": 3e-2}
+    training = {"algorithm": "grpo", "correction": "none", "learning_rate": 3e-2}
+    training |= {"teacher": url, "teacher_model": MODEL}
     plan = make_plan("taught", training, iterations=2, demonstrations=0)
     state = await TrainingLoop(plan, parts).run()
     first, second = iterations(state)
