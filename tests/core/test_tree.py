@@ -77,22 +77,6 @@ def test_rewards_belong_to_the_action_that_caused_them():
     assert (tree.terminated, tree.truncated) == (False, True)
 
 
-def test_only_the_acted_path_counts():
-    tree = EpisodeTree()
-    tree.observe(said("state"))
-    left, right = tree.propose(completion((1,), text="left")), tree.propose(completion((1,), text="right"))
-    tree.nodes[left].reward = 5.0
-    assert tree.turns == 0
-    tree.commit(right)
-    assert (tree.turns, tree.action.content) == (1, "right")
-    tree.observe(said("next", 1.0))
-    trajectory = frozen(tree)
-    assert trajectory.episode_return == 1.0
-    assert [message.content for message in trajectory.messages()] == ["state", "right", "next"]
-    assert [message.content for message in trajectory.messages(left)] == ["state", "left"]
-    assert trajectory.usage.calls == 2, "candidates that were not chosen cost something too"
-
-
 def test_the_usage_of_an_unfinished_episode_is_counted_from_its_nodes():
     tree = EpisodeTree()
     tree.observe(said("state 0"))

@@ -8,11 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import describe
-from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import Label, LabelKind, NodeMark
 from openhands_rl_plugin.core.types import (
     LARGEST,
-    Failure,
     Frozen,
     Message,
     Node,
@@ -21,10 +19,7 @@ from openhands_rl_plugin.core.types import (
     Sample,
     Score,
     Tokens,
-    Trajectory,
 )
-from openhands_rl_plugin.rollout.scoring import judge
-from openhands_rl_plugin.testing import example_trajectory
 
 pytestmark = pytest.mark.contract
 
@@ -67,25 +62,3 @@ def test_logprobs_are_one_for_each_id_or_none() -> None:
     assert Tokens.known_logprobs([-0.5, 1e-7], 2) == (-0.5, 0.0)
     for odd in ([-0.5], [-0.5, math.nan], [-math.inf, -0.5], [-0.5, -1e300], [0.6, 0.9]):
         assert Tokens.known_logprobs(odd, 2) == ()
-
-
-class Odd:
-    """A user's reward, which changes a score that was right."""
-
-    version = "odd-1"
-
-    def __init__(self, number: float) -> None:
-        self._number = number
-
-    async def __call__(self, trajectory: Trajectory) -> Score:
-        score = Score(trajectory_id=trajectory.id, reward=0.5, reward_version=self.version)
-        return score.model_copy(update={"reward": self._number})
-
-
-@pytest.mark.parametrize("odd", [math.nan, 1e300])
-async def test_a_rewards_odd_number_names_the_episode_and_the_reward(odd: float) -> None:
-    reward: Reward = Odd(odd)
-    failure = await judge(reward, example_trajectory(0))
-    assert isinstance(failure, Failure)
-    assert f"episode {example_trajectory(0).id}: reward odd-1: Score.reward: " in failure.message
-    assert f"got {odd}" in failure.message

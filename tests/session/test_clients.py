@@ -65,7 +65,7 @@ async def test_sessions_are_named_by_path_header_body_and_opening(
     assert caplog.text.count("a conversation sends no id") == 1
 
 
-async def test_a_retry_joins_the_call_that_is_on_its_way(tmp_path: Path):
+async def test_a_retry_joins_the_call_that_is_on_its_way_and_an_end_waits_for_it(tmp_path: Path) -> None:
     release = asyncio.Event()
 
     async def wait(request: web.Request, body: Body) -> None:
@@ -77,11 +77,15 @@ async def test_a_retry_joins_the_call_that_is_on_its_way(tmp_path: Path):
         again = asyncio.create_task(gateway.ask(user("one"), headers={"x-stainless-retry-count": "1"}))
         other = asyncio.create_task(gateway.ask(user("one"), headers={"x-stainless-retry-count": "0"}))
         await until(lambda: len(gateway.model.bodies) == 2)
+        ending = asyncio.create_task(gateway.end())
+        await asyncio.sleep(0.1)
+        assert not ending.done()
         release.set()
         answers = [(await each).json()["choices"][0]["message"]["content"] for each in (first, again, other)]
-    assert answers[0] == answers[1] != answers[2]
-    assert len(gateway.model.bodies) == 2
-    assert sum(node.sampled for node in (await gateway.only()).nodes) == 2
+        assert (await ending).json()["ended"]
+    assert answers[0] == answers[1] != answers[2] and len(gateway.model.bodies) == 2
+    trajectory = await gateway.only()
+    assert trajectory.stop is StopReason.TERMINATED and sum(node.sampled for node in trajectory.nodes) == 2
 
 
 BEST = {"name": "BestOfN", "options": {"n": 2, "value": "model"}}

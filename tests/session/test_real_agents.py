@@ -6,18 +6,18 @@ environments of their own, Claude Code and Codex of npm.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from protocol_wire import message, message_events, response, response_events
+from aiohttp import web
+from gateway_world import Body, Model, serving, streamed
+from protocol_wire import call_item, message, message_events, response, response_events, text_item
 from scripted_model import call, says, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
@@ -44,36 +44,15 @@ OTHERS = {
 }
 
 
-class Imitated(BaseHTTPRequestHandler):
+async def imitated(request: web.Request, body: Body) -> web.StreamResponse:
     """A model server of the Messages and the Responses API: one command of the shell, then an end."""
-
-    def log_message(self, *words: Any) -> None: ...
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        done = SHELL in json.dumps(body.get("messages") or body.get("input"))
-        if self.path.split("?")[0].endswith("/messages"):
-            run = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": SHELL, "description": "w"}}
-            last = message({"type": "text", "text": "Done."}, number=2)
-            events = message_events(last if done else message(run, stop="tool_use"))
-        else:
-            run = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "exec_command"}
-            run |= {"arguments": json.dumps({"cmd": SHELL}), "status": "completed"}
-            text = {"type": "output_text", "text": "Done.", "annotations": []}
-            item = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]}
-            events = response_events(response(item if done else run, number=2 if done else 1))
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.end_headers()
-        self.wfile.writelines(events)
-
-
-@pytest.fixture
-def imitated() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Imitated)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
+    done = SHELL in json.dumps(body.get("messages") or body.get("input"))
+    if request.path.endswith("/messages"):
+        run = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": SHELL, "description": "w"}}
+        last = message({"type": "text", "text": "Done."}, number=2)
+        return await streamed(request, [*message_events(last if done else message(run, stop="tool_use"))])
+    item = text_item("Done.") if done else call_item("exec_command", {"cmd": SHELL}, "call_1")
+    return await streamed(request, [*response_events(response(item, number=2 if done else 1))])
 
 
 def policy(body: dict[str, Any], shell: str) -> dict[str, Any]:
@@ -85,17 +64,16 @@ def policy(body: dict[str, Any], shell: str) -> dict[str, Any]:
     return says(None, call(shell, {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}, "f"))
 
 
-async def recorded(words: list[str], url: str, folder: Path, *options: str) -> Trajectory:
+async def recorded(words: list[str], url: str, folder: Path) -> Trajectory:
     programs = [AGENTS / "mini/bin", AGENTS / "openhands/bin", AGENTS / "node_modules/.bin"]
     environ = os.environ | {"PATH": os.pathsep.join([*map(str, programs), os.environ["PATH"]]), "HOME": str(folder)}
     environ |= {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "LLM_MODEL": "openai/policy"}
     environ |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1", "CODEX_HOME": str(folder)}
     (folder / "work").mkdir()
-    command = [sys.executable, "-m", "openhands_rl_plugin", "run", "--base-url", url, "--store", "store", *options]
+    command = [sys.executable, "-m", "openhands_rl_plugin", "run", "--base-url", url, "--store", "store"]
     command += ["--workspace", "work", "--", *words, TASK]
-    done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
-    )
+    options = {"cwd": folder, "env": environ, "capture_output": True, "text": True, "timeout": 280}
+    done = await asyncio.to_thread(subprocess.run, command, stdin=subprocess.DEVNULL, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert (folder / "work/greeting.txt").read_text() == "hello\n"
     async with FileTrajectoryStorage(folder / "store") as storage:
@@ -141,10 +119,11 @@ def test_mini_swe_agent_is_searched_in_forks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_other_protocols_are_recorded_for_imitation(name: str, imitated: str, tmp_path: Path) -> None:
+async def test_other_protocols_are_recorded_for_imitation(name: str, tmp_path: Path) -> None:
     if not (AGENTS / "node_modules").exists():
         pytest.skip("needs npm: .ci/peers agents")
-    found = await recorded(OTHERS[name], imitated, tmp_path)
+    async with serving(Model(behave=imitated)) as url:
+        found = await recorded(OTHERS[name], url, tmp_path)
     first, last = (found.nodes[at] for at in found.acted())
     assert SHELL in first.message.tool_calls[0].arguments and last.message.content == "Done."
     assert first.tokens is None and "reports none" in str(first.metadata["missing"])

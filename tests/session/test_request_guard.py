@@ -14,36 +14,30 @@ from raw_clients import exchange, request, status
 END = "/session/s/end"
 
 
-async def test_a_reward_out_of_range_is_refused_and_ends_nothing(tmp_path: Path) -> None:
+async def test_rewards_out_of_range_and_evidence_that_rewards_read_are_refused(tmp_path: Path) -> None:
     async with world(tmp_path) as gateway:
         await gateway.say(user("one"))
         for reward, told in (("-1.5", "gateway_max"), ("1.0000001", "from -1 to 1"), ("1e400", ""), ("NaN", "")):
             headers = {"content-type": "application/json"}
             refused = await gateway.http.post(END, content=f'{{"reward": {reward}}}', headers=headers)
             assert refused.status_code == 400 and told in refused.text
-        assert (await gateway.http.post(END, json={"reward": 1})).json()["ended"]
-
-
-async def test_a_client_writes_no_evidence_that_rewards_read(tmp_path: Path) -> None:
-    async with world(tmp_path) as gateway:
-        await gateway.say(user("one"))
         for name in ("test_result", "command", "git_patch", "answer", "label", "report", "resolved", "last_error"):
             refused = await gateway.end(evidence={name: {"report": {"resolved": True}}})
             assert refused.status_code == 400 and name in refused.text
-        assert (await gateway.end(evidence={"note": "mine"})).json()["ended"]
+        assert (await gateway.end(reward=1, evidence={"note": "mine"})).json()["ended"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["chat/completions", "embeddings"])
-async def test_a_model_server_that_redirects_takes_no_client_elsewhere(tmp_path: Path, stream: bool, path: str) -> None:
+async def test_a_model_server_that_redirects_takes_no_client_elsewhere(tmp_path: Path) -> None:
     async def elsewhere(request: web.Request, body: Body) -> web.Response:
         return web.Response(status=307, headers={"location": "http://evil.example/v1/steal?key=sk-abc"})
 
     async with world(tmp_path, Model(behave=elsewhere)) as gateway:
-        sent = {"model": "m", "stream": stream, "messages": [user("one")]}
-        answer = await gateway.http.post(f"/session/s/v1/{path}", json=sent)
-    assert answer.status_code == 502 and "location" not in answer.headers and "sk-abc" not in answer.text
-    assert "redirects to 'evil.example': set --upstream" in answer.json()["error"]["message"]
+        sent = {"model": "m", "stream": True, "messages": [user("one")]}
+        answers = [await gateway.http.post(f"/session/s/v1/{path}", json=sent) for path in ("messages", "embeddings")]
+        answers.append(await gateway.ask(user("one")))
+    for answer in answers:
+        assert answer.status_code == 502 and "location" not in answer.headers and "sk-abc" not in answer.text
+        assert "redirects to 'evil.example': set --upstream" in answer.json()["error"]["message"]
 
 
 def nested(levels: int) -> Body:

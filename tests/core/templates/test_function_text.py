@@ -98,10 +98,8 @@ def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> No
         ("f", "{broken", "not JSON"),
         ("f", "[1]", "no JSON object"),
         ("f", "[" * 100_000, "not JSON"),
-        *(("f", text, "are not JSON") for text in ('{"x": NaN}', '{"x": [-Infinity]}', '{"x": 1e999}')),
+        ("f", '{"x": [-Infinity, NaN]}', "are not JSON"),
         ("f>", "{}", "cannot stand"),
-        ("", "{}", "cannot stand"),
-        (" f", "{}", "cannot stand"),
     ],
 )
 def test_what_cannot_be_written_is_refused(name: str, arguments: str, reason: str) -> None:

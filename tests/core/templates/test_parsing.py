@@ -1,4 +1,4 @@
-"""Calls are read from texts as their authors wrote down, and no input makes a parser raise or hang."""
+"""No input makes a parser of calls raise or hang; ``tests/golden`` has what is read from which text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,23 +15,6 @@ pytestmark = pytest.mark.contract
 
 
 CORPUS = Path(__file__).parent / "corpus"
-FORMS = {"tool_call": TAGGED, "bare_json": BARE}
-
-
-def rows(form: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (CORPUS / f"{form}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.mark.parametrize("form", sorted(FORMS))
-def test_calls_and_problems_are_found(form: str) -> None:
-    for row in rows(form):
-        answer = parse_calls(row["text"], (), FORMS[form])
-        calls = [[call.name, json.loads(call.arguments)] for call in answer.calls]
-        assert {"text": row["text"], "calls": calls, "problems": len(answer.problems)} == row
-        assert row["text"].startswith(answer.before)
-        assert answer.calls or answer.problems or answer.before == row["text"]
-
-
 TOOLS = json.loads((CORPUS / "tools.json").read_text(encoding="utf-8"))
 HOSTILE = [
     '<tool_call>{"a',
