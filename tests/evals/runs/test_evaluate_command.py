@@ -133,17 +133,10 @@ def test_every_script_explains_itself(script: Path):
     assert subprocess.run([script, "--help"], capture_output=True, text=True).stdout.startswith(script.name)
 
 
-@pytest.mark.parametrize(
-    ("script", "words", "said"),
-    [
-        ("rollout-swe-train-full.sh", ["eval", "t1"], "20 runs, 64 at a time"),
-        ("rollout-eval-verified.sh", ["eval"], "qwen_maxiter_100_N_v2.2-no-hint-t0-run_0"),
-    ],
-)
-def test_rollout_scripts(script: str, words: list[str], said: str, config: Path, tmp_path: Path):
+def test_a_rollout_script(config: Path, tmp_path: Path):
     program = f"{sys.executable} -m openhands_rl_plugin.cli"
     done = subprocess.run(
-        [ROOT / "evaluation" / "scripts" / script, *words, "--dry-run"],
+        [ROOT / "evaluation/scripts/rollout-swe-train-full.sh", "eval", "t1", "--dry-run"],
         env={"PATH": "/usr/bin:/bin", "CONFIG": str(config), "OPENHANDS_RL": program, "OUT": str(tmp_path)},
         cwd=ROOT,
         capture_output=True,
@@ -151,7 +144,7 @@ def test_rollout_scripts(script: str, words: list[str], said: str, config: Path,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    assert "20 runs, 64 at a time" in done.stdout and "qwen_maxiter_50_N_v2.2-no-hint-t1-run_0" in done.stdout
 
 
 def test_an_environment_is_evaluated_within_the_bounds_of_training(

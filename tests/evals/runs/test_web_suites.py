@@ -71,27 +71,16 @@ async def test_openenv(model: str, tmp_path: Path):
     async with openenv_server(tell_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
         entries = environment_tasks(SUITE, load_settings(config).env_name, 3)
-        outcomes = await outcomes_of(config, model, entries, tmp_path / "out")
+        outcomes = await outcomes_of(config, model, entries, tmp_path / "out", name="org/base", served="policy-v000007")
+    async with FileTrajectoryStorage(tmp_path / "out" / "trajectories") as storage:
+        policies = [found.policy async for found, _ in storage.find()]
+    assert policies == [PolicyRef(base_model="org/base", adapter="policy", version=7)] * 3
     assert [each.instance_id for each in outcomes] == [f"openenv__grid_world-{at}" for at in range(3)]
     assert [each.turns for each in outcomes] == [8] * 3
     assert [each.reward for each in outcomes] == pytest.approx([0.3] * 3)
     assert {each.kind for each in outcomes} == {VerdictKind.UNRESOLVED}
     resets = [message["data"]["seed"] for message in server.messages if message["type"] == "reset"]
     assert sorted(resets) == [0, 1, 2]
-
-
-async def test_episodes_of_a_served_adapter_are_those_of_its_base_model(model: str, tmp_path: Path):
-    async with openenv_server(tell_the_walk) as server:
-        config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
-        entries = environment_tasks(SUITE, "openenv/grid_world", 1)
-        adapted = {"name": "org/base", "served": "policy-v000007", "max_turns": 2}
-        (outcome,) = await outcomes_of(config, model, entries, tmp_path / "out", **adapted)
-    assert outcome.turns == 2
-    async with FileTrajectoryStorage(tmp_path / "out" / "trajectories") as storage:
-        ((trajectory, _),) = [found async for found in storage.find()]
-    expected = PolicyRef(base_model="org/base", adapter="policy", version=7)
-    assert trajectory.policy == expected
-    assert [node.policy for node in trajectory.sampled()] == [expected] * 2
 
 
 async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_own(model: str, tmp_path: Path):

@@ -36,10 +36,7 @@ class Both:
     """The small repository in a sandbox and in a container."""
 
     def __init__(self, sample: Sample, folder: Path) -> None:
-        self.folder = folder
-        self.sample = sample
-        self.cache = folder / "cache"
-        self.local = LocalBackend(cache=self.cache, mirror=sample.mirror, guard=RewardHackGuard())
+        self.local = LocalBackend(cache=folder / "cache", mirror=sample.mirror, guard=RewardHackGuard())
         self.docker = DockerBackend(program=PROGRAM, guard=RewardHackGuard(), memory="4g")
         self.row = sample.instance
         self.root = folder / "root"
@@ -82,11 +79,6 @@ async def test_a_container_says_what_the_sandbox_says(both: Both, tmp_path: Path
     assert (here.kind is VerdictKind.RESOLVED) is (name == "the fix" or name in CONTAIN_THE_RESULT)
 
 
-def containers(program: str = PROGRAM) -> list[str]:
-    listed = subprocess.run([program, "ps", "-a", "--format", "{{.Names}}"], capture_output=True, text=True)
-    return [name for name in listed.stdout.split() if f"-{os.getpid()}-" in name]
-
-
 async def test_tests_that_end_their_container_are_unresolved(both: Both, tmp_path: Path) -> None:
     row = with_extra(await both.image(), test_command="pkill -9 sleep; sleep 30")
     verdict = await both.docker.grade(row, FIX, logs=tmp_path, timeout=60.0)
@@ -98,4 +90,3 @@ async def test_a_checkout_is_copied_out_of_the_image(both: Both, tmp_path: Path)
     assert git(checkout.directory, "status", "--porcelain") == ""
     assert (checkout.directory / "calc.py").read_text() == FILES["calc.py"]
     assert os.path.lexists(checkout.mounts[0].host / "bin" / "python")
-    assert not containers()
