@@ -29,7 +29,7 @@ from openhands_rl_plugin.training.data.dataset import (
     causes_of,
     load_episodes,
 )
-from openhands_rl_plugin.training.loop.plan import PolicyLineage
+from openhands_rl_plugin.training.loop.plan import is_too_stale
 
 DIVIDED = "labels contradict each other"
 UNDECIDED = "the verifier is not certain"
@@ -178,9 +178,9 @@ async def material(
     kind = algorithm_of(training).kind
     if kind == "reinforcement":
         values = {each: judged.known[each].value for each in [*judged.known][-watch.max_episodes :]}
-        policies = PolicyLineage((settings.serving.model, *reversed(lineage)))
+        names, most = (settings.serving.model, *reversed(lineage)), settings.loop.max_staleness
         episodes = (await _episodes(storage, settings, values)).trajectories
-        fresh = [each.id for each in episodes if not policies.is_too_stale(each, settings.loop.max_staleness)]
+        fresh = [each.id for each in episodes if not is_too_stale(each, names, most)]
         values = {each: values[each] for each in fresh}
         dataset = await dataset_of(storage, settings, training, values)
         if dataset.used >= watch.min_used:

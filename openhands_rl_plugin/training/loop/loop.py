@@ -45,8 +45,8 @@ from openhands_rl_plugin.training.loop.plan import (
     ChosenBatch,
     LoopPlan,
     LoopState,
-    PolicyLineage,
     StageRecord,
+    is_too_stale,
     iteration_name,
     success_metrics,
 )
@@ -322,7 +322,7 @@ class TrainingLoop:
 
     async def _fresh_groups(self, stage: str, buffer: RolloutBuffer) -> tuple[list[Group], list[Group]]:
         """Enough groups, by number, and those that were dropped for an episode that is too stale."""
-        lineage = PolicyLineage.of_run(self._settings.serving.model, self._state)
+        lineage = [self._settings.serving.model, *(each.adapter for each in self._state.records if each.adapter)]
         # By turns nothing is sampled ahead, so that nothing can be stale.
         most, each = (self._loop.max_staleness if self._loop.kind == "async" else None), self._loop.samples_per_task
         groups, dropped = list[Group](), list[Group]()
@@ -332,7 +332,7 @@ class TrainingLoop:
                 return sorted(groups, key=lambda group: group.number), dropped
             group = await buffer.take()
             valid = [trajectory for trajectory in group.trajectories if trajectory.failure is None]
-            if most is not None and any(lineage.is_too_stale(trajectory, most) for trajectory in valid):
+            if most is not None and any(is_too_stale(trajectory, lineage, most) for trajectory in valid):
                 dropped.append(group)
                 buffer.close(1)
             else:

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.machine import machine, versions
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.statistics import Estimate, wilson
-from openhands_rl_plugin.core.types import Frozen, PolicyRef, StopReason, Task, Trajectory
+from openhands_rl_plugin.core.types import Frozen, StopReason, Task, Trajectory
 
 _SUCCESS = 0.999
 """Rewards are sums of floats."""
@@ -148,31 +148,15 @@ def success_metrics(
     }
 
 
-class PolicyLineage:
-    """The weights of a run, or of a chain of versions, in order of publication, the base model first.
+def is_too_stale(trajectory: Trajectory, lineage: Sequence[str], most: int) -> bool:
+    """Whether a token was sampled more than ``most`` versions ago, or by weights that are not of ``lineage``.
 
-    The number in a version's name is not enough: a killed stage may have left a version from which no training
-    continued.
+    ``lineage``: names that training went on from, in order, the base model's first. The number in a version's name is
+    not enough: a killed stage may have left a version from which no training continued.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        """``names``: as servers know them, the base model's first."""
-        names = tuple(dict.fromkeys(names))
-        self._ages = {name: len(names) - 1 - at for at, name in enumerate(names)}
-
-    @classmethod
-    def of_run(cls, base_model: str, state: LoopState) -> Self:
-        """That of a loop."""
-        return cls((base_model, *(record.adapter for record in state.records if record.adapter is not None)))
-
-    def age(self, policy: PolicyRef) -> int | None:
-        """Number of versions after ``policy``; ``None`` for weights that are not of this run."""
-        return self._ages.get(policy.served_name)
-
-    def is_too_stale(self, trajectory: Trajectory, most: int) -> bool:
-        """Whether a token was sampled more than ``most`` versions ago, or by weights that are not of this run."""
-        ages = (self.age(node.policy or trajectory.policy) for node in trajectory.nodes if node.sampled)
-        return any(age is None or age > most for age in ages)
+    fresh = [*dict.fromkeys(lineage)][-most - 1 :]
+    policies = (node.policy or trajectory.policy for node in trajectory.nodes if node.sampled)
+    return any(policy.served_name not in fresh for policy in policies)
 
 
 FACTS = "run.json"

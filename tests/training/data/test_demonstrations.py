@@ -142,19 +142,17 @@ def test_a_malformed_call_is_context_only() -> None:
     assert trained(tokenizer_of("qwen2.5"), episode(messages)) == ["It is done.<|im_end|>"]
 
 
-def test_what_a_template_refuses_is_an_error_with_its_reason() -> None:
-    refusing = small_tokenizer("{{ raise_exception('no such conversation') }}")
-    with pytest.raises(TrainingError, match="no such conversation"):
-        demonstration_samples(episode(), refusing)
-    endless = small_tokenizer("{% for message in messages %}{{ message.content }}{% endfor %}")
-    with pytest.raises(TrainingError, match="ends an answer with no special token"):
-        demonstration_samples(episode(CODE[:2] + CODE[-1:]), endless)
-    other = small_tokenizer(
-        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
-    )
-    with pytest.raises(TrainingError, match="generation prompt"):
-        demonstration_samples(episode(CODE[:2] + CODE[-1:]), other)
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no such conversation') }}", "no such conversation"),
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", "ends an answer with no special token"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}?{% endif %}", "generation"),
+    ],
+)
+def test_what_a_template_refuses_is_an_error_with_its_reason(template: str, says: str) -> None:
+    with pytest.raises(TrainingError, match=says):
+        demonstration_samples(episode(CODE[:2] + CODE[-1:]), small_tokenizer(template))
 
 
 def test_every_segment_of_a_condensed_episode_is_trained_once() -> None:

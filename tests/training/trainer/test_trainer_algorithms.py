@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -166,7 +165,6 @@ def served(trainer_of: Trainers, model: Path, tmp_path_factory: pytest.TempPathF
     [
         ({}, False),
         ({"clip_low": 0.01, "clip_high": 0.3}, True),
-        ({"clip_low": 0.3, "clip_high": 0.01}, True),
         ({"algorithm": "cispo", "clip_low": 0.9, "clip_high": 0.01}, True),
         ({"algorithm": "cispo", "clip_low": 0.9}, False),
         ({"old_logprobs": "recomputed"}, True),
@@ -224,23 +222,3 @@ def test_greedy_answers_are_not_reinforced_and_imitation_is_of_temperature_one(
     plain = [sample.model_copy(update={"temperature": 1.0}) for sample in samples]
     losses = [trainer_of(algorithm="sft").sft(each)["loss"] for each in (samples, plain)]
     assert losses[0] == losses[1]
-
-
-def test_a_killed_call_goes_on_with_the_old_logprobs_of_its_beginning(model: Path, served: Any, tmp_path: Path) -> None:
-    changes = {"algorithm": "gspo", "batch_size": 2, "num_epochs": 2, "checkpoint_steps": 1, "learning_rate": 1e-2}
-    samples = served(0.7, reported=1.0)
-    whole = made(model, **changes)
-    expected = whole.reinforce(samples, run=tmp_path / "whole")
-
-    def stop(progress: Any) -> None:
-        if progress["done"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        made(model, **changes).reinforce(samples, stop, run=tmp_path / "run")
-    again = made(model, **changes)
-    assert again.reinforce(samples, run=tmp_path / "run")["loss"] == pytest.approx(expected["loss"], abs=1e-7)
-    files = [tmp_path / each / "metrics.jsonl" for each in ("run", "whole")]
-    ours, theirs = ([json.loads(line)["drift"] for line in file.read_text().splitlines()] for file in files)
-    assert ours == pytest.approx(theirs, rel=1e-4), "like is compared with like after the restart too"
-    assert_same(dict(again.parameters), dict(whole.parameters))
