@@ -300,9 +300,11 @@ class TrajectoryFilter(Frozen):
 
 
 class TrajectorySummary(Frozen):
-    """A stored trajectory without its nodes, for lists. ``reward``: the newest judgement of the outcome, if any.
+    """A stored trajectory without its nodes. ``reward``: the newest judgement of the outcome, if any. ``turns`` and
+    ``episode_return`` are of what was executed.
 
-    ``episode_return`` is ``None`` for a failed episode, and for one in which no step was rewarded.
+    There is no return where the episode failed, where no step was rewarded, or where the environment gives no rewards.
+    An unfinished episode has no usage, and as ``times.finished`` the time at which it last grew.
     """
 
     id: str
@@ -313,14 +315,19 @@ class TrajectorySummary(Frozen):
     split: str
     strategy: str
     policy: PolicyRef
-    stop: StopReason
-    failure: FailureKind | None
-    nodes: int
-    turns: int
-    episode_return: float | None
-    reward: float | None
-    usage: Usage
+    stop: StopReason = StopReason.UNFINISHED
+    failure: FailureKind | None = None
+    nodes: int = 0
+    turns: int = 0
+    episode_return: float | None = None
+    reward: float | None = None
+    usage: Usage = Usage()
     times: Times
+
+    @property
+    def open(self) -> bool:
+        """Whether it has not ended."""
+        return self.stop == StopReason.UNFINISHED
 
     @property
     def judged(self) -> float | None:

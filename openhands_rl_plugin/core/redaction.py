@@ -156,27 +156,23 @@ _searched_short = lru_cache(4096)(_searched)
 def _clean[Value](value: Value, own: tuple[str, ...], name: str = "") -> Value:
     """The same without secrets; ``name`` is that of an item of open JSON. The same object when there is none."""
     changed: Any = value
-    match value:
-        case str():
-            changed = REDACTED if name and is_secret_item(name, value) else _text(value, own)
-        case dict():
-            items = [(key, item, _text(key, own), _clean(item, own, key)) for key, item in value.items()]
-            if any(key is not clean_key or item is not clean for key, item, clean_key, clean in items):
-                changed = {clean_key: clean for _, _, clean_key, clean in items}
-        case list() | tuple():
-            cleaned = [_clean(each, own, name) for each in value]
-            if any(new is not old for new, old in zip(cleaned, value, strict=True)):
-                changed = type(value)(cleaned)
-        # Last, because it is found out by pydantic's own check, which is slow.
-        case Frozen() if not isinstance(value, Tokens):
-            changes: dict[str, Any] = {}
-            for key, field in vars(value).items():
-                if not field or type(field) in _WITHOUT_TEXT or key in _KEPT:
-                    continue
-                if (clean := _clean(field, own)) is not field:
-                    changes[key] = clean
-            if changes:
-                changed = value.model_copy(update=changes)
-        case _:
-            pass
+    if isinstance(value, str):
+        changed = REDACTED if name and is_secret_item(name, value) else _text(value, own)
+    elif isinstance(value, dict):
+        items = [(key, item, _text(key, own), _clean(item, own, key)) for key, item in value.items()]
+        if any(key is not clean_key or item is not clean for key, item, clean_key, clean in items):
+            changed = {clean_key: clean for _, _, clean_key, clean in items}
+    elif isinstance(value, list | tuple):
+        cleaned = [_clean(each, own, name) for each in value]
+        if any(new is not old for new, old in zip(cleaned, value, strict=True)):
+            changed = type(value)(cleaned)
+    # Last, because it is found out by pydantic's own check, which is slow.
+    elif isinstance(value, Frozen) and not isinstance(value, Tokens):
+        changes: dict[str, Any] = {}
+        for key, field in vars(value).items():
+            texts = field and type(field) not in _WITHOUT_TEXT and key not in _KEPT
+            if texts and (clean := _clean(field, own)) is not field:
+                changes[key] = clean
+        if changes:
+            changed = value.model_copy(update=changes)
     return changed

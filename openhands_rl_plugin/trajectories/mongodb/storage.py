@@ -33,22 +33,25 @@ from weakref import WeakValueDictionary
 from pydantic import TypeAdapter
 
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe, from_extra
-from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.records import SEARCHED, NodeMark, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.trajectories.storages.log import (
+    COLUMNS,
     WATCHED,
     Content,
     Episode,
-    EpisodeHeader,
     Judged,
     Kind,
     Log,
     LogStorage,
     OvertakenError,
     Record,
+    Values,
     conditions_of,
+    header_of,
     note,
     pack_document,
+    row_of,
     unpack_document,
     upgrade,
 )
@@ -68,7 +71,6 @@ _COMPUTED: dict[TrajectoryOrder, Query] = {
 }
 _NUMBERS: dict[Kind, str] = {"scores": "_id", "labels": "order"}
 _SIGNS = {"=": "$eq", ">=": "$gte", "<=": "$lte"}
-_FIELDS = EpisodeHeader._fields[1:]
 _MARKS = TypeAdapter(tuple[NodeMark, ...])
 _DUPLICATE_KEY = 11000
 _UPGRADED = {"_id": "found by labels"}
@@ -189,9 +191,9 @@ class MongoLog(Log):
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         found = self["episodes"].find({"_id": {"$in": list(ids)}})
         return [
-            Episode(EpisodeHeader._make([each["_id"], *map(each.get, _FIELDS)]), each["order"], length, score, place)
+            Episode(header_of([each["_id"], *map(each.get, COLUMNS[1:])], each["score"]), each["order"], length, place)
             async for each in found
-            for length, score in [(each["chunks"], each["score"])]
+            for length in [each["chunks"]]
             for place in [_Place(each["generation"], length)]
         ]
 
@@ -212,7 +214,7 @@ class MongoLog(Log):
                 break
         return list(read.values())
 
-    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode:
+    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content | None) -> Episode:
         chunks = self["chunks"]
         if before is None or (content is not None and content.start is not None):
             place = _Place(uuid.uuid4().hex, 0)
@@ -241,9 +243,9 @@ class MongoLog(Log):
                 await chunks.delete_many(_range(place.generation, place.length))
         raise OvertakenError(header.id)
 
-    async def _visible(self, before: Episode | None, header: EpisodeHeader, state: Episode) -> bool:
+    async def _visible(self, before: Episode | None, header: TrajectorySummary, state: Episode) -> bool:
         """Make the episode's own document this one, unless another writer was faster."""
-        episodes, row, reward = self["episodes"], _row(header, state), _reward(header.sorting_reward(None))
+        episodes, row, reward = self["episodes"], _row(header, state), _reward(header.episode_return)
         if before is None:
             number = await self.next("episodes")
             try:
@@ -258,7 +260,7 @@ class MongoLog(Log):
         where: Query = {"_id": header.id, "generation": before.place.generation, "open": True}
         where["chunks"] = {"$lte": before.place.length}
         # A judgement that it has still decides what it is found by, unless it failed.
-        decides = header.failure_kind is not None or {"$eq": ["$score", None]}
+        decides = header.failure is not None or {"$eq": ["$score", None]}
         found = await episodes.update_one(where, [{"$set": _literal(row) | _chosen(decides, reward)}])
         return found.matched_count == 1
 
@@ -272,7 +274,7 @@ class MongoLog(Log):
             await self[name].delete_many({"episode": identity})
         return True
 
-    async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
+    async def add(self, values: Values, packed: Sequence[bytes]) -> None:
         kind = "scores" if isinstance(values[0], Score) else "labels"
         first = await self.next(kind, len(values))
         changes: list[UpdateOne] = []
@@ -406,9 +408,9 @@ def _query_of(where: TrajectoryFilter) -> Query:
     return dict(query)
 
 
-def _row(header: EpisodeHeader, state: Episode) -> Query:
-    columns = {name: value for name, value in header._asdict().items() if name != "id"}
-    return {"generation": state.place.generation, "chunks": state.revision, "open": header.open, **columns}
+def _row(header: TrajectorySummary, state: Episode) -> Query:
+    place = {"generation": state.place.generation, "chunks": state.revision, "open": header.open}
+    return place | {name: value for name, value in row_of(header).items() if name != "id"}
 
 
 def _reward(value: float | None) -> Query:

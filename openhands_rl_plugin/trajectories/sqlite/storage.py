@@ -1,6 +1,6 @@
 """Trajectories and scores in one SQLite file: no server, nothing to set up. The file's tables:
 
-- ``episodes``: one row for each, with the columns of ``EpisodeHeader``, where the episode stands, and its reward;
+- ``episodes``: one row for each, with the columns of a summary, where the episode stands, and its reward;
 - ``documents``: what is known at the start and at the end of an episode, as packed JSON;
 - ``chunks``: the nodes, packed as they came, and of an episode that has ended packed once more as a whole;
 - ``marks``: what became known of a node of an open episode later, as JSON;
@@ -27,21 +27,24 @@ from typing import Any
 
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.files import PRIVATE, locked_folder, replacing, sync
-from openhands_rl_plugin.core.records import SEARCHED, Label, NodeMark, TrajectoryFilter, TrajectoryOrder
+from openhands_rl_plugin.core.records import SEARCHED, NodeMark, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
 from openhands_rl_plugin.core.redaction import secrets_looked_up_once
 from openhands_rl_plugin.core.types import SCHEMA_VERSION, Score, StopReason
 from openhands_rl_plugin.trajectories.storages.log import (
+    COLUMNS,
     WATCHED,
     Content,
     Episode,
-    EpisodeHeader,
     Judged,
     Kind,
     Log,
     LogStorage,
     OvertakenError,
     Record,
+    Values,
     conditions_of,
+    header_of,
+    row_of,
     upgrade,
 )
 
@@ -115,12 +118,11 @@ PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 
-_FIELDS = EpisodeHeader._fields
-_GIVEN = {name: "ifnull(?, 'none')" if name == "episode_return" else "?" for name in _FIELDS}
-_COLUMNS = ", ".join(_FIELDS).replace("episode_return", "iif(typeof(episode_return) = 'text', NULL, episode_return)")
+_GIVEN = {name: "ifnull(?, 'none')" if name == "episode_return" else "?" for name in COLUMNS}
+_COLUMNS = ", ".join(COLUMNS).replace("episode_return", "iif(typeof(episode_return) = 'text', NULL, episode_return)")
 _SOME = "IN (SELECT value FROM json_each(?))"
 _INSERT = (
-    f"INSERT INTO episodes ({', '.join(_FIELDS)}, head, scored, reward) VALUES ({', '.join(_GIVEN.values())}, ?, 0, ?)"
+    f"INSERT INTO episodes ({', '.join(COLUMNS)}, head, scored, reward) VALUES ({', '.join(_GIVEN.values())}, ?, 0, ?)"
 )
 
 # What is wrong with one call, and not with the file.
@@ -343,7 +345,7 @@ class SqliteLog(Log):
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         query = f"SELECT row, revision, score, {_COLUMNS} FROM episodes WHERE id {_SOME}"
         found = self._run(query, (_json(ids),))
-        return [Episode(EpisodeHeader._make(known), row, revision, score) for row, revision, score, *known in found]
+        return [Episode(header_of(known, score), row, revision) for row, revision, score, *known in found]
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         query = (
@@ -361,25 +363,25 @@ class SqliteLog(Log):
         episodes = list[Episode]()
         for row, revision, head, start, end, *known in found:
             content = Content(start, packs[row], map(NodeMark.model_validate_json, marks[row]), head, end)
-            episodes.append(Episode(EpisodeHeader._make(known), row, revision, content=content))
+            episodes.append(Episode(header_of(known), row, revision, content=content))
         return episodes
 
-    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode:
-        reward = header.sorting_reward(None)
+    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content | None) -> Episode:
+        reward = header.episode_return
         if before is None:
             assert content is not None
-            row, revision = self._run(_INSERT, (*header, content.head, reward)).lastrowid or 0, 0
+            row, revision = self._run(_INSERT, (*row_of(header).values(), content.head, reward)).lastrowid or 0, 0
         elif content is None:
             return before
         else:
             row, revision = before.number, before.revision + 1
-            compared = zip(_FIELDS, header, before.header, strict=True)
-            changed = {f"{name} = {_GIVEN[name]}, ": new for name, new, old in compared if new != old}
+            old = row_of(before.header)
+            changed = {f"{name} = {_GIVEN[name]}, ": new for name, new in row_of(header).items() if new != old[name]}
             query = (
                 f"UPDATE episodes SET {''.join(changed)}head = ?, revision = ?, "
                 f"reward = iif(scored AND NOT ?, reward, ?) WHERE row = ? AND revision = ? AND {UNFINISHED}"
             )
-            failed = header.failure_kind is not None
+            failed = header.failure is not None
             bound = (*changed.values(), content.head, revision, failed, reward, row, before.revision)
             if self._run(query, bound).rowcount == 0:
                 raise OvertakenError(header.id)
@@ -402,7 +404,7 @@ class SqliteLog(Log):
             self._run(f"DELETE FROM {table} WHERE {key} = ?", (episode.header.id,))
         return True
 
-    async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
+    async def add(self, values: Values, packed: Sequence[bytes]) -> None:
         for value, document in zip(values, packed, strict=True):
             if isinstance(value, Score):
                 query = "INSERT INTO scores (trajectory_id, score) VALUES (?, ?)"
@@ -419,11 +421,13 @@ class SqliteLog(Log):
         for episode, _, newest in judged:
             header, score = episode.header, newest and newest.reward
             known = header.turns, header.episode_return, newest is not None, score
+            # A failed episode has no reward to be found by, even if it was scored.
+            reward = header.episode_return if newest is None or header.failure is not None else score
             query = (
                 "UPDATE episodes SET turns = ?, episode_return = ifnull(?, 'none'), scored = ?, score = ?, reward = ? "
                 "WHERE row = ?"
             )
-            self._run(query, (*known, header.sorting_reward(newest), episode.number))
+            self._run(query, (*known, reward, episode.number))
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
         self._run("DELETE FROM names WHERE episode = ?", (episode.number,))
@@ -469,6 +473,8 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
         try:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             connection.execute("PRAGMA fullfsync = ON")
+            # Pages of growing episodes change again and again: the longer they wait, the fewer times they are moved.
+            connection.execute("PRAGMA wal_autocheckpoint = 4000")
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if application != _APPLICATION_ID or version > SCHEMA_VERSION:

@@ -42,7 +42,6 @@ from openhands_rl_plugin.core.records import (
 from openhands_rl_plugin.core.redaction import REDACTED, redact_nodes, redact_trajectory, redact_value
 from openhands_rl_plugin.core.types import (
     TURN,
-    FailureKind,
     Frozen,
     JsonObject,
     Node,
@@ -73,115 +72,93 @@ WATCHED = 1000
 _ATTEMPTS = 20
 
 
-class EpisodeHeader(NamedTuple):
-    """One flat row. ``turns`` and ``episode_return`` are of what was acted on; the times are Unix times in seconds.
+COLUMNS = (
+    *("id", "run_id", "group_id", "task_id", "environment", "split", "strategy", "base_model", "adapter"),
+    *("policy_version", "stop", "failure_kind", "nodes", "turns", "episode_return", "started", "finished"),
+    *Usage.model_fields,
+)
+"""Of a summary as one flat row; the times are Unix times in seconds."""
 
-    There is no return where the episode failed, where no step was rewarded, or where the environment gives no rewards.
-    An unfinished episode has ``stop`` "unfinished", no usage, and as ``finished`` the time at which it last grew.
+
+def row_of(header: TrajectorySummary) -> dict[str, Any]:
+    """Column -> value."""
+    row = vars(header) | vars(header.policy) | vars(header.usage) | vars(header.times)
+    row |= {"policy_version": row["version"], "failure_kind": row["failure"] and str(row["failure"])}
+    return {name: row[name] for name in COLUMNS} | {"stop": str(row["stop"])}
+
+
+def header_of(values: Iterable[Any], reward: float | None = None) -> TrajectorySummary:
+    """The inverse, of the values alone and unchecked; ``reward`` is the newest judgement of the outcome."""
+    row = dict(zip(COLUMNS, values, strict=True))
+    version, failure = row["policy_version"], row["failure_kind"]
+    policy = PolicyRef.model_construct(base_model=row["base_model"], adapter=row["adapter"], version=version)
+    usage, times = (kind.model_construct(**{name: row[name] for name in kind.model_fields}) for kind in (Usage, Times))
+    known = {name: row[name] for name in TrajectorySummary.model_fields if name in row}
+    parts = {"policy": policy, "usage": usage, "times": times, "failure": failure, "reward": reward}
+    return TrajectorySummary.model_construct(**known | parts)
+
+
+def begun(start: EpisodeStart) -> TrajectorySummary:
+    """The header of an episode without nodes.
+
+    Raises ``StorageError`` when its id has a NUL, with which SQLite's JSON ends a text.
     """
+    if "\0" in start.id:
+        raise StorageError(f"episode {start.id!r} cannot be stored: its id has a NUL character; leave that out")
+    task, times = start.task, Times(started=start.started, finished=start.started)
+    known: dict[str, Any] = {name: getattr(start, name) for name in ("id", "run_id", "group_id", "policy")}
+    known |= {"task_id": task.id, "environment": task.environment, "split": task.split}
+    return TrajectorySummary(**known, strategy=start.strategy.name, times=times)
 
-    id: str
-    run_id: str
-    group_id: str
-    task_id: str
-    environment: str
-    split: str
-    strategy: str
-    base_model: str
-    adapter: str | None
-    policy_version: int | None
-    stop: str
-    failure_kind: str | None
-    nodes: int
-    turns: int
-    episode_return: float | None
-    started: float
-    finished: float
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    calls: int = 0
-    steps: int = 0
 
-    @classmethod
-    def begun(cls, start: EpisodeStart) -> Self:
-        """That of an episode without nodes.
+def grown(
+    before: TrajectorySummary,
+    nodes: Sequence[Node],
+    head: int | None,
+    at: float,
+    evidence: JsonObject | None = None,
+) -> TrajectorySummary:
+    """That of the episode with these nodes, which last grew at the time ``at``.
 
-        Raises ``StorageError`` when its id has a NUL, with which SQLite's JSON ends a text.
-        """
-        if "\0" in start.id:
-            raise StorageError(f"episode {start.id!r} cannot be stored: its id has a NUL character; leave that out")
-        task, policy, started = start.task, start.policy, start.started
-        ids = start.id, start.run_id, start.group_id, task.id, task.environment, task.split, start.strategy.name
-        sampler = policy.base_model, policy.adapter, policy.version
-        return cls(*ids, *sampler, StopReason.UNFINISHED.value, None, 0, 0, None, started, started)
+    Raises ``StorageError`` when its head is not there.
+    """
+    if head is not None and not 0 <= head < len(nodes):
+        raise StorageError(f"node {head} cannot be the head: there are {len(nodes)} nodes")
+    acted = acted_nodes(nodes, head)
+    stepped = sorted({*path_to(nodes, head), *acted})
+    rewards = [reward for each in stepped if (reward := nodes[each].reward) is not None]
+    return counted(before, len(nodes), len(acted), rewards, at, evidence)
 
-    def grown(self, nodes: Sequence[Node], head: int | None, at: float, evidence: JsonObject | None = None) -> Self:
-        """That of the episode with these nodes, which last grew at the time ``at``.
 
-        Raises ``StorageError`` when its head is not there.
-        """
-        if head is not None and not 0 <= head < len(nodes):
-            raise StorageError(f"node {head} cannot be the head: there are {len(nodes)} nodes")
-        acted = acted_nodes(nodes, head)
-        stepped = sorted({*path_to(nodes, head), *acted})
-        rewards = [reward for each in stepped if (reward := nodes[each].reward) is not None]
-        return self.counted(len(nodes), len(acted), rewards, at, evidence)
+def counted(
+    header: TrajectorySummary,
+    nodes: int,
+    turns: int,
+    rewards: Sequence[float],
+    at: float,
+    evidence: JsonObject | None = None,
+) -> TrajectorySummary:
+    """That of an episode with so many nodes and turns, and with these rewards, from the root on."""
+    # Summed in one go, as ``Trajectory.episode_return`` does, to get the same last bit.
+    total = float(sum(rewards)) if rewards else None
+    # 0.0 only says that steps were executed, where the environment gives no rewards.
+    known = total if total or pays_rewards(header.environment, evidence or {}) else None
+    times = Times(started=header.times.started, finished=at)
+    return header.model_copy(update={"nodes": nodes, "turns": turns, "episode_return": known, "times": times})
 
-    def counted(
-        self, nodes: int, turns: int, rewards: Sequence[float], at: float, evidence: JsonObject | None = None
-    ) -> Self:
-        """That of an episode with so many nodes and turns, and with these rewards, from the root on."""
-        # Summed in one go, as ``Trajectory.episode_return`` does, to get the same last bit.
-        total = float(sum(rewards)) if rewards else None
-        # 0.0 only says that steps were executed, where the environment gives no rewards.
-        known = total if total or pays_rewards(self.environment, evidence or {}) else None
-        return self._replace(nodes=nodes, turns=turns, episode_return=known, finished=at)
 
-    def ended(self, nodes: Sequence[Node], end: EpisodeEnd) -> Self:
-        """That of the finished episode. Raises ``StorageError`` when it did not end."""
-        if end.stop is StopReason.UNFINISHED:
-            raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
-        grown = self.grown(nodes, end.head, end.finished, end.evidence)
-        if end.failure is not None:
-            grown = grown._replace(episode_return=None, failure_kind=end.failure.kind.value)
-        return grown._replace(
-            base_model=end.policy.base_model,
-            adapter=end.policy.adapter,
-            policy_version=end.policy.version,
-            stop=end.stop.value,
-            **end.usage.model_dump(),
-        )
-
-    def summary(self, reward: float | None) -> TrajectorySummary:
-        """The summary for lists; ``reward`` is the newest judgement of the outcome."""
-        row = self._asdict()
-        return TrajectorySummary(
-            **{name: row[name] for name in TrajectorySummary.model_fields if name in row and name != "stop"},
-            policy=PolicyRef(base_model=self.base_model, adapter=self.adapter, version=self.policy_version),
-            stop=StopReason(self.stop),
-            failure=None if self.failure_kind is None else FailureKind(self.failure_kind),
-            reward=reward,
-            usage=Usage(**{name: row[name] for name in Usage.model_fields}),
-            times=Times(started=self.started, finished=self.finished),
-        )
-
-    def sorting_reward(self, newest: Score | None) -> float | None:
-        """The reward of filters and sorting: the newest outcome's, or the return when there is no judgement yet.
-
-        A failed episode has none, even if it was scored.
-        """
-        return self.episode_return if newest is None or self.failure_kind is not None else newest.reward
-
-    @property
-    def open(self) -> bool:
-        """Whether it has not ended."""
-        return self.stop == StopReason.UNFINISHED
+def ended(header: TrajectorySummary, nodes: Sequence[Node], end: EpisodeEnd) -> TrajectorySummary:
+    """That of the finished episode. Raises ``StorageError`` when it did not end."""
+    if end.stop is StopReason.UNFINISHED:
+        raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
+    failed = {} if end.failure is None else {"failure": end.failure.kind, "episode_return": None}
+    known = {"policy": end.policy, "stop": end.stop, "usage": end.usage, **failed}
+    return grown(header, nodes, end.head, end.finished, end.evidence).model_copy(update=known)
 
 
 def conditions_of(where: TrajectoryFilter) -> Iterator[tuple[str, str, Any]]:
     """What a filter compares: columns, signs and values; ``ids``, ``finished``, ``failed`` and ``contains`` aside."""
-    for name in EpisodeHeader._fields:
+    for name in COLUMNS:
         if name not in ("id", "finished") and (value := getattr(where, name, None)) is not None:
             yield name, "=", str(value) if isinstance(value, str) else value
     bounds = ("reward", where.reward_at_least, where.reward_at_most), ("finished", where.since, where.until)
@@ -219,17 +196,18 @@ class Content(NamedTuple):
 class Episode(NamedTuple):
     """The state of a stored episode. ``number`` counts the episodes, ``revision`` its changes; ``place`` is the log's.
 
-    ``score`` is the newest judgement of the outcome. ``damage``: why the content cannot be read.
+    ``damage``: why the content cannot be read.
     """
 
-    header: EpisodeHeader
+    header: TrajectorySummary
     number: int
     revision: int
-    score: float | None = None
     place: Any = None
     content: Content = Content()
     damage: str = ""
 
+
+Values = Sequence[Score] | Sequence[Label]
 
 Record = tuple[int, str, bytes]
 """A score or a label as it is stored: its number, the id of its episode, the packed document."""
@@ -247,50 +225,39 @@ class Log(Protocol):
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         """The ids of the matches, in the requested order."""
-        ...
 
     async def count(self, where: TrajectoryFilter) -> int:
         """How many match, ``offset`` and ``limit`` aside."""
-        ...
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         """The episodes of ``ids`` that are there, without content, in any order."""
-        ...
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
-        ...
 
-    async def write(self, before: Episode | None, header: EpisodeHeader, content: Content | None) -> Episode:
+    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content | None) -> Episode:
         """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
 
         Returns its new state. Raises ``OvertakenError`` when it is not as ``before`` any more, and changes nothing.
         """
-        ...
 
     async def drop(self, episode: Episode) -> bool:
         """Forget an open episode with its scores and labels, unless it has changed."""
-        ...
 
-    async def add(self, values: Sequence[Score] | Sequence[Label], packed: Sequence[bytes]) -> None:
+    async def add(self, values: Values, packed: Sequence[bytes]) -> None:
         """Append scores or labels; a label whose id is known stays as it is."""
-        ...
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         """The scores, or labels, of these episodes, oldest first."""
-        ...
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         """Note the newest judgements beside the headers, and by which reward the episodes are found."""
-        ...
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
         """Note by which labels an episode is found, of which so many were ``seen``."""
-        ...
 
     async def state(self) -> str:
         """A text that is another one when anything was written."""
-        ...
 
 
 @dataclass
@@ -306,7 +273,7 @@ class _Standing:
     is_line: bool = True  # whether every node is the parent of the next one, and the last one is the head
     rewards: Sequence[float] = ()  # those of the nodes of a line, in order
 
-    def grow(self, more: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> EpisodeHeader:
+    def grow(self, more: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> TrajectorySummary:
         """Add nodes and marks; returns the header of the episode that has them. Raises ``StorageError``.
 
         What is new on a line is counted alone: a walk over all nodes at each turn would take quadratic time.
@@ -318,11 +285,11 @@ class _Standing:
         below = all(node.parent == (at - 1 if at else None) for at, node in enumerate(more, known))
         self.is_line = self.is_line and below and head == (len(self.nodes) - 1 if self.nodes else None)
         if not self.is_line:
-            return header.grown(self.nodes, head, time.time())
+            return grown(header, self.nodes, head, time.time())
         rewards = [node.reward for node in self.nodes[0 if again else first :] if node.reward is not None]
         self.rewards = rewards if again else [*self.rewards, *rewards]
         turns = header.turns + sum(node.sampled and kind_of(node) == TURN for node in more)
-        return header.counted(len(self.nodes), turns, self.rewards, time.time())
+        return counted(header, len(self.nodes), turns, self.rewards, time.time())
 
 
 class LogStorage(ABC):
@@ -404,7 +371,7 @@ class LogStorage(ABC):
 
     def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
         """Like ``find``, without reading any node. Raises ``StorageError``."""
-        found = self._stream(where, lambda each: each.header.summary(each.score), _SUMMARIES)
+        found = self._stream(where, lambda each: TrajectorySummary(**dict(each.header)), _SUMMARIES)
         return (summary async for summary, _ in found)
 
     async def count(self, where: TrajectoryFilter | None = None) -> int:
@@ -466,13 +433,13 @@ class LogStorage(ABC):
         trajectory = redact_trajectory(trajectory)
         self._open.pop(trajectory.id, None)
         start, end = EpisodeStart.of(trajectory), EpisodeEnd.of(trajectory)
-        header = EpisodeHeader.begun(start).ended(joined((), trajectory.nodes), end)
+        header = ended(begun(start), joined((), trajectory.nodes), end)
         packs, packed = _packs(trajectory.nodes), packed_end(start, end)
         await _put(log, header, Content(packed_json(start), packs, (), trajectory.head, packed))
 
     async def _begin(self, log: Log, start: EpisodeStart) -> None:
         clean = redact_value(start)
-        episode = await _put(log, EpisodeHeader.begun(clean), Content(packed_json(clean)))
+        episode = await _put(log, begun(clean), Content(packed_json(clean)))
         if episode is not None:
             # A secret in the description of a tool is a part of every prompt.
             tainted = frozenset[int | None]({None} if clean.tools != start.tools else ())
@@ -506,7 +473,7 @@ class LogStorage(ABC):
         end = redact_value(end)
         standing = await self._standing(log, end.trajectory_id, 0 if end.head is None else end.head + 1)
         if standing.episode.header.open:
-            header = standing.episode.header.ended(standing.nodes, end)
+            header = ended(standing.episode.header, standing.nodes, end)
             # Once more as a whole: smaller than its growths by a third, and read several times as fast.
             start, packs = packed_json(standing.start), _packs(standing.nodes)
             content = Content(start, packs, (), end.head, packed_end(standing.start, end))
@@ -516,7 +483,7 @@ class LogStorage(ABC):
         self._open.pop(identity, None)
         return any([await log.drop(each) for each in await log.headers([identity]) if each.header.open])
 
-    async def _append(self, log: Log, values: Sequence[Score] | Sequence[Label]) -> None:
+    async def _append(self, log: Log, values: Values) -> None:
         clean: Any = [redact_value(value) for value in values]
         await log.add(clean, [packed_json(value) for value in clean])
         kind = "scores" if isinstance(clean[0], Score) else "labels"
@@ -558,12 +525,12 @@ async def upgrade(log: Log) -> None:
             (episode,) = await log.episodes([identity])
             trajectory = _trajectory(episode)
             if trajectory.stop is not StopReason.UNFINISHED:
-                header = episode.header.ended(trajectory.nodes, EpisodeEnd.of(trajectory))
+                header = ended(episode.header, trajectory.nodes, EpisodeEnd.of(trajectory))
                 await log.judge([(episode._replace(header=header), (), None)])
     await note(log, ids)
 
 
-async def _put(log: Log, header: EpisodeHeader, content: Content) -> Episode | None:
+async def _put(log: Log, header: TrajectorySummary, content: Content) -> Episode | None:
     """Store an episode, unless it is known, and not as an unfinished one while this one has ended."""
     before = next(iter(await log.headers([header.id])), None)
     if before is not None and (content.end is None or not before.header.open):
@@ -634,7 +601,7 @@ def _trajectory(episode: Episode) -> Trajectory:
     if content.end is not None:
         end = parsed_end(start, content.end)
     else:
-        known = {"head": content.head, "policy": start.policy, "tools": start.tools, "finished": header.finished}
+        known = {"head": content.head, "policy": start.policy, "tools": start.tools, "finished": header.times.finished}
         end = EpisodeEnd(trajectory_id=start.id, stop=StopReason.UNFINISHED, **known)
     parts = dict[str, Any](start) | {name: value for name, value in end if name not in ("trajectory_id", "finished")}
     times = Times(started=parts.pop("started"), finished=end.finished)
