@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (parser.epilog or "").replace("{formats}", table())
     parser.add_argument("store", metavar="STORE", help=STORE_HELP)
     parser.add_argument("--format", required=True, metavar="FORMAT", help="one of the formats below")
-    kinds = ".jsonl, .json (one array), either with .gz, or .parquet"
+    kinds = ".jsonl, also with .gz, or .parquet"
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=kinds)
     parser.add_argument("--limit", type=positive, metavar="EPISODES", help="at most so many trajectories")
     add_filters(parser)

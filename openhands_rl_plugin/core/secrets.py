@@ -56,6 +56,7 @@ _FOLLOWS = frozenset({*(bytes([byte]) for byte in b" \t\r\n\"'\\=:,_>]s012345678
 """What may stand behind a word of a name; nearly all of a program's text is left at once."""
 _SUFFIX = r"s?(?:_?[0-9]{1,3}|_(?:old|new|prod|production|staging|dev|test|live|backup|primary|secondary|default|b64))?"
 _WORDS = "key|token|secret|password|passwd|passphrase|pass|pwd|_pat|credentials?|authorization|auth"
+_ANY_NAME = re.compile(rf"(?i){_WORDS}|cookie")
 _ASSIGNED = re.compile(
     rf"""(?P<word>{_WORDS})
         (?P<suffix>(?>(?<=private_key)_id|{_SUFFIX}))
@@ -192,7 +193,7 @@ def find_secrets(text: str, own: Sequence[str] = ()) -> list[Span]:
 
 def is_secret_item(name: str, value: str) -> bool:
     """Whether ``value``, as the item ``name`` of a JSON object, is a secret."""
-    if not _names_anything(name):
+    if not _ANY_NAME.search(name):
         return False
     if _PASSWORD_NAME.search(name) and len(value) >= 4:
         return not _PLACEHOLDER.match(value) and value[0] not in "$<{[%"
@@ -221,13 +222,6 @@ def own_secrets(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def _secret_variable(name: str) -> re.Match[str] | None:
     return _SECRET_VARIABLE.search(name)
-
-
-@lru_cache(maxsize=4096)
-def _names_anything(name: str) -> bool:
-    """Whether a name may be that of a secret at all."""
-    lower = name.lower().encode("ascii", "replace")
-    return any(word in lower for word in _NAME_WORDS) or b"cookie" in lower
 
 
 def _with_known_shape(text: str) -> Iterator[Span]:

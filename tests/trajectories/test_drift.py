@@ -27,7 +27,6 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 from openhands_rl_plugin.trajectories.view import (
     Cause,
     breaks_of,
-    context_of,
     drift_of,
 )
 
@@ -97,18 +96,6 @@ def test_a_tokenizer_tells_other_tokens_from_another_text() -> None:
 @pytest.mark.parametrize("trajectory", [play(Server(), PLAIN), play(Server(), CALLING), example_trajectory(0)])
 def test_turns_that_extend_each_other_are_no_breaks(trajectory: Trajectory) -> None:
     assert list(breaks_of(trajectory)) == []
-
-
-def test_a_break_says_where_and_what_it_costs() -> None:
-    trajectory = play(Server(history=without_thinking), [Answer(THOUGHT), Answer("It is done.")])
-    (found,) = breaks_of(trajectory)
-    context, spans = context_of(trajectory, found.previous)
-    assert decode(found.difference.removed) == THOUGHT.removesuffix("Let me look at it.")
-    assert found.difference.inserted == ()
-    assert found.difference.at == spans[0].start
-    tokens = trajectory.nodes[found.node].tokens
-    assert tokens is not None
-    assert found.repeated == min(len(context), len(tokens.prompt_ids))
 
 
 async def pairs(*trajectories: Trajectory) -> AsyncIterator[tuple[Trajectory, tuple[()]]]:

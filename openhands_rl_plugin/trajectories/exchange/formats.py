@@ -241,9 +241,9 @@ def read_own_line(record: Record) -> Imported:
     return line
 
 
-_JSON_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+_JSON_ENDINGS = (".jsonl", ".jsonl.gz")
 
-Sink = Callable[[JsonObject], None]
+Sink = Callable[[JsonObject], object]
 """Writes a row. Raises ``ExchangeError``."""
 
 _ROW_GROUP = 256
@@ -251,21 +251,11 @@ _ROW_GROUP = 256
 
 @contextmanager
 def _json_file(target: Path) -> Iterator[Sink]:
-    """JSON Lines, or one array when the target ends with ``.json``; compressed when it ends with ``.gz``."""
-    array = target.name.removesuffix(".gz").endswith(".json")
-    start, between, end = (b"[\n", b",\n", b"\n]\n") if array else (b"", b"\n", b"\n")
+    """JSON Lines, compressed when the target ends with ``.gz``."""
     with _staged(target) as staged, open(staged, "wb") as raw:
         stream: Any = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if target.suffix == ".gz" else raw
-        rows = 0
-
-        def write(row: JsonObject) -> None:
-            nonlocal rows
-            # JSON has no NaN and no infinity; as texts they are read back as the same numbers.
-            stream.write((between if rows else start) + to_json(row, inf_nan_mode="strings"))
-            rows += 1
-
-        yield write
-        stream.write(end if rows else b"[]\n" if array else b"")
+        # JSON has no NaN and no infinity; as texts they are read back as the same numbers.
+        yield lambda row: stream.write(to_json(row, inf_nan_mode="strings") + b"\n")
         stream.close()
 
 

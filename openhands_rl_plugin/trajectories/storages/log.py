@@ -112,11 +112,7 @@ def begun(start: EpisodeStart) -> TrajectorySummary:
 
 
 def grown(
-    before: TrajectorySummary,
-    nodes: Sequence[Node],
-    head: int | None,
-    at: float,
-    evidence: JsonObject | None = None,
+    before: TrajectorySummary, nodes: Sequence[Node], head: int | None, at: float, evidence: JsonObject | None = None
 ) -> TrajectorySummary:
     """That of the episode with these nodes, which last grew at the time ``at``.
 
@@ -225,39 +221,50 @@ class Log(Protocol):
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         """The ids of the matches, in the requested order."""
+        ...
 
     async def count(self, where: TrajectoryFilter) -> int:
         """How many match, ``offset`` and ``limit`` aside."""
+        ...
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         """The episodes of ``ids`` that are there, without content, in any order."""
+        ...
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
+        ...
 
     async def write(self, before: Episode | None, header: TrajectorySummary, content: Content | None) -> Episode:
         """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
 
         Returns its new state. Raises ``OvertakenError`` when it is not as ``before`` any more, and changes nothing.
         """
+        ...
 
     async def drop(self, episode: Episode) -> bool:
         """Forget an open episode with its scores and labels, unless it has changed."""
+        ...
 
     async def add(self, values: Values, packed: Sequence[bytes]) -> None:
         """Append scores or labels; a label whose id is known stays as it is."""
+        ...
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         """The scores, or labels, of these episodes, oldest first."""
+        ...
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         """Note the newest judgements beside the headers, and by which reward the episodes are found."""
+        ...
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
         """Note by which labels an episode is found, of which so many were ``seen``."""
+        ...
 
     async def state(self) -> str:
         """A text that is another one when anything was written."""
+        ...
 
 
 @dataclass

@@ -13,16 +13,12 @@ def judged(version: str, reward: float, **detail: bool) -> Score:
     return Score(trajectory_id=EPISODE.id, reward=reward, reward_version=version, detail=dict(detail))
 
 
-def test_a_verifiers_opinion_is_no_outcome():
+def test_the_newest_outcome_counts_and_an_opinion_is_none() -> None:
     tests, opinion = judged("tests-1", 1.0, resolved=True), judged("verifier-1@0123456789abcdef/512", 0.02)
-    assert score_of(EPISODE, (tests, opinion)) == 1.0
-    assert resolved(EPISODE, (tests, opinion)) is True
+    assert (score_of(EPISODE, (tests, opinion)), resolved(EPISODE, (tests, opinion))) == (1.0, True)
     assert score_of(EPISODE, (opinion,)) == EPISODE.known_return
-
-
-def test_of_outcomes_the_newest_counts():
-    scores = (judged("tests-1", 1.0, resolved=True), judged("tests-2", 0.0, resolved=False))
-    assert (score_of(EPISODE, scores), resolved(EPISODE, scores)) == (0.0, False)
+    later = judged("tests-2", 0.0, resolved=False)
+    assert (score_of(EPISODE, (tests, later)), resolved(EPISODE, (tests, later))) == (0.0, False)
 
 
 def test_a_persons_verdict_comes_before_the_graders_report() -> None:

@@ -3,19 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exchange_samples import CODE, PROMPT, SYSTEM, TOOLS, call, said, score, told, trajectory
+from exchange_samples import CODE, PROMPT, call, said, score, told, trajectory
 
-from openhands_rl_plugin.core.templates.text_form import system_prompt
 from openhands_rl_plugin.core.types import Message, ToolCall
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
 from openhands_rl_plugin.trajectories.exchange.formats import FORMATS
 
 text_rows: Any = FORMATS["sft-text"].rows
-
-
-def test_the_system_prompt_is_that_of_the_published_rows() -> None:
-    assert system_prompt(SYSTEM, TOOLS) == PROMPT
-    assert len(PROMPT) == 4758
 
 
 def test_a_row_is_what_swe_gym_publishes() -> None:
@@ -54,7 +48,6 @@ BOTH = said(call("a", "finish"), call("b", "execute_bash", command="ls"))
     [
         ((CODE[1], said(ToolCall(id="x", name="execute_bash", arguments='{"comm'))), "not JSON"),
         (CODE[:2], "has no answer"),
-        ((CODE[1], BOTH), "got no result"),
         ((CODE[1], BOTH, told("b", "execute_bash", "x"), Message(role="user", content="go on")), "got no result"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exchange_samples import CODE, INDENTED, TOOLS, call, same_talk, score, trajectory
+from exchange_samples import CODE, INDENTED, TOOLS, call, same_talk, trajectory
 
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
@@ -171,30 +171,6 @@ def test_events_that_we_write_give_openhands_the_same_messages() -> None:
     assert same_talk(read_history(again, "m").messages(), spoken)
 
 
-def test_a_row_reads_back_as_the_same_episode() -> None:
-    played = trajectory(evidence={"git_patch": "diff --git a b\n"})
-    (row,) = v0_rows(played, (score(played, 1.0, resolved=True),))
-    read = read_v0(Record(json.loads(json.dumps(row))))
-    found, scores = read.trajectory, read.scores
-    assert found.messages() == tuple(
-        message if message.role == "assistant" else message.model_copy(update={"content": message.content or ""})
-        for message in played.messages()
-    )
-    assert (found.task.id, found.task.data, found.task.instruction, found.task.split) == (
-        played.task.id,
-        played.task.data,
-        played.task.instruction,
-        played.task.split,
-    )
-    assert found.run_id == played.run_id and found.policy.base_model == played.policy.served_name
-    assert found.times == played.times and found.tools == played.tools
-    assert found.evidence["test_result"] == {
-        "git_patch": "diff --git a b\n",
-        "report": {"resolved": True, "empty_generation": False},
-    }
-    assert [each.reward for each in scores] == [1.0]
-
-
 def test_errors_of_the_harness() -> None:
     row: JsonObject = {"instance_id": "a", "history": []}
     ends = {
@@ -214,17 +190,3 @@ def test_an_action_without_the_response_is_refused() -> None:
     old: JsonObject = {"source": "agent", "action": "run", "args": {"command": "ls"}}
     with pytest.raises(RLError, match=r"history\[0\]: tool_call_metadata: is required"):
         read_v0(Record({"instance_id": "a", "history": [old]}))
-
-
-@pytest.mark.parametrize("identity", [None, "", "chatcmpl-0"])
-def test_answers_are_told_apart_without_ids_of_their_own(identity: str | None) -> None:
-    def acted(command: str, at: int) -> JsonObject:
-        function = {"name": "execute_bash", "arguments": json.dumps({"command": command})}
-        calls = [{"id": f"{at}-{call}", "type": "function", "function": function} for call in range(2)]
-        response = {"id": identity, "choices": [{"message": {"role": "assistant", "tool_calls": calls}}]}
-        metadata = {"function_name": "execute_bash", "tool_call_id": f"{at}-0", "model_response": response}
-        return {"source": "agent", "action": "run", "args": {}, "tool_call_metadata": metadata}
-
-    events = [acted("ls", 0), acted("ls", 0), acted("pwd", 1)]
-    tree = read_history(events, "m")
-    assert [len(node.message.tool_calls) for node in tree.nodes] == [2, 2]

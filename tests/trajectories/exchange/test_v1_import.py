@@ -9,7 +9,7 @@ import pytest
 from exchange_samples import DATA
 
 from openhands_rl_plugin.core.messages import to_message
-from openhands_rl_plugin.core.types import JsonObject, Message, PolicyRef, StopReason, ToolCall, Trajectory
+from openhands_rl_plugin.core.types import Message, PolicyRef, StopReason, Trajectory
 from openhands_rl_plugin.trajectories.exchange.events import read_conversations, read_events
 
 pytestmark = pytest.mark.contract
@@ -69,13 +69,6 @@ def test_a_file_with_an_event_a_line_holds_the_same(version: str, tmp_path: Path
     assert only(file).messages() == only(persisted(version, tmp_path / "folder")).messages()
 
 
-def test_a_folder_of_conversations(tmp_path: Path) -> None:
-    for version in VERSIONS:
-        persisted(version, tmp_path / version)
-    source = read_conversations(tmp_path)
-    assert len({unit.read().trajectory.id for unit in source}) == 2
-
-
 def test_the_conversations_of_sub_agents_are_no_samples_of_the_run(tmp_path: Path) -> None:
     """The SDK keeps them below their parent's."""
     persisted("1.58", persisted("1.58", tmp_path / "parent") / "subagents" / "child")
@@ -102,24 +95,3 @@ def test_an_error_of_the_conversation_is_no_answer_of_the_model(tmp_path: Path) 
     error["code"] = "MaxIterationsReached"
     file.write_text("\n".join([*lines("1.15")[:6], json.dumps(error)]))
     assert only(file).stop is StopReason.MAX_TURNS
-
-
-def test_calls_of_the_first_sdks_keep_their_arguments() -> None:
-    arguments = '{"command": "ls"}'
-    call = {"id": "c1", "type": "function", "function": {"name": "terminal", "arguments": arguments}}
-    event: JsonObject = {"id": "1", "kind": "ActionEvent", "tool_name": "terminal", "tool_call_id": "c1"}
-    (node,) = read_events([{**event, "tool_call": call}], PolicyRef(base_model="m")).nodes
-    assert node.message.tool_calls == (ToolCall(id="c1", name="terminal", arguments=arguments),)
-
-
-def test_images_are_named_as_in_a_recorded_prompt(tmp_path: Path) -> None:
-    """The SDK keeps several in a part; the model is sent a part for each."""
-    text, urls = {"type": "text", "text": "What is it?"}, {"type": "image", "image_urls": ["data:a", "data:b"]}
-    said = {"kind": "MessageEvent", "source": "user", "llm_message": {"role": "user", "content": [text, urls]}}
-    seen = {"kind": "ObservationEvent", "source": "environment", "tool_call_id": "c", "tool_name": "look"}
-    shown: dict[str, object] = {"kind": "BrowserObservation", "content": [text, urls], "is_error": False}
-    file = tmp_path / "conversation.jsonl"
-    file.write_text("\n".join(map(json.dumps, [{"id": "1", **said}, {"id": "2", **seen, "observation": shown}])))
-    [unit] = read_conversations(file)
-    found = unit.read().trajectory
-    assert [each.content for each in found.messages()] == ["What is it?\n[image_url]\n[image_url]"] * 2

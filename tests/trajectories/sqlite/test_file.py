@@ -14,10 +14,9 @@ import pytest
 from stored_samples import play, trajectory
 
 from openhands_rl_plugin.core.errors import StorageError
-from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, NodeMark, TrajectoryFilter
+from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, Node
 from openhands_rl_plugin.testing import sample_episode, sample_score, steps_of
-from openhands_rl_plugin.trajectories.sqlite import storage as file_module
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 
@@ -50,26 +49,16 @@ async def test_files_are_private_and_no_name_becomes_a_path(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "deep" / "store").iterdir()] == [FILE_NAME]
 
 
-@pytest.mark.parametrize(("durable", "level"), [(True, 2), (False, 1)], ids=["full", "normal"])
-async def test_calls_that_wait_together_share_a_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool, level: int
-) -> None:
-    statements: list[str] = []
-    levels: list[int] = []
-    real = file_module.connect
-
-    def traced(file: Path, *, durable: bool = True) -> sqlite3.Connection:
-        connection = real(file, durable=durable)
+async def test_calls_that_wait_together_share_a_commit(tmp_path: Path) -> None:
+    for durable, level in ((True, 2), (False, 1)):  # 2 flushes every commit, 1 does not
+        storage, statements = FileTrajectoryStorage(tmp_path / str(level), durable=durable), list[str]()
+        await storage.add(trajectory("first"))
+        connection = storage._writer  # pyright: ignore[reportPrivateUsage]
+        assert connection is not None and connection.execute("PRAGMA synchronous").fetchone() == (level,)
         connection.set_trace_callback(statements.append)
-        levels.append(connection.execute("PRAGMA synchronous").fetchone()[0])
-        return connection
-
-    monkeypatch.setattr(file_module, "connect", traced)
-    storage = FileTrajectoryStorage(tmp_path, durable=durable)
-    await asyncio.gather(*(storage.add(trajectory(str(number))) for number in range(64)))
-    assert levels == [level]  # 2 flushes every commit, 1 does not
-    assert 1 <= statements.count("COMMIT") <= 8
-    assert len(await ids(storage)) == 64
+        await asyncio.gather(*(storage.add(trajectory(str(number))) for number in range(64)))
+        assert 1 <= statements.count("COMMIT") <= 8
+        assert len(await ids(storage)) == 65
 
 
 async def test_a_call_that_fails_leaves_those_beside_it_alone(storage: FileTrajectoryStorage) -> None:
@@ -90,21 +79,6 @@ async def test_a_call_that_fails_leaves_those_beside_it_alone(storage: FileTraje
     assert await storage.add_scores([sample_score("huge", 1.0)]) is None  # nothing of it was stored
     await storage.add(trajectory("huge"))
     assert await ids(storage) == ["before", "after", "huge"]
-
-
-async def test_a_wrong_growth_changes_nothing(storage: FileTrajectoryStorage) -> None:
-    sample = sample_episode("a")
-    start, first, *rest = steps_of(sample)
-    await play(storage, (start, first))
-    for wrong in (
-        {"head": 99},
-        {"marks": (NodeMark(index=5, reward=1.0),)},
-        {"nodes": (Node(parent=7, message=Message(role="user")),)},
-    ):
-        with pytest.raises(StorageError):
-            await storage.grow(EpisodeGrowth.model_validate({"trajectory_id": "a", "first": 3, "head": 1} | wrong))
-    await play(storage, rest)
-    assert await storage.get("a") == (sample, ())
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, TrajectorySummary
+from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.testing import check_storage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.storages.log import Found
@@ -33,31 +33,11 @@ class LosesMarks(FileTrajectoryStorage):
         await super().grow(growth.model_copy(update={"marks": ()}))
 
 
-class DropsEverything(FileTrajectoryStorage):
-    async def drop(self, trajectory_ids: Sequence[str]) -> int:
-        await super().drop(trajectory_ids)
-        return len(trajectory_ids)
-
-
-class CountsThePage(FileTrajectoryStorage):
-    async def count(self, where: TrajectoryFilter | None = None) -> int:
-        return len([one async for one in self.find(where)])
-
-
-class SummariesLie(FileTrajectoryStorage):
-    async def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
-        async for summary in super().summaries(where):
-            yield summary.model_copy(update={"turns": summary.nodes})
-
-
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
         (ReplacesScores, "has the scores"),
         (LosesMarks, "has other nodes"),
-        (DropsEverything, r"drop\(.*returned or raised 3, not 1"),
-        (CountsThePage, r"count\(\) returned"),
-        (SummariesLie, r"summaries\(\) listed"),
     ],
 )
 async def test_wrong_storages_are_found(kind: type[FileTrajectoryStorage], complaint: str, tmp_path: Path) -> None:

@@ -56,19 +56,14 @@ async def trained(storage: TrajectoryStorage) -> list[int]:
     return [at for at, node in enumerate(trajectory.nodes) if node.tokens is not None]
 
 
-ABOUT_NONE = f"this says {REDACTED} but there never was a secret"
-
-
 @pytest.mark.parametrize(
     ("tools", "calls", "kept"),
     [
         ((), [(SECRET,), ("yes", "and now?", "done")], []),
-        ((), [(SECRET, "yes", "and now?"), ("done",)], []),
         ((TOOL,), [(), ("go", "yes")], []),
         ((), [("go", "yes"), (SECRET,), ("done",)], [1]),
-        ((), [(ABOUT_NONE, "yes"), ("and now?", "done")], [1, 3]),
     ],
-    ids=["prompt", "later", "tools", "in between", "none"],
+    ids=["prompt", "tools", "in between"],
 )
 async def test_below_a_secret_no_ids_are_stored_whoever_goes_on(
     opened: Open, tools: tuple[JsonObject, ...], calls: list[tuple[str, ...]], kept: list[int]
