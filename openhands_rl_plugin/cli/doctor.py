@@ -119,7 +119,9 @@ def _extras() -> dict[str, list[str]]:
 
 async def _storage(settings: RLSettings) -> Finding:
     """Whether the store can be written and read."""
-    where = settings.storage_backend
+    from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, earlier_schema
+
+    where, upgraded = settings.storage_backend, ""
     if where == "file":
         folder = settings.storage.directory
         place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -130,12 +132,14 @@ async def _storage(settings: RLSettings) -> Finding:
             return Finding("ok", "storage", f"{folder} will be created")
         where = str(folder)
     try:
+        if (Path(where) / FILE_NAME).is_file() and (schema := earlier_schema(Path(where))):
+            upgraded = f"; it was of schema {schema} and is upgraded now"
         storage = open_storage(settings)
         count = await storage.count(TrajectoryFilter(finished=None))
         await storage.close()
     except RLError as error:
         return Finding("fail", "storage", str(error))
-    return Finding("ok", "storage", f"{count:,} episodes in {where}")
+    return Finding("ok", "storage", f"{count:,} episodes in {where}{upgraded}")
 
 
 async def _model_server(serving: ServingSettings) -> Finding:

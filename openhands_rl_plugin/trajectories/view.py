@@ -570,9 +570,6 @@ def _interval(estimate: Estimate | None) -> str:
 
 # --- One episode
 
-MOST_NAMED = 10
-"""How many of the ids that match a prefix are listed."""
-
 
 class Turn(Node):
     """A node and its place in the episode. ``prompt_tokens`` is what this turn added, ``context_tokens`` the length of
@@ -610,10 +607,8 @@ async def find_episode(storage: TrajectoryStorage, beginning: str) -> tuple[Traj
         where = TrajectoryFilter(contains=beginning, finished=None)
         ids = [each.id async for each in storage.summaries(where) if each.id.startswith(beginning)]
         if len(ids) > 1:
-            named = ", ".join(ids[:MOST_NAMED]) + (" ..." if len(ids) > MOST_NAMED else "")
-            raise StorageError(
-                f"{len(ids)} episodes have an id that begins with {beginning!r}; give more of it: {named}"
-            )
+            more = f"give more of it: {', '.join(ids[:10])}"
+            raise StorageError(f"{len(ids)} episodes have an id that begins with {beginning!r}; {more}")
     async for found in storage.find(TrajectoryFilter(ids=tuple(ids), finished=None)):
         return found
     raise StorageError(f"no episode has an id that begins with {beginning!r}; `openhands-rl list` lists them")
