@@ -215,7 +215,6 @@ class RLAgent:
         tokenizer: with an endpoint, the directory of the model's weights, to train where the server does not report
             one.
         config: the ``[rl]`` section of ``config.toml``; default: all defaults.
-        progress: show bars of episodes and of optimiser steps on stderr, if that is a terminal.
 
     An agent resumes the latest version of ``[rl.serving] adapter`` if that was trained on the same base model.
     All methods are synchronous and may be called from anywhere, from inside a running event loop too; calls from
@@ -229,8 +228,6 @@ class RLAgent:
         model: str | Path,
         tokenizer: str | Path | None = None,
         config: RLSettings | None = None,
-        *,
-        progress: bool = True,
     ) -> None:
         self.config = config or RLSettings()
         make_environment(self.config)
@@ -243,7 +240,6 @@ class RLAgent:
         self._thread = LoopThread("rl-agent")
         self._one_call = threading.Lock()
         self._closed = False
-        self._progress = progress
         self._runs = 0
         try:
             self._thread.wait_for(self._policy.resume())
@@ -352,7 +348,7 @@ class RLAgent:
             with from_extra("train"):
                 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
             trainer = LocalTrainer(weights, settings, adapter=self._policy.adapter)
-            with progress_bar("optimiser steps", shown=self._progress) as bar:
+            with progress_bar("optimiser steps") as bar:
                 for line in trainer.notes:
                     _LOG.warning("%s", line)
                 metrics, adapter, probe = learn(
@@ -415,7 +411,7 @@ class RLAgent:
                 storage=storage,
             )
             total = len(plan.tasks) * plan.samples_per_task
-            with progress_bar("episodes", total, shown=self._progress) as bar:
+            with progress_bar("episodes", total) as bar:
                 finished = await roll_out(plan, runner, storage, on_finished=lambda _: bar.advance())
         finally:
             if (close := getattr(engine, "aclose", None)) is not None:

@@ -49,15 +49,11 @@ _OF_VLLM = _Routes("v1/load_lora_adapter", "v1/unload_lora_adapter", {})
 _OF_SGLANG = _Routes("load_lora_adapter", "unload_lora_adapter", {"pinned": False})
 _HINT = "; vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _LONGEST_CAUSE = 300
-_NOT_FOUND, _AWAY = 404, frozenset({429, 502, 503, 504})
+_AWAY = frozenset({429, 502, 503, 504})
 
 
 class RefusedByServer(PublishError):
     """The response's status was no success."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class ModelServer:
@@ -102,7 +98,8 @@ class ModelServer:
                 ) from error
             text = " ".join(error.body[:_LONGEST_CAUSE].decode("utf-8", "replace").split())
             cause = error if error.status in _AWAY else None
-            raise RefusedByServer(f"{what}: HTTP {error.status} {text}", error.status) from cause
+            hint = _HINT if error.status == 404 and "lora" in path else ""
+            raise RefusedByServer(f"{what}: HTTP {error.status} {text}{hint}") from cause
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float | None]:
         """``prompt_logprobs`` of a completion of one token: those of ids 1 .. T-1; ``None`` where there is none.
@@ -147,12 +144,7 @@ class ModelServer:
         """Serve ``adapter`` under its name."""
         routes = await self._routes()
         body = {"lora_name": adapter.name, "lora_path": adapter.path, **routes.more}
-        try:
-            await self.send(routes.load, body, f"the server at {self.url} refused {adapter.name}")
-        except RefusedByServer as error:
-            if error.status == _NOT_FOUND and adapter.name not in str(error).partition("HTTP")[2]:  # no such route
-                raise PublishError(f"{error}{_HINT}") from error
-            raise
+        await self.send(routes.load, body, f"the server at {self.url} refused {adapter.name}")
 
     async def unload(self, name: str) -> None:
         """Stop serving it once its requests in flight have ended. One that is not loaded is no error."""

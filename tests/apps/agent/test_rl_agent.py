@@ -26,10 +26,8 @@ from openhands_rl_plugin.core.errors import (
     RLError,
     TrainingError,
 )
-from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, Score, Trajectory
+from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -91,19 +89,6 @@ def actions(episode: EpisodeResult) -> tuple[str, ...]:
 
 def mean_reward(episodes: Sequence[EpisodeResult]) -> float:
     return sum(episode["reward"] or 0.0 for episode in episodes) / len(episodes)
-
-
-class ScriptedStrategy:
-    """Says what the model would have to say to earn something, without asking it."""
-
-    script: tuple[str, ...] = GOOD
-
-    async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
-        said = Message(role="assistant", content=self.script[tree.turns % len(self.script)])
-        return tree.propose(Completion(message=said))
-
-
-SCRIPTED = "test_rl_agent:ScriptedStrategy"
 
 
 def test_a_run_tells_what_happened(model: Path, config: RLAgentConfig) -> None:
@@ -192,23 +177,6 @@ def test_what_is_trained_on_can_be_chosen(model: Path, config: RLAgentConfig, tm
         assert stranger.adapter is None
         with pytest.raises(TrainingError, match="12 by other models"):
             stranger.train()
-
-
-def test_the_reward_is_that_of_the_configuration(model: Path, config: RLAgentConfig, tmp_path: Path) -> None:
-    half = changed(config, rollout_strategy=SCRIPTED, reward={"name": "success", "options": {"threshold": 0.5}})
-    with RLAgent(model, config=half) as agent:
-        (episode,) = agent.run(INSTRUCTION, task_indices=[GOAL])
-    ((trajectory, (score,)),) = stored(config)
-    assert trajectory.episode_return == pytest.approx(0.75) and episode["reward"] == score.reward == 1.0
-    assert score.reward_version == "success-1@0.5" and trajectory.strategy.name == SCRIPTED
-    with RLAgent(model, config=half) as agent, pytest.raises(TrainingError, match="1 without token ids"):
-        agent.train()
-    apart = {"path": str(tmp_path / "apart"), "durable": False}
-    out_of_reach = changed(config, storage=apart, reward={"name": "success", "options": {"threshold": 2.0}})
-    with RLAgent(model, config=out_of_reach) as agent:
-        agent.run(INSTRUCTION, task_indices=[GOAL], batch_size=8)
-        with pytest.raises(TrainingError, match="8 without a signal"):
-            agent.train(num_epochs=1)
 
 
 async def test_it_works_inside_a_running_loop(model: Path, config: RLAgentConfig) -> None:

@@ -14,7 +14,6 @@ import pytest
 from raw_server import RawServer, raw_server, respond
 
 from openhands_rl_plugin.apps.chat_endpoint import AgentRuntime, PolicyConfig, running_agent
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,
@@ -225,22 +224,6 @@ async def test_failures_are_errors_and_no_answers(url: str, question: str, statu
 async def test_what_cannot_be_done_is_refused(url: str, body: dict[str, Any], status: int, words: str) -> None:
     answer = await post(url, **body)
     assert answer.status_code == status and words in answer.json()["error"]["message"]
-
-
-async def test_a_key_is_asked_for_when_there_is_one_and_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENT_KEY", "sk-agent")
-    async with raw_server(reply) as server:
-        with running(runtime(server), api_key_env="AGENT_KEY", max_body_bytes=2048) as url:
-            assert (await post(url)).status_code == 401
-            assert (await post(url, key="sk-agent")).status_code == 200
-            assert (await post(url, key="sk-agent", messages=[{"role": "user", "content": "x" * 4000}])).is_error
-
-
-def test_what_cannot_start_says_why() -> None:
-    with pytest.raises(ConfigError, match="unknown tool 'finale'"), running(None, tools=("finale",)):
-        pass
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY"), running(None, upstream_key="NO_SUCH_KEY"):
-        pass
 
 
 class Waiting:

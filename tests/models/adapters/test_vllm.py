@@ -10,13 +10,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from families import FAMILIES
 from tiny_model import write_model
 
 from evaluation.performance.serving.vllm_server import NAME, NoVLLMError, running_vllm, vllm_python
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import PublishError
 from openhands_rl_plugin.core.types import Adapter, Sample
-from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
+from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, ModelServer
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
@@ -31,13 +33,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32)
 
 
-@pytest.fixture(scope="session")
-def vllm(model: Path) -> Iterator[str]:
+def python_with_vllm() -> Path:
     try:
-        python = vllm_python()
+        return vllm_python()
     except NoVLLMError as error:
         pytest.skip(f"NOT TESTED AGAINST A REAL vLLM: {error}")
-    with running_vllm(python, model, log=model.parent / "vllm.log", options=["--max-model-len", "256"]) as url:
+
+
+@pytest.fixture(scope="session")
+def vllm(model: Path) -> Iterator[str]:
+    with running_vllm(
+        python_with_vllm(), model, log=model.parent / "vllm.log", options=["--max-model-len", "256"]
+    ) as url:
         yield url
 
 
@@ -102,3 +109,30 @@ async def test_what_is_not_the_trainers_is_refused_and_the_old_one_serves_on(
             await publisher.publish(stored(store, trainer(model, 1)), old.probe(CANARY))
         assert served(vllm) == {NAME, in_use.name} and store.current("live") == in_use
         assert sampled(vllm, in_use.name) == before
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("phi3", False), ("olmo3", False), ("qwen2_moe", True), ("glm4_moe", True), ("nemotron_h", True)],
+)
+async def test_adapters_of_other_families_are_served_as_they_were_trained(
+    name: str, experts: bool, tmp_path: Path
+) -> None:
+    family = next(each for each in FAMILIES if each.model_type == name)
+    # vLLM's kernels on a processor want larger heads and experts.
+    changes = {**family.changes, "head_dim": 32, "hidden_size": 128, "intermediate_size": 64, "vocab_size": 512}
+    if "moe_intermediate_size" in changes:
+        changes |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    model = write_model(tmp_path / "model", model_type=name, **changes, tie_word_embeddings=False)
+    settings = TrainingSettings(dtype="float32", lora_rank=8, target_modules=family.targets)
+    made, store = LocalTrainer(model, settings), AdapterStore(tmp_path / "adapters")
+    for parameter in made.parameters.values():
+        torch.nn.init.normal_(parameter, std=0.05)
+    adapter, options = stored(store, made), ["--max-model-len", "256", "--dtype", "float32"]
+    with running_vllm(python_with_vllm(), model, log=tmp_path / "vllm.log", options=options) as url:
+        if experts:  # on a processor vLLM checks names and shapes of a mixture's adapter, but cannot compute it
+            return await ModelServer(url).load(adapter)
+        async with AdapterPublisher(url, store) as publisher:
+            report = await publisher.publish(adapter, made.probe(CANARY))
+    assert report.difference is not None and report.difference < 0.01

@@ -107,20 +107,6 @@ async def test_request_and_answer():
     assert completion.finish_reason == "stop"
 
 
-@pytest.mark.parametrize(
-    "logprobs",
-    [
-        None,
-        {"content": [{"logprob": -0.5}]},
-        {"content": [{"logprob": -0.5}, {"logprob": None}]},
-        {"content": [{"logprob": -0.5}, {"logprob": -1.0}, {"logprob": -1.0}]},
-    ],
-)
-async def test_logprobs_are_one_for_each_id_or_none(logprobs: Any):
-    tokens = (await ask(answer(choice(logprobs=logprobs)))).tokens
-    assert (tokens.sampled_ids, tokens.logprobs) == ((8, 9), ())
-
-
 async def test_a_served_pointer_is_recorded_as_the_version_behind_it():
     assert (await ask(answer(), model="policy")).policy == PolicyRef(base_model="base", adapter="policy", version=3)
     assert (await ask(answer(model="gpt-4o-2024-08-06"), model="gpt-4o")).policy == PolicyRef(base_model="base")
@@ -162,12 +148,6 @@ async def test_nonsense_is_a_model_error(body: Any):
         await ask(body)
 
 
-@pytest.mark.parametrize("changes", [{"prompt_token_ids": [1, 2**63]}, {"choices": [choice(token_ids=[-1])]}])
-async def test_ids_that_no_storage_can_hold_are_a_model_error(changes: dict[str, Any]):
-    with pytest.raises(ModelError, match="token id"):
-        await ask(answer(**changes))
-
-
 async def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     seen: list[bytes] = []
 
@@ -189,15 +169,6 @@ async def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, 
         await player.aclose()
     server.close()
     assert [f"authorization: bearer {KEY}".encode() in head.lower() for head in seen] == [True, True]
-
-
-def test_keys_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("MY_KEY", raising=False)
-    with pytest.raises(ConfigError, match="MY_KEY is not set"):
-        OpenAIEngine("m", "http://127.0.0.1:1/v1", api_key_env="MY_KEY")
-    with pytest.raises(ConfigError, match="no line end") as refused:
-        OpenAIEngine("m", "http://127.0.0.1:1/v1", api_key=f"{KEY}\n")
-    assert KEY not in str(refused.value)
 
 
 @pytest.mark.parametrize(("body", "sent"), [*((each, 2) for each in AGAIN), *((each, 1) for each in REFUSED)])

@@ -39,10 +39,9 @@ def tokens_of(completion: Completion) -> Tokens:
     return completion.tokens
 
 
-@pytest.mark.parametrize("given", ["path", "object"])
-async def test_tokens_and_logprobs_are_the_model_s_own_and_turns_extend(given: str, path: Path, loaded: Any):
+async def test_tokens_and_logprobs_are_the_model_s_own_and_turns_extend(loaded: Any):
     model, tokenizer = loaded
-    engine = TransformersEngine(path, dtype="float32") if given == "path" else TransformersEngine(*loaded)
+    engine = TransformersEngine(*loaded)
     tree, sampling = EpisodeTree(), SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8, seed=1)
     tree.observe(Observation(messages=ASK))
     for _ in range(2):

@@ -10,7 +10,7 @@ from peft import PeftModel
 from tiny_model import write_model
 from transformers import AutoModelForCausalLM
 
-from openhands_rl_plugin.models.generator.config import GeneratorConfig, StartError
+from openhands_rl_plugin.models.generator.config import GenerationFailed, GeneratorConfig, StartError
 from openhands_rl_plugin.models.generator.generator import Generator
 from openhands_rl_plugin.models.generator.sequence import DecodingParams, Generation
 
@@ -132,32 +132,19 @@ def test_a_seed_fixes_the_answer_in_any_batch(generator: Generator) -> None:
 
 def test_logprobs_are_of_the_models_own_distribution(generator: Generator, tiny_model: Path) -> None:
     params = DecodingParams(temperature=2, top_k=5, top_p=0.9, max_tokens=6, seed=3, top_logprobs=3, ignore_eos=True)
-    answer = generator.generate(prompt(10), params)
+    answer = generator.generate(prompt(150), replace(params, prompt_logprobs=1))
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.inference_mode():
         logits = plain(torch.tensor([[*answer.prompt_ids, *answer.token_ids]])).logits[0].float()
-    expected = logits.log_softmax(-1)[9:-1]
-    for one, distribution in zip(answer.sampled, expected, strict=True):
-        assert one.logprob == pytest.approx(float(distribution[one.token]), abs=1e-4)
-        top = distribution.topk(5)
-        assert one.token in top.indices.tolist()
-        assert [token for token, _ in one.top] == top.indices[:3].tolist()
-        assert [logprob for _, logprob in one.top] == pytest.approx(top.values[:3].tolist(), abs=1e-4)
-
-
-def test_prompt_logprobs(generator: Generator, tiny_model: Path) -> None:
-    ids = prompt(150)
-    answer = generator.generate(ids, DecodingParams(max_tokens=1, prompt_logprobs=1))
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    with torch.inference_mode():
-        expected = plain(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    expected = logits.log_softmax(-1)
     assert answer.prompt is not None and len(answer.prompt) == 150 and answer.prompt[0] is None
-    for position, one in enumerate(answer.prompt[1:], 1):
-        assert one is not None and one.token == ids[position]
-        distribution = expected[position - 1]
-        assert one.logprob == pytest.approx(float(distribution[one.token]), abs=1e-3)
-        assert one.rank == int((distribution > distribution[one.token]).sum()) + 1
-        assert one.top[0][0] == int(distribution.argmax())
+    for at, one in enumerate([*answer.prompt[1:], *answer.sampled]):
+        assert one is not None and one.token == (*answer.prompt_ids, *answer.token_ids)[at + 1]
+        assert one.logprob == pytest.approx(float(expected[at, one.token]), abs=1e-3)
+        top = expected[at].topk(len(one.top))
+        assert [token for token, _ in one.top] == top.indices.tolist()
+        assert [logprob for _, logprob in one.top] == pytest.approx(top.values.tolist(), abs=1e-3)
+        assert one.rank == (0 if at >= 149 else int((expected[at] > expected[at, one.token]).sum()) + 1)
 
 
 def test_stop_strings_are_cut_and_their_tokens_reported(generator: Generator) -> None:
@@ -173,15 +160,32 @@ def test_stop_strings_are_cut_and_their_tokens_reported(generator: Generator) ->
     assert "".join(deltas) == answer.text
 
 
-def test_bfloat16_stays_near_float32(tiny_model: Path, generator: Generator) -> None:
-    params = DecodingParams(temperature=0, max_tokens=1)
-    with Generator(GeneratorConfig(model=str(tiny_model), dtype="bfloat16", threads=1)) as half:
-        one, other = half.generate(prompt(60), params), generator.generate(prompt(60), params)
-    assert one.logprobs == pytest.approx(other.logprobs, abs=0.3)
-
-
 def test_the_memory_of_the_slots_bounds_the_context(tiny_model: Path) -> None:
     # 2 layers x 256 slots x 2 heads x 16 x (4 + 4) bytes = 128 KiB for each token of all slots.
     config = GeneratorConfig(model=str(tiny_model), dtype="float32", threads=1, max_batch=256, kv_bytes=16 * 2**20)
     with Generator(config) as generator:
         assert generator.max_model_len == 128
+
+
+LENGTH = 24
+HONEST = [DecodingParams(max_tokens=LENGTH, seed=seed, ignore_eos=True, top_p=0.9) for seed in range(4)]
+IMPOSSIBLE = DecodingParams(max_tokens=LENGTH, top_logprobs=-1)
+
+
+def test_a_step_that_fails_ends_its_sequences_and_later_ones_are_served(generator: Generator) -> None:
+    alone = generator.generate((5, 6, 7), HONEST[0]).token_ids
+    for _ in range(3):
+        with pytest.raises(GenerationFailed, match="The generation failed"):
+            generator.submit((8, 9), IMPOSSIBLE).result(30)
+        assert generator.generate((5, 6, 7), HONEST[0]).token_ids == alone
+    assert not generator.in_flight
+
+
+def test_a_listener_that_fails_ends_its_own_sequence_only(generator: Generator) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    other, failed = generator.submit((5, 6), HONEST[0]), generator.submit((5, 6), HONEST[1], on_delta=broken)
+    with pytest.raises(GenerationFailed):
+        failed.result(30)
+    assert len(other.result(30).token_ids) == LENGTH

@@ -203,44 +203,18 @@ def test_a_number_is_served_or_refused_by_its_bounds(http: httpx.Client, field: 
     assert ask(http).status_code == 200 and http.get("/health").status_code == 200
 
 
-def test_a_list_with_a_million_errors_is_one(http: httpx.Client) -> None:
+def test_a_list_with_a_million_errors_is_one_and_depth_is_bounded(http: httpx.Client) -> None:
     for wrong in ('{"messages": [%s]}', '{"prompt": [%s, "a"]}', '{"prompt": "a", "stop_token_ids": [%s]}'):
         path = "/v1/chat/completions" if "messages" in wrong else "/v1/completions"
         answer = http.post(path, content=wrong % ",".join(["-7"] * 60_000))
         assert answer.status_code == 400 and len(answer.text) < 2000
-
-
-@pytest.mark.parametrize("arguments", ["[" * 3000, '{"a":' * 3000 + "1" + "}" * 3000])
-def test_arguments_nested_too_deeply_are_refused(http: httpx.Client, arguments: str) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "tool_calls": [call]}]
-    answer = ask(http, messages=messages)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 3000}}
+    answer = ask(http, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}])
     assert answer.status_code == 400 and "recursion" in answer.text
-
-
-@pytest.mark.parametrize("path", ["x" * 4000, "\u00e9/" * 1000, "a\u0000b", "/proc/1/root/x", ""])
-def test_a_path_that_cannot_be_is_refused(http: httpx.Client, path: str) -> None:
-    load = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
-    assert load.status_code in (400, 404)
 
 
 TOOLS = [{"type": "function", "function": {"name": "execute_bash", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x":  1}}</tool_call>'
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain",
-        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
-        CALL + "<tool_call>oops</tool_call>",
-        f"<think>{CALL}</think>",
-        'So: ```json\n{"name": "execute_bash", "arguments": {}}\n```',
-        '```json\n{"name": "other", "arguments": {}}\n```',
-    ],
-)
-def test_what_is_no_call_stays_text(text: str) -> None:
-    assert parse_tool_calls(text, TOOLS) == ParsedText(text, (), text)
 
 
 def test_an_answer_that_is_one_fenced_object_naming_an_offered_tool_is_a_call() -> None:
@@ -250,6 +224,8 @@ def test_an_answer_that_is_one_fenced_object_naming_an_offered_tool_is_a_call() 
     call = ToolCall(name="execute_bash", arguments='{\n    "command": "ls"\n  }')
     assert (parsed.content, parsed.calls) == (None, (call,))
     assert parse_tool_calls(text, ()) == ParsedText(text, (), text)
+    malformed = CALL + "<tool_call>oops</tool_call>"
+    assert parse_tool_calls(malformed, TOOLS) == ParsedText(malformed, (), malformed)
 
 
 class Writing:
