@@ -10,11 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, MissingExtraError
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, from_extra
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, locked_folder
 from openhands_rl_plugin.environments.workspace.processes import dying_with_parent
 from openhands_rl_plugin.evals.swe.backends.sandbox import find_uv
@@ -26,18 +25,6 @@ SHORT_NAME = "smollm2-135m"
 """What ``serve``, ``train`` and others take as ``--model`` in the place of a folder."""
 
 _SECONDS = 900
-_MODULES: Mapping[str, Sequence[str]] = {
-    "openhands": ("openhands",),
-    "train": ("torch", "transformers", "peft", "safetensors", "accelerate"),
-    "demo": ("gguf",),
-}
-"""Extra -> its modules."""
-
-
-def check_extras(*extras: str) -> None:
-    """Raises ``MissingExtraError`` that names all that is not installed of ``extras``."""
-    if missing := [name for extra in extras for name in _MODULES[extra] if find_spec(name) is None]:
-        raise MissingExtraError(", ".join(missing), ",".join(extras))
 
 
 def default_model_directory() -> Path:
@@ -56,7 +43,9 @@ def ensure_model(directory: Path | None = None) -> Path:
     directory = directory or default_model_directory()
     if (directory / "config.json").exists():
         return directory
-    check_extras("train", "demo")
+    with from_extra("train,demo"):  # before anything is fetched
+        import gguf as gguf
+        import torch as torch
     directory.parent.mkdir(parents=True, exist_ok=True)
     with locked_folder(directory.parent):
         if not (directory / "config.json").exists():

@@ -19,11 +19,13 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options import checked, natural, positive
 from openhands_rl_plugin.cli.terminal import silence_libraries, typed
+from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.config import check_model_folder
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -56,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run or resume the demo, then print the results and the path of the report."""
-    from openhands_rl_plugin.apps.demo_model import check_extras
-
-    check_extras("openhands", "train", "demo")
     silence_libraries()
     prepare_threads()
+    with from_extra("openhands,train,demo"):
+        for module in ("openhands", "gguf", "torch"):
+            import_module(module)
     from openhands_rl_plugin.apps.loop.checks import forget
     from openhands_rl_plugin.evals.runs.run_files import held
 

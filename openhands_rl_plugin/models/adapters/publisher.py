@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
@@ -37,16 +37,6 @@ ServerKind = Literal["auto", "embedded", "vllm", "sglang"]
 """``auto``: SGLang where the list of models says so, else a server with vLLM's routes."""
 
 
-class _Routes(NamedTuple):
-    load: str
-    unload: str
-    more: Mapping[str, object]
-    """Further fields of ``load``."""
-
-
-_OF_VLLM = _Routes("v1/load_lora_adapter", "v1/unload_lora_adapter", {})
-# Unpinned: a pinned adapter holds a place in every batch.
-_OF_SGLANG = _Routes("load_lora_adapter", "unload_lora_adapter", {"pinned": False})
 _HINT = "; vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
 _LONGEST_CAUSE = 300
 _AWAY = frozenset({429, 502, 503, 504})
@@ -142,15 +132,14 @@ class ModelServer:
 
     async def load(self, adapter: Adapter) -> None:
         """Serve ``adapter`` under its name."""
-        routes = await self._routes()
-        body = {"lora_name": adapter.name, "lora_path": adapter.path, **routes.more}
-        await self.send(routes.load, body, f"the server at {self.url} refused {adapter.name}")
+        body = {"lora_name": adapter.name, "lora_path": adapter.path}
+        await self.send(await self._route("load"), body, f"the server at {self.url} refused {adapter.name}")
 
     async def unload(self, name: str) -> None:
         """Stop serving it once its requests in flight have ended. One that is not loaded is no error."""
         try:
-            routes = await self._routes()
-            await self.send(routes.unload, {"lora_name": name}, f"{name} was not unloaded from {self.url}")
+            what = f"{name} was not unloaded from {self.url}"
+            await self.send(await self._route("unload"), {"lora_name": name}, what)
         except RefusedByServer:
             if name in await self.loaded():
                 raise
@@ -188,8 +177,8 @@ class ModelServer:
             self._kind = "sglang" if owners == {"sglang"} else "vllm"
         return self._kind == "sglang"
 
-    async def _routes(self) -> _Routes:
-        return _OF_SGLANG if await self._is_sglang() else _OF_VLLM
+    async def _route(self, action: str) -> str:
+        return f"{'' if await self._is_sglang() else 'v1/'}{action}_lora_adapter"
 
 
 _SAME_VERSION = 1e-3

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -406,8 +407,8 @@ class ConversationSeeds:
 
     def copy(self) -> ConversationSeeds:
         """The numbers as they are now."""
-        copied = ConversationSeeds()
-        copied._first, copied._calls, copied._last = self._first, self._calls.copy(), self._last
+        copied = copy(self)
+        copied._calls = self._calls.copy()
         return copied
 
     def next(self, messages: Sequence[Message]) -> int:
@@ -469,8 +470,6 @@ class OpenAIEngine:
         timeout: seconds for one request, from the connection to the last byte.
         retries: how often a request is retried when the server is unreachable, slow or overloaded.
         backoff: seconds before the first retry; doubled each time, with jitter.
-        sampling: defaults for parameters that a call does not set. Those beyond temperature and ``top_p`` that nobody
-            sets are sent with their neutral values (``core.messages.NEUTRAL_PARAMETERS``), unless the server refuses.
         token_ids: whether to ask for ``EXTENSIONS``; ``False`` for an endpoint that records them itself.
 
     Close it with ``aclose``, on the event loop of its requests.
@@ -487,7 +486,6 @@ class OpenAIEngine:
         api_key_env: str | None = None,
         retries: int = 4,
         backoff: float = 0.5,
-        sampling: SamplingParams | None = None,
         token_ids: bool = True,
     ) -> None:
         self.model = model
@@ -495,7 +493,7 @@ class OpenAIEngine:
         self.base_url = base_url.rstrip("/")
         self._retries = retries
         self._backoff = Backoff(backoff, 20.0)
-        self._sampling, self._token_ids = sampling or SamplingParams(), token_ids
+        self._token_ids = token_ids
         key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
         self._connections: Connections = {}
         self._server = HttpUpstream(base_url, key, timeout, extended=token_ids, connections=self._connections)
@@ -508,8 +506,12 @@ class OpenAIEngine:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` completions. Raises ``InfrastructureError`` or ``ModelError``."""
-        wanted = merge_sampling(sampling, self._sampling)
+        """Sample ``n`` completions. Parameters beyond temperature and ``top_p`` that nobody sets are sent with their
+        neutral values (``core.messages.NEUTRAL_PARAMETERS``), unless the server refuses them.
+
+        Raises ``InfrastructureError`` or ``ModelError``.
+        """
+        wanted = sampling or SamplingParams()
 
         async def one(at: int) -> Completion:
             own = wanted if wanted.seed is None else wanted.model_copy(update={"seed": wanted.seed + at})

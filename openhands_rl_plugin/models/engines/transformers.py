@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.types import SamplingParams
 from openhands_rl_plugin.models.engines.client import OpenAIEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -26,7 +25,6 @@ class TransformersEngine(OpenAIEngine):
             temporary folder.
         tokenizer: needed with a model object; a directory has its own.
         base_model: name for the records; by default the model's own.
-        sampling: defaults for unset parameters.
         dtype: as in ``GeneratorConfig``; that of a model object is its own.
 
     Raises ``ConfigError`` for a tokenizer that does not fit, ``ServingError`` for a model that cannot be loaded.
@@ -38,7 +36,6 @@ class TransformersEngine(OpenAIEngine):
         tokenizer: PreTrainedTokenizerFast | None = None,
         *,
         base_model: str | None = None,
-        sampling: SamplingParams | None = None,
         dtype: str = "auto",
     ) -> None:
         with ExitStack() as opened:
@@ -56,7 +53,7 @@ class TransformersEngine(OpenAIEngine):
             given = {"model": folder, "served_model_name": base_model or name, "dtype": dtype}
             config = ServerConfig.model_validate({**given, "port": 0, "api_key_env": ""})
             url = opened.enter_context(running_server(config))
-            super().__init__(config.base_name, f"{url}/v1", timeout=_SECONDS, sampling=sampling)
+            super().__init__(config.base_name, f"{url}/v1", timeout=_SECONDS)
             self._opened = opened.pop_all()
 
     async def aclose(self) -> None:

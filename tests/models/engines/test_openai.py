@@ -69,8 +69,8 @@ async def test_request_and_answer():
         Message(role="assistant", tool_calls=(ToolCall(id="c1", name="bash", arguments='{"a":  1}'),)),
         Message(role="tool", content="out", tool_call_id="c1", name="bash"),
     )
-    sampling = SamplingParams(temperature=0.5, max_tokens=7, stop=("X",), seed=4)
-    async with asked(answer(), sampling=SamplingParams(top_p=0.9, max_tokens=99)) as (server, player):
+    sampling = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, stop=("X",), seed=4)
+    async with asked(answer()) as (server, player):
         completion = (await player.complete(history, tools=[TOOL], sampling=sampling))[0]
     call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"a":  1}'}}
     assert server.requests == [
@@ -102,8 +102,7 @@ async def test_request_and_answer():
     assert completion.tokens.logprobs == (-0.5, -1.5)
     assert completion.policy == PolicyRef(base_model="base", adapter="policy", version=3)
     assert (completion.usage.prompt_tokens, completion.usage.cached_tokens, completion.usage.calls) == (3, 1, 1)
-    merged = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, stop=("X",), seed=4)
-    assert completion.sampling == merged.model_copy(update=NEUTRAL_PARAMETERS)
+    assert completion.sampling == sampling.model_copy(update=NEUTRAL_PARAMETERS)
     assert completion.finish_reason == "stop"
 
 
@@ -201,8 +200,9 @@ async def test_a_request_whose_extensions_are_refused_is_sent_again_without(stat
         odd = sent["messages"][0]["content"] == "odd"
         return respond(body, status=status) if odd and name in sent else respond(answer())
 
-    async with asked(handler, sampling=SamplingParams(temperature=0.5)) as (server, player):
-        (made,) = await player.complete([Message(role="user", content="odd")])
+    async with asked(handler) as (server, player):
+        odd = [Message(role="user", content="odd")]
+        (made,) = await player.complete(odd, sampling=SamplingParams(temperature=0.5))
         (other,) = await player.complete(ASK)
     assert [bool(EXTENSIONS.keys() & sent.keys()) for _, sent in server.requests] == [True, False, True]
     assert made.sampling == SamplingParams(temperature=0.5) and other.sampling.min_p == 0.0
