@@ -20,7 +20,7 @@ from openhands_rl_plugin.apps.demo_model import SHORT_NAME, named_model
 from openhands_rl_plugin.cli.options import add_fields, read_fields
 from openhands_rl_plugin.cli.terminal import sayable, wait_until_stopped
 from openhands_rl_plugin.core.errors import from_extra
-from openhands_rl_plugin.models.generator.config import ServerConfig, check_model
+from openhands_rl_plugin.models.generator.config import ServerConfig
 
 PATIENCE = 8.0
 """Seconds: requests under way have five of them."""
@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     if config.model == SHORT_NAME:
         served = config.served_model_name or SHORT_NAME
         config = config.model_copy(update={"model": str(named_model(SHORT_NAME)), "served_model_name": served})
-    check_model(config.model)
     with from_extra("train"):
         from openhands_rl_plugin.models.server.app import running_server
     print(f"loading {config.model}", flush=True)

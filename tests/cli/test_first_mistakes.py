@@ -31,17 +31,16 @@ def the_line(capsys: pytest.CaptureFixture[str], words: list[str], code: int = 1
     return line
 
 
-@pytest.mark.parametrize("command", [["serve"], ["demo", "--run-dir", "RUN"]], ids=lambda words: words[0])
 def test_a_model_that_is_not_there(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [str(tmp_path / "run") if word == "RUN" else word for word in command]
-    line = the_line(capsys, [*words, "--model", "./nomodel"])
-    assert "nomodel: there is no such folder; give the folder of a Hugging Face model" in line
-    (tmp_path / "nomodel").mkdir()
-    assert "there is no config.json in it" in the_line(capsys, [*words, "--model", "./nomodel"])
-    assert list((tmp_path / "nomodel").iterdir()) == [], "nothing is written into what was given"
+    for _ in range(2):  # no folder, and one without a model
+        assert cli.main(["serve", "--port", "0", "--model", "./nomodel"]) == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("error: cannot load the model ./nomodel: ") and "a directory with config.json" in line
+        assert "this is not the folder of a model" in the_line(capsys, ["demo", "--fresh", "--model", "./nomodel"])
+        (tmp_path / "nomodel").mkdir(exist_ok=True)
 
 
 def test_a_chat_with_a_server_that_is_away(

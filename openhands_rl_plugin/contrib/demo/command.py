@@ -23,10 +23,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.cli.jobs import given_weights
 from openhands_rl_plugin.cli.options import checked, natural, positive
 from openhands_rl_plugin.cli.terminal import silence_libraries, typed
 from openhands_rl_plugin.core.errors import from_extra
-from openhands_rl_plugin.models.generator.config import check_model_folder
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.apps.loop.checks import forget
     from openhands_rl_plugin.evals.runs.run_files import held
 
-    if args.model is not None:
-        check_model_folder(args.model)
+    if args.model is not None:  # before --fresh deletes anything
+        given_weights(args.model)
     directory = (
         args.run_dir or Path("runs") / f"{'demo' if args.task == SHOP else REPAIR}{'-tiny' if args.tiny else ''}"
     ).absolute()

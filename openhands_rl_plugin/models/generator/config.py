@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from openhands_rl_plugin.core.errors import ConfigError, RLError
+from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
 
 if TYPE_CHECKING:
@@ -121,24 +120,6 @@ class GenerationFailed(ServingError, status=500, kind="InternalServerError"):
 
 class UpstreamFailure(ServingError, status=502, kind="UpstreamError"):
     """An agent could not answer, because its model or a tool failed."""
-
-
-_FOLDER = "give the folder of a Hugging Face model, with config.json, *.safetensors and a tokenizer"
-
-
-def check_model(name: str) -> None:
-    """Raise ``ConfigError`` for a path that is no model's folder. Whether a name is on the hub, loading it shows."""
-    place = Path(name).expanduser()
-    if place.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith("/"):
-        check_model_folder(place)
-
-
-def check_model_folder(folder: Path) -> None:
-    """Raise ``ConfigError`` for a folder without ``config.json``, and for what is no folder."""
-    if not folder.exists():
-        raise ConfigError(f"{folder}: there is no such folder; {_FOLDER}")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: there is no config.json in it, so no model; {_FOLDER}")
 
 
 _MOST_AT_ONCE, _LONGEST_QUEUE, _CACHE_BYTES = 256, 512, 256 * 1024**2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,33 +133,17 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
 
 
 def test_the_command_prints_one_object_and_one_line_for_bad_input(
-    model: ScriptedModel,
-    shop: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: ScriptedModel, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(sys, "stdin", (tmp_path / "empty").open("w+"))
     there = ["--base-url", model.url, "--model", "base"]
     for words, kind, said in (
         (["3", "--base-url", "http://127.0.0.1:1/v1", "--model", "base"], "infrastructure", "no model server"),
         (["3"], "configuration", "give --base-url URL and --model NAME"),
         (["sdist__Unidecode-1.4.0-edf4db8", *there], "configuration", "swe-local has no task sdist__Unidecode-1.4.0"),
-        (["-", *there], "configuration", "standard input is not JSON"),
     ):
         found = refused(capsys, "--task", *words)
         assert found[0] == kind and said in found[1], found
-    words = [
-        "--task",
-        "webshop-3",
-        *there,
-        "--config",
-        str(shop),
-        "--set",
-        "max_turns=1",
-        "--store",
-        str(tmp_path / "s"),
-    ]
+    words = ["--task", "webshop-3", *there, "--config", str(shop), "--max-turns", "1"]
     assert rollout.main([*words, "--store", str(tmp_path / "store")]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert PlayedRollout.model_validate_json(line).task_id == "webshop-3"
