@@ -184,11 +184,6 @@ class ChatChoice:
     extra: JsonObject
 
 
-def choices_in(document: Json) -> list[ChatChoice]:
-    """The choices of a chat completion. Raises ``ValueError`` and others when it is none."""
-    return [_choice(document, choice) for choice in document["choices"]]
-
-
 def _choice(document: Json, choice: Json) -> ChatChoice:
     message = choice["message"]
     prompt, sampled = array_in(PROMPT_IDS, document, choice), array_in(SAMPLED_IDS, choice)
@@ -222,7 +217,7 @@ class ChatAnswer:
         self.document, self._body, self.lost_ids = document, body, lost_ids
         self.model = str(document.get("model") or "")
         self.usage = usage_in(document.get("usage"))
-        self.choices = choices_in(document)
+        self.choices = [_choice(document, each) for each in choices]
 
     @property
     def about(self) -> JsonObject:
