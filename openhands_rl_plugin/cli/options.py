@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from openhands_rl_plugin.config.build import open_storage
+from openhands_rl_plugin.config.build import mongodb_options, open_storage
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
@@ -117,8 +117,7 @@ def storage_at(where: str) -> TrajectoryStorage:
         return open_storage(load_settings(Path(where).expanduser()))
     if (uri := _mongodb_uri(where)) is None:
         return build("storages", "file", {"path": where})
-    name = urlsplit(uri).path.strip("/")
-    return build("storages", "mongodb", {"connection_string": uri, **({"database_name": name} if name else {})})
+    return build("storages", "mongodb", mongodb_options(uri))
 
 
 @asynccontextmanager

@@ -28,8 +28,8 @@ import argparse
 import math
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, redirect_stdout
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -78,8 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--publish", action="store_true", help=servers)
     add_settings(parser)
     parser.add_argument("--dry-run", action="store_true", help="only print what would be trained on")
-    tasks = "only episodes of these tasks: a .jsonl file or swe-local"
-    parser.add_argument("--tasks", metavar="FILE", help=tasks)
     add_filters(parser)
     # The trained adapter decides whose episodes are used: its option replaces the filter of the same name.
     own = parser.add_argument_group("adapter", conflict_handler="resolve")
@@ -169,8 +167,8 @@ class _Call:
         """What rank 0 reads of the store: all ranks have the same dataset, even if the store is being written to."""
 
         async def loaded() -> T:
-            async with _open_store(self.args) as (storage, where):
-                return await load(storage, where)
+            async with open_store(self.args.store, skip_damaged=self.args.skip_damaged) as storage:
+                return await load(storage, filter_of(self.args))
 
         made = ENDING.run(loaded()) if self.leads else None
         return cast("T", made if self.ranks is None else self.ranks.broadcast(made))
@@ -184,26 +182,6 @@ class _Call:
         steps = math.ceil(units / training.batch_size) * training.num_epochs
         print_note(f"sequences: {len(samples)}; tokens: {tokens:,}, of them trained {trained:,}; steps: {steps}")
         print_note(memory_line(self.args.model, training))
-
-
-@asynccontextmanager
-async def _open_store(args: argparse.Namespace) -> AsyncIterator[tuple[TrajectoryStorage, TrajectoryFilter]]:
-    """The store, and which of its episodes are asked for.
-
-    Raises ``ConfigError`` for a file that is not of tasks, ``TrainingError`` when none has an episode.
-    """
-    where = filter_of(args)
-    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        if args.tasks:
-            from openhands_rl_plugin.evals.runs.suites import rows_file
-            from openhands_rl_plugin.evals.swe.dataset import read_instances
-
-            known = {task.instance_id for task in read_instances(rows_file(args.tasks))}
-            ids = tuple([each.id async for each in storage.summaries(where) if each.task_id in known])
-            if not ids:
-                raise TrainingError(f"no stored episode is of a task of {args.tasks}: roll out on it first")
-            where = where.model_copy(update={"ids": ids})
-        yield storage, where
 
 
 @contextmanager

@@ -86,10 +86,16 @@ def open_storage(settings: RLSettings) -> TrajectoryStorage:
     storage = settings.storage
     known: dict[str, object] = {"durable": storage.durable}
     if settings.storage_backend == "mongodb":
-        known |= {"connection_string": storage.connection_string(), "database_name": storage.database}
+        known |= mongodb_options(storage.connection_string())
     else:
         known |= {"path": str(storage.directory)}
     return _build("storages", settings.storage_backend, known, storage.options)
+
+
+def mongodb_options(uri: str) -> dict[str, str]:
+    """The options of the storage ``mongodb`` for a URI, whose path may name the database."""
+    name = urlsplit(uri).path.strip("/")
+    return {"connection_string": uri} | ({"database_name": name} if name else {})
 
 
 def _build(kind: registry.Kind, name: str, known: Mapping[str, object], options: Mapping[str, object]) -> Any:

@@ -28,15 +28,8 @@ def _safe_name(value: str) -> str:
     return value
 
 
-def _database_name(value: str) -> str:
-    if not value or len(value.encode()) > 63 or set(value) & set('/\\. "$*<>:|?\0'):
-        raise ValueError('must be a name of at most 63 bytes without spaces and any of /\\."$*<>:|?')
-    return value
-
-
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
-DatabaseName = Annotated[str, AfterValidator(_database_name)]
 SafeName = Annotated[str, AfterValidator(_safe_name)]
 
 

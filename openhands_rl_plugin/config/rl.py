@@ -6,7 +6,6 @@ field, each naming the section, the key and the remedy; secrets are referred to 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.fields import DatabaseName, HttpUrl, SafeName, Settings, VariableName
+from openhands_rl_plugin.config.fields import HttpUrl, SafeName, Settings, VariableName
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
 from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location, instead, problems
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
+from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Limits, SamplingParams
 
 
@@ -155,9 +155,8 @@ class StorageSettings(Settings):
     path: str = Field(default="~/.openhands/rl_trajectories", min_length=1, description="directory of the file storage")
     durable: bool = Field(default=True, description="acknowledge a write only after it reached the disk")
     uri_env: VariableName = Field(
-        default="", description="NAME of the environment variable with MongoDB's connection string"
+        default="", description="NAME of the environment variable with MongoDB's connection string and database"
     )
-    database: DatabaseName = Field(default="openhands_rl", description="name of the MongoDB database")
     options: JsonObject = Field(default_factory=dict, description="options of another package's storage")
 
     @property
@@ -167,14 +166,7 @@ class StorageSettings(Settings):
 
     def connection_string(self) -> str:
         """The value of the variable ``uri_env``; without one, a local server. Raises ``ConfigError`` if it is unset."""
-        if not self.uri_env:
-            return "mongodb://localhost:27017/"
-        if found := os.environ.get(self.uri_env):
-            return found
-        raise ConfigError(
-            f"[rl.storage] uri_env: the environment variable {self.uri_env} is not set; "
-            f"export {self.uri_env}=mongodb://..., or remove the line"
-        )
+        return named_key(self.uri_env, "[rl.storage] uri_env") or "mongodb://localhost:27017/"
 
 
 class ServingSettings(Settings):
@@ -210,14 +202,7 @@ class ServingSettings(Settings):
 
     def api_key(self) -> str | None:
         """The value of the variable ``api_key_env``, ``None`` without one. Raises ``ConfigError`` if it is unset."""
-        if not self.api_key_env:
-            return None
-        if key := os.environ.get(self.api_key_env):
-            return key
-        raise ConfigError(
-            f"[rl.serving] api_key_env: the environment variable {self.api_key_env} is not set; "
-            f"export {self.api_key_env}=... or remove the line"
-        )
+        return named_key(self.api_key_env, "[rl.serving] api_key_env") or None
 
 
 class RewardSettings(Settings):

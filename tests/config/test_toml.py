@@ -150,9 +150,7 @@ def test_a_key_is_read_from_the_variable_that_is_named(tmp_path: Path, monkeypat
     assert settings.serving.api_key() == "sk-1" and "sk-1" not in settings.model_dump_json()
     monkeypatch.delenv("SHOP_KEY")
     (line,) = refusal(tmp_path, text)
-    assert line == (
-        "[rl.serving] api_key_env: the environment variable SHOP_KEY is not set; export SHOP_KEY=... or remove the line"
-    )
+    assert line.startswith("[rl.serving] api_key_env: the environment variable SHOP_KEY is not set; export SHOP_KEY=")
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from golden import read
 
+from openhands_rl_plugin.cli.options import storage_at
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings, StorageSettings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -94,9 +95,8 @@ def mongodb() -> Iterator[tuple[TrajectoryStorage, Any]]:
             pytest.skip(str(error))
         try:
             url = f"{server.url}&serverSelectionTimeoutMS=60000"
-            chosen = RLSettings(storage_backend="mongodb", storage=StorageSettings(uri_env="STORE", database="golden"))
             with MongoClient(server.url) as client:
-                yield open_storage(chosen, {"STORE": url}), client["golden"]
+                yield storage_at(url.replace("/?", "/golden?")), client["golden"]
         finally:
             server.stop()
 

@@ -324,7 +324,7 @@ def store_name(settings: RLSettings) -> str:
     """The store as an argument of ``openhands-rl``."""
     if settings.storage_backend == "mongodb":
         storage = settings.storage
-        return f"env:{storage.uri_env}" if storage.uri_env else f"mongodb://localhost:27017/{storage.database}"
+        return f"env:{storage.uri_env}" if storage.uri_env else "mongodb://localhost:27017/openhands_rl"
     path = settings.storage.path
     # A shell expands the tilde only outside of quotes.
     return path if path.startswith("~/") and shlex.quote(path[2:]) == path[2:] else shlex.quote(path)

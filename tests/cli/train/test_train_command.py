@@ -18,8 +18,6 @@ from train_store import TINY, episode, store_of, stored
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.records import LabelKind
 from openhands_rl_plugin.core.types import Failure, FailureKind, PolicyRef, Task
-from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.gate import write_tasks
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -203,18 +201,6 @@ def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsy
     assert "tiny (2), another (1); choose one with --base-model" in capsys.readouterr().err
     assert cli.main([*words, "--base-model", "tiny"]) == 0
     assert "\n    1 by other models" in capsys.readouterr().out
-
-
-def test_only_episodes_of_the_tasks_are_used(store: Path, model: Path, tmp_path: Path, capsys: Capture) -> None:
-    store_of(store, episode(6, 1.0, task=Task(id="other", environment="shop")))
-    file = tmp_path / "tasks.jsonl"
-    row = Instance(instance_id="task", repo="a/b", base_commit="c0ffee", fail_to_pass=("t.py::one",))
-    write_tasks(file, [row], [])
-    words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
-    assert cli.main([*words, "--tasks", str(file)]) == 0
-    assert "episodes: 4 used" in capsys.readouterr().out
-    assert cli.main([*words, "--tasks", "swe-local"]) == 1
-    assert "no stored episode is of a task of swe-local" in _said(capsys)
 
 
 def test_labels_are_trained_on_where_they_are_asked_for_only(model: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -114,11 +114,11 @@ async def test_a_half_written_score_counts_and_an_earlier_release_is_judged_anew
 
 
 async def test_the_settings_name_it(mongodb: MongoServer, database: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {"storage_backend": "mongodb", "storage": {"uri_env": "SHOP_MONGODB", "database": database.name}}
+    table = {"storage_backend": "mongodb", "storage": {"uri_env": "SHOP_MONGODB"}}
     settings = RLSettings.model_validate(table)
     with pytest.raises(ConfigError, match=r"\[rl.storage\] uri_env: the environment variable SHOP_MONGODB is not set"):
         open_storage(settings)
-    monkeypatch.setenv("SHOP_MONGODB", mongodb.url)
+    monkeypatch.setenv("SHOP_MONGODB", mongodb.url.replace("/?", f"/{database.name}?"))
     storage = open_storage(settings)
     await storage.add(sample_episode("a"))
     await storage.close()
