@@ -89,7 +89,7 @@ async def run(args: argparse.Namespace) -> int:
         f"{failure.kind}: {failure.message.removeprefix('GraderError: ')}" for _, failure in report.unscored
     )
     for reason, count in reasons.most_common():
-        print(f"  {count} x without a score: {sayable(reason)}")
+        print(f"  without a score, {count} x {sayable(reason)}")
     return 0 if report.scored or report.already_scored or report.withdrawn or not report.unscored else 1
 
 

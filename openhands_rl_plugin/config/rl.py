@@ -18,9 +18,9 @@ from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.fields import HttpUrl, SafeName, Settings, VariableName
+from openhands_rl_plugin.config.fields import WorkspaceSettings as WorkspaceSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
-from openhands_rl_plugin.config.workspace import WorkspaceSettings as WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location, instead, problems
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.servers import named_key

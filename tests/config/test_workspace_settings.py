@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from openhands_rl_plugin.config.fields import checked_path
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 
@@ -25,8 +26,8 @@ def workspace(**keys: object):
 
 def test_a_folder_of_a_home_is_shown_by_its_real_path(home: Path):
     (home / "link").symlink_to("projects")
-    assert workspace(visible=["~/projects"]).visible_paths == (home / "projects",)
-    assert workspace(writable=["~/link"]).writable_paths == (home / "projects",)
+    assert [*map(checked_path, workspace(visible=["~/projects"]).visible)] == [home / "projects"]
+    assert [*map(checked_path, workspace(writable=["~/link"]).writable)] == [home / "projects"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from openhands_rl_plugin.config.workspace import WorkspaceSettings
+from openhands_rl_plugin.config.fields import WorkspaceSettings, checked_path
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, scratch_folder, temporary_folder
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
@@ -87,8 +87,8 @@ class SandboxedWorkspace:
                 network=settings.network,
                 temporary=self._limits.temporary,
                 task_workspace=task,
-                visible=settings.visible_paths,
-                writable=settings.writable_paths,
+                visible=[*map(checked_path, settings.visible)],
+                writable=[*map(checked_path, settings.writable)],
             )
         else:
             self._sandbox = SubprocessSandbox(root, private)

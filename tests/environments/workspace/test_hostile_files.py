@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.config.workspace import WorkspaceSettings
+from openhands_rl_plugin.config.fields import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.environments.workspace.copies import ForkLimits, Tree, copy_tree, fork_tree
