@@ -481,17 +481,14 @@ async def _outcome(storage: TrajectoryStorage, name: str, given: Any) -> Any:
 
 
 async def _compare(storage: TrajectoryStorage, other: TrajectoryStorage, where: TrajectoryFilter, when: str) -> None:
-    what, (found, wanted) = (
-        f"{when}{where.model_dump(exclude_defaults=True)}",
-        [[one async for one in each.find(where)] for each in (storage, other)],
-    )
+    what = f"{when}{where.model_dump(exclude_defaults=True)}"
+    found, wanted = [[one async for one in each.find(where)] for each in (storage, other)]
     ids, others = [[one.id for one, _ in each] for each in (found, wanted)]
     assert ids == others, f"{what}: find() found {ids}, not {others}"
     for (one, scores), (expected, judged) in zip(found, wanted, strict=True):
         # An unfinished episode has the time at which it grew.
-        wrong = [
-            name for name, value in expected if value != getattr(one, name) and (name != "times" or not _open(one))
-        ]
+        shown = {*Trajectory.model_fields} - ({"times"} if _open(one) else set())
+        wrong = [name for name in sorted(shown) if getattr(one, name) != getattr(expected, name)]
         assert not wrong, f"{what}: {one.id!r} has other {', '.join(wrong)} than were stored"
         assert scores == judged, f"{what}: {one.id!r} has the scores {scores}, not {judged}"
     listed, known = [

@@ -34,8 +34,6 @@ async def thinks(request: web.Request, body: Body) -> web.StreamResponse:
         blocks = [*([THOUGHT] * offered), {"type": "text", "text": text}, *([call] * offered)]
         answer = message(*blocks, model=body["model"], stop="tool_use" if offered else "end_turn", number=number)
         events = message_events(answer)
-    elif request.path.endswith("/count_tokens"):
-        return web.json_response({"input_tokens": 1})
     else:
         items = [reasoning_item("I look first."), text_item(text)]
         items += [call_item("bash", arguments, f"call_{number}")] * offered
@@ -153,19 +151,12 @@ async def test_what_claude_code_sends_is_one_session(tmp_path: Path):
     assert len(list(trajectory.sampled())) == 4
 
 
-async def test_errors_and_keys_in_anthropics_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_errors_and_keys_in_anthropics_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENHANDS_RL_API_KEY", "gate")
-    monkeypatch.setenv("MODEL_KEY", "model")
     asked: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "one"}]}
-    async with clients(tmp_path, upstream_key_env="MODEL_KEY") as (gateway, client, _):
+    async with clients(tmp_path) as (gateway, client, _):
         with pytest.raises(anthropic.AuthenticationError, match="API key is missing or wrong"):
             await client.messages.create(**asked)
-        keyed = client.copy(api_key="gate")
-        await keyed.messages.create(**asked)
-        await keyed.messages.count_tokens(model="policy", messages=asked["messages"])
-        async with anthropic.AsyncAnthropic(base_url=gateway.url, auth_token="gate", max_retries=0) as other:
-            await other.messages.create(**asked)
-    # The gateway's key goes no further.
-    for headers in gateway.model.headers:
-        assert (headers["x-api-key"], headers["authorization"]) == ("model", "Bearer model")
+        for keyed in (client.copy(api_key="gate"), client.copy(auth_token="gate")):
+            await keyed.messages.create(**asked)
     assert sum(node.sampled for node in (await gateway.only()).nodes) == 2

@@ -99,16 +99,15 @@ def reasoning_item(text: str) -> Body:
     return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}], "encrypted_content": "xyz"}
 
 
-def response_events(whole: Body, *, last_has_output: bool = True) -> list[bytes]:
-    """``whole`` as it is streamed; Codex' own server leaves the output out of the last event."""
-    found = list(_response(whole, last_has_output))
+def response_events(whole: Body) -> list[bytes]:
+    """``whole`` as it is streamed."""
     return [
         b"event: %s\ndata: %s\n\n" % (each["type"].encode(), json.dumps({**each, "sequence_number": at}).encode())
-        for at, each in enumerate(found)
+        for at, each in enumerate(_response(whole))
     ]
 
 
-def _response(whole: Body, last_has_output: bool) -> Iterator[Body]:
+def _response(whole: Body) -> Iterator[Body]:
     begun = {**whole, "status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -129,7 +128,7 @@ def _response(whole: Body, last_has_output: bool) -> Iterator[Body]:
             yield {"type": "response.function_call_arguments.done", **place, **done}
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
     ended = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"
-    yield {"type": ended, "response": whole if last_has_output else {**whole, "output": []}}
+    yield {"type": ended, "response": whole}
 
 
 def _empty(item: Body) -> Body:
