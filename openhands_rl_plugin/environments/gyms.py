@@ -6,27 +6,28 @@ import asyncio
 import copy
 import json
 import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 from pydantic_core import to_jsonable_python
 
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
-    CaughtFailure,
-    EpisodeError,
     InfrastructureError,
     MissingExtraError,
-    boundary,
     describe,
 )
 from openhands_rl_plugin.core.judgements import SuccessRule
-from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Task
-from openhands_rl_plugin.environments.http.client import Episode, RefusedActionError, ServerAnswer, episode_index
+from openhands_rl_plugin.core.types import JsonObject, Task
+from openhands_rl_plugin.environments.http.client import (
+    Episode,
+    EpisodeOptions,
+    RefusedActionError,
+    ServerAnswer,
+    episode_index,
+)
 
 _ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 # Each move costs; only the goal ends these.
@@ -41,21 +42,10 @@ _CRITERIA = {
 }
 
 
-class GymnasiumOptions(Frozen):
-    """``arguments`` are those of ``gymnasium.make``; ``timeout`` is in seconds and bounds every call.
-
-    ``fork``: how a search copies an episode. "copy" makes a deep copy, for classes whose state is in their attributes;
-    "replay" executes the actions again in a new episode of the same seed and compares every observation; "auto" copies
-    Gymnasium's toy-text environments and replays others. ``react_format``, ``system_prompt`` and ``action_language``
-    are as for servers (``HttpEnvironmentOptions``).
-    """
+class GymnasiumOptions(EpisodeOptions):
+    """``arguments`` are those of ``gymnasium.make``."""
 
     arguments: JsonObject = Field(default_factory=dict)
-    timeout: float = Field(default=60.0, gt=0)
-    fork: Literal["auto", "copy", "replay"] = "auto"
-    react_format: bool = True
-    system_prompt: str | None = None
-    action_language: str | None = None
 
 
 class GymnasiumEnvironment(Episode):
@@ -76,7 +66,7 @@ class GymnasiumEnvironment(Episode):
             raise MissingExtraError("gymnasium", "gymnasium")
         super().__init__(options)
         self._env: Any = None
-        self._lost = False
+        self._busy = False
 
     @classmethod
     def success_rule(cls, name: str) -> SuccessRule:
@@ -91,9 +81,10 @@ class GymnasiumEnvironment(Episode):
 
     @property
     def copies(self) -> bool:
-        """As ``fork`` of the options says."""
-        own = type(getattr(self._env, "unwrapped", None)).__module__.startswith("gymnasium.envs.toy_text.")
-        return self.options.fork == "copy" or (self.options.fork == "auto" and own)
+        """Gymnasium's toy-text environments, whose state is in their attributes, are copied. In others the actions are
+        executed again in a new episode of the same seed, and every observation is compared.
+        """
+        return type(getattr(self._env, "unwrapped", None)).__module__.startswith("gymnasium.envs.toy_text.")
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``make`` and ``reset(seed=...)``. Raises ``BadEnvironmentError`` where there is no such environment."""
@@ -127,11 +118,11 @@ class GymnasiumEnvironment(Episode):
 
     async def release(self) -> None:
         """``close``, unless a call still runs."""
-        if self._env is not None and not self._lost:
+        if self._env is not None and not self._busy:
             await self._call(self._env.close, "close")
 
     async def fork_episode(self, twin: Episode) -> bool:
-        """A deep copy, which has its own random generator in the same state, where the options allow one."""
+        """A deep copy, which has its own random generator in the same state."""
         assert isinstance(twin, GymnasiumEnvironment), "a twin is of the same class"
         if self.copies:
             twin._env = await self._call(lambda: copy.deepcopy(self._env), "copy")
@@ -149,38 +140,29 @@ class GymnasiumEnvironment(Episode):
         return ServerAnswer(state=text or "(no observation)", info=_plain(info), **more)
 
     async def _call[T](self, call: Callable[[], T], what: str) -> T:
-        """The result of ``call``, in a thread of its own.
+        """The result of ``call``, in a thread.
 
         Raises what it raises, and ``InfrastructureError`` after the timeout: the thread then goes on by itself, because
         Python cannot end it, so what it works on is not used again.
         """
-        if self._lost:
+        if self._busy:
             raise InfrastructureError(f"{self.where} still executes an earlier call, which took too long")
-        done: Future[T] = Future()
-        done.set_running_or_notify_cancel()  # so that nobody cancels it before the thread ends
 
-        def run() -> None:
+        def run() -> T:
             try:
-                with boundary(FailureKind.ENVIRONMENT, f"{self.where}.{what}"):
-                    done.set_result(call())
-            except CaughtFailure as caught:
-                cause = caught.__cause__
-                done.set_exception(cause if isinstance(cause, EpisodeError) else caught)
-            except SystemExit as error:
-                done.set_exception(BadEnvironmentError(f"{self.where} asked its process to end: {describe(error)}"))
+                return call()
+            finally:
+                self._busy = False
 
-        # A daemon, so that a call that hangs does not keep the process from ending.
-        threading.Thread(target=run, daemon=True).start()
+        self._busy = True
         try:
             async with asyncio.timeout(self.options.timeout):
-                return await asyncio.wrap_future(done)
+                return await asyncio.to_thread(run)
         except TimeoutError as error:
             raise InfrastructureError(
                 f"{self.where}.{what} did not return within {self.options.timeout:g} s: raise timeout in "
                 "[rl.environment], or mend the environment"
             ) from error
-        finally:
-            self._lost = not done.done()
 
 
 def _plain(value: Any) -> Any:

@@ -71,16 +71,17 @@ async def _connected(options: HttpEnvironmentOptions) -> ClientConnection:
 
 def _raise_error(where: str, data: JsonObject, kind: str) -> Never:
     code, errors = data.get("code"), data.get("errors")
+    found: list[Any] = errors[:3] if isinstance(errors, list) else []
     # Those of pydantic: ``action: Input should be 'UP' or 'DOWN'``.
-    found: list[dict[str, Any]] = [*map(_object, errors[:3])] if isinstance(errors, list) else []
-    reasons = "; ".join(excerpt(f"{'.'.join(map(str, each.get('loc') or ()))}: {each.get('msg')}") for each in found)
-    text = f"{where} answered a {kind} with the error {code}: {excerpt(str(data.get('message')))} {reasons}".rstrip()
+    reasons = "; ".join(excerpt(f"{'.'.join(map(str, each['loc']))}: {each['msg']}") for each in found)
+    reasons = reasons or excerpt(str(data.get("message")))
+    text = f"{where} answered a {kind} with the error {code}: {reasons}"
     if code == "CAPACITY_REACHED":
         text += "; lower max_workers or open_worlds in [rl.strategy], or raise max_concurrent_envs of the server"
     if code in _BROKEN:
         raise InfrastructureError(text)
     if code == "VALIDATION_ERROR" and kind == "step":
-        raise RefusedActionError(f"Invalid action: {reasons or excerpt(str(data.get('message')))}")
+        raise RefusedActionError(f"Invalid action: {reasons}")
     raise BadEnvironmentError(text)
 
 
@@ -96,55 +97,40 @@ def _output(observation: JsonValue) -> str:
     return json.dumps(result, ensure_ascii=False)
 
 
-class ActionForm:
-    """The fields of a server's actions. The server checks their values.
+def fields_of(schema: JsonObject) -> JsonObject:
+    """The fields of a server's actions that have a choice, with their schemas."""
+    found = _object(schema.get("properties"))
+    return {name: each for name, each in found.items() if name != "metadata" and "const" not in _object(each)}
 
-    A JSON object with these names only is the action itself. Any other text is the value of the only field, else of the
-    only required one.
+
+def read_action(text: str, schema: JsonObject) -> JsonObject:
+    """The action in ``text``, whose values the server checks: a JSON object with names of fields only, else the value
+    of the only field, else of the only required one.
+
+    Raises ``RefusedActionError``, whose message describes valid actions to the model.
     """
-
-    def __init__(self, schema: JsonObject) -> None:
-        definitions, found = _object(schema.get("$defs")), _object(schema.get("properties"))
-        kind = _object(found.get("type"))
-        self.calls_tools = "call_tool" in (kind.get("const"), kind.get("default"))
-        self._names = frozenset(found)
-        # A field with a single possible value needs no description. ``$ref`` names a definition.
-        self._fields = {
-            name: _object(definitions.get(str(_object(each).get("$ref")).rpartition("/")[2])) | _object(each)
-            for name, each in found.items()
-            if name != "metadata" and "const" not in _object(each)
-        }
-        listed = schema.get("required")
-        self._required = [name for name in self._fields if isinstance(listed, list) and name in listed]
-        alone = [each[0] for each in ([*self._fields], self._required) if len(each) == 1]
-        self._field = next(iter(alone), None)
-
-    def read(self, text: str) -> JsonObject:
-        """The action in ``text``. Raises ``RefusedActionError``, whose message describes valid actions to the model."""
-        try:
-            value: JsonValue = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict) and (not self._names or self._names.issuperset(value)):
-            return value
-        if self._field is None:
-            raise RefusedActionError(f"Invalid action: {self.language() or 'it must be a JSON object.'}")
-        typed = self._fields.get(self._field, {}).get("type", "string")
-        return {self._field: text if typed == "string" or value is None else value}
-
-    def language(self) -> str:
-        """The description of the actions for the prompt; empty where the server publishes no schema."""
-        lines = (
-            f"  {name} ({'required' if name in self._required else 'optional'}) - {_described(each)}".rstrip(" -")
-            for name, each in self._fields.items()
-        )
-        return "\n".join(["a JSON object with these fields:", *lines]) if self._fields else ""
+    fields, names, required = fields_of(schema), _object(schema.get("properties")), schema.get("required")
+    try:
+        value: JsonValue = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict) and (not names or names.keys() >= value.keys()):
+        return value
+    needed = [name for name in fields if isinstance(required, list) and name in required]
+    field = next((each[0] for each in ([*fields], needed) if len(each) == 1), None)
+    if field is None:
+        raise RefusedActionError(f"Invalid action: it must be {described(schema)}")
+    typed = _object(fields[field]).get("type", "string")
+    return {field: text if typed == "string" or value is None else value}
 
 
-def _described(schema: JsonObject) -> str:
-    values, description = schema.get("enum"), str(schema.get("description") or "")
-    what = f"one of {', '.join(map(str, values))}" if isinstance(values, list) else str(schema.get("type") or "")
-    return ": ".join(part for part in (what, description) if part)
+def described(schema: JsonObject) -> str:
+    """The description of the actions for the prompt."""
+    shown = {
+        "properties": fields_of(schema),
+        **{name: schema[name] for name in ("required", "$defs") if name in schema},
+    }
+    return f"JSON of this schema: {json.dumps(shown, ensure_ascii=False)}"
 
 
 def _object(value: JsonValue) -> JsonObject:
@@ -166,7 +152,7 @@ class OpenEnvClient(BaseEnvClient):
 
     def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
         super().__init__(options)
-        self._form: ActionForm | None = None
+        self._schema: JsonObject = {}
         self._tools: dict[str, JsonObject] = {}
         self._results: list[tuple[ToolCall, str]] = []
         self._rewarded = False
@@ -183,10 +169,11 @@ class OpenEnvClient(BaseEnvClient):
         row = task.data.get("row", {})
         if not isinstance(row, dict):
             raise BadEnvironmentError(f"task '{task.id}' needs an object in data['row'], not {excerpt(repr(row))}")
-        self._form = ActionForm(_object(_object(await self.request("/schema")).get("action")))
+        schema = self._schema = _object(_object(await self.request("/schema")).get("action"))
         self._socket = await _connected(self.options)
         answer = self._answer(await self._ask("reset", {"seed": episode_index(task), **row}), "reset")
-        if self._form.calls_tools:
+        kind = _object(_object(schema.get("properties")).get("type"))
+        if "call_tool" in (kind.get("const"), kind.get("default")):
             listed = _object((await self._ask("step", {"type": "list_tools"})).get("observation")).get("tools")
             for tool in map(_object, listed if isinstance(listed, list) else ()):
                 name, parameters = str(tool.get("name")), tool.get("input_schema", tool.get("inputSchema"))
@@ -198,10 +185,9 @@ class OpenEnvClient(BaseEnvClient):
 
     async def act(self, action: str | list[tuple[ToolCall, JsonObject]]) -> ServerAnswer:
         """``step``, once for each call where the environment is driven by tools."""
-        assert self._form is not None
         self._results = []
         if isinstance(action, str):
-            return self._answer(await self._ask("step", self._form.read(action)), "step")
+            return self._answer(await self._ask("step", read_action(action, self._schema)), "step")
         earned, answer = 0.0, None
         for call, arguments in action:
             step: JsonObject = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
@@ -255,7 +241,7 @@ class OpenEnvClient(BaseEnvClient):
 
     def actions(self, task: Task) -> str:
         """The format of actions, from the server's schema; none for tools, which are offered themselves."""
-        return self._form.language() if self._form is not None and not self._tools else ""
+        return "" if self._tools else described(self._schema)
 
     async def _ask(self, kind: str, data: JsonObject) -> JsonObject:
         """The data of the answer to a message, which is sent once.

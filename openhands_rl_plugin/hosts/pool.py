@@ -48,7 +48,7 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
-from openhands_rl_plugin.environments.workspace.copies import ForkLimits, copy_tree
+from openhands_rl_plugin.environments.workspace.copies import copy_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, EnvironmentSessions, HostOptions, check_engine_setting
 from openhands_rl_plugin.rollout.journal import stored_episode
@@ -125,9 +125,8 @@ def _copies(workspace: Path, settings: RLSettings, attempts: int) -> list[Path]:
     made = list(itertools.islice((folder for folder in free if not folder.exists()), attempts))
     store = settings.storage.directory.resolve() if settings.storage_backend == "file" else workspace
     own = frozenset({store.relative_to(workspace).parts[0]}) if workspace in store.parents else frozenset[str]()
-    limits = ForkLimits(size=sys.maxsize, files=sys.maxsize, seconds=600.0)
     for folder in made:
-        copy_tree(workspace, folder, limits=limits, leave_out=own)
+        copy_tree(workspace, folder, seconds=600.0, leave_out=own)
     return made
 
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from itertools import batched
 from typing import Any, Protocol, runtime_checkable
 
-from pydantic import ValidationError
-
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, boundary, describe
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, boundary
 from openhands_rl_plugin.core.judgements import VERDICT, standing
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, WorkspaceCommand, sub_agent_of
@@ -89,13 +87,10 @@ async def judge(reward: Reward, trajectory: Trajectory) -> Score | Failure:
         return trajectory.failure
     try:
         with boundary(FailureKind.GRADER, f"reward {reward.version}"):
-            try:
-                answer = await reward(trajectory)
-                if not isinstance(answer, Score) or answer.trajectory_id != trajectory.id:
-                    raise GraderError(f"episode {trajectory.id}: reward {reward.version} gave {answer!r:.80}")
-                return Score.model_validate(vars(answer))
-            except ValidationError as error:
-                raise GraderError(f"episode {trajectory.id}: reward {reward.version}: {describe(error)}") from error
+            answer = await reward(trajectory)
+            if not isinstance(answer, Score) or answer.trajectory_id != trajectory.id:
+                raise GraderError(f"episode {trajectory.id}: reward {reward.version} gave {answer!r:.80}")
+            return answer
     except CaughtFailure as caught:
         return caught.failure
 

@@ -53,23 +53,6 @@ async def test_webshop_keys_list_answer_and_no_close():
     ]
 
 
-async def test_textcraft_keys():
-    def handler(path: str, body: Any) -> bytes:
-        if path == "/create":
-            return respond({"id": 0, "observation": "hello", "done": False, "reward": 0})
-        return respond(True if path == "/close" else {"observation": f"after {path}", "reward": 0, "done": False})
-
-    async with raw_server(handler) as server:
-        opening, _ = await play(client(server.url), task())
-    assert opening.messages[1].content == "after /reset"
-    assert server.requests == [
-        ("/create", {}),
-        ("/reset", {"id": 0, "data_idx": 3}),
-        ("/step", {"id": 0, "action": "act 0"}),
-        ("/close", {"id": 0}),
-    ]
-
-
 @pytest.mark.parametrize(
     ("score", "terminated", "truncated"), [(40, False, True), (100, True, False), (-100, True, False)]
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from one_episode import one_episode
+from one_episode import assert_failed, one_episode
 from openenv_wire import SCHEMA, Misbehaviour, Socket, error, observation, openenv_server, serving
 
 from openhands_rl_plugin.core.errors import GraderError, InfrastructureError
@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, RefusedActionError
-from openhands_rl_plugin.environments.openenv import ActionForm, OpenEnvClient
+from openhands_rl_plugin.environments.openenv import OpenEnvClient, read_action
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.testing import check_environment
 
@@ -53,7 +53,7 @@ async def test_the_grid_is_walked_to_its_goal_in_one_connection():
         player = client(server.url)
         opening = await player.reset(task())
         assert json.loads(text(opening)) == {"x": 0, "y": 0, "message": "Welcome to Grid World! Goal is at [4, 4]."}
-        assert "action (required) - one of UP, DOWN, LEFT, RIGHT: The direction" in (opening.messages[0].content or "")
+        assert '"required": ["action"]' in (opening.messages[0].content or "")
         walked = [await player.step(said(move)) for move in PATH]
         evidence = await player.evidence()
         await player.close()
@@ -198,24 +198,19 @@ def test_actions_by_their_schema():
         "properties": {"metadata": {"type": "object"}, "column": {"type": "integer"}},
         "required": ["column"],
     }
-    assert ActionForm(column).read("3") == {"column": 3}
-    assert ActionForm(column).read("three") == {"column": "three"}, "the server says what is wrong with it"
+    assert read_action("3", column) == {"column": 3}
+    assert read_action("three", column) == {"column": "three"}, "the server says what is wrong with it"
     answer: JsonObject = {"properties": {"answer": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
-    assert ActionForm(answer).read("42") == {"answer": "42"}
-    assert ActionForm(answer).read('{"x": 1}') == {"answer": '{"x": 1}'}
+    assert read_action("42", answer) == {"answer": "42"}
+    assert read_action('{"x": 1}', answer) == {"answer": '{"x": 1}'}
     call: JsonObject = {
         "properties": {"type": {"const": "call"}, "tool": {"type": "string"}, "arguments": {"type": "object"}},
         "required": ["tool"],
     }
-    assert ActionForm(call).read('{"tool": "echo", "arguments": {"a": 1}}') == {"tool": "echo", "arguments": {"a": 1}}
-    assert ActionForm(call).read("echo") == {"tool": "echo"}
-    assert ActionForm(call).language().splitlines()[1:] == [
-        "  tool (required) - string",
-        "  arguments (optional) - object",
-    ]
-    two = ActionForm({"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]})
-    with pytest.raises(RefusedActionError, match="a JSON object with these fields"):
-        two.read("1 2")
+    assert read_action('{"tool": "echo", "arguments": {"a": 1}}', call) == {"tool": "echo", "arguments": {"a": 1}}
+    assert read_action("echo", call) == {"tool": "echo"}
+    with pytest.raises(RefusedActionError, match=r'JSON of this schema: .*"x"'):
+        read_action("1 2", {"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]})
 
 
 # Misbehaviour: each gives a typed failure, never a valid episode without a reward.
@@ -225,16 +220,6 @@ async def play(url: str, *, timeout: float = 5) -> Trajectory:
     """One episode of at most four turns."""
     player = client(url, timeout=timeout)
     return await one_episode(player, ["Action: RIGHT"] * 4, task(), limits=Limits(max_turns=4))
-
-
-async def assert_failed(trajectory: Trajectory, kind: FailureKind, *words: str) -> None:
-    assert trajectory.stop is StopReason.ERROR
-    assert trajectory.failure is not None
-    assert trajectory.failure.kind is kind, trajectory.failure
-    assert [word for word in words if word not in trajectory.failure.message] == [], trajectory.failure.message
-    assert "\n" not in trajectory.failure.message
-    with pytest.raises(GraderError):
-        await ReturnReward()(trajectory)
 
 
 def at(kind: str, do: Callable[[Socket], Awaitable[object]], after: int = 0) -> Misbehaviour:
@@ -272,11 +257,9 @@ CASES = [
     pytest.param(lambda to: asyncio.sleep(3), INFRASTRUCTURE, ["did not answer", "0.5 s"], id="slow"),
     pytest.param(answer(json.dumps(error("EXECUTION_ERROR"))), ENVIRONMENT, ["EXECUTION_ERROR", "boom"], id="raises"),
     pytest.param(answer(json.dumps(error("FACTORY_ERROR"))), INFRASTRUCTURE, ["FACTORY_ERROR"], id="factory"),
-    pytest.param(answer('{"type": "observation"'), ENVIRONMENT, ["not valid JSON"], id="cut JSON"),
     pytest.param(answer('{"type": "state", "data": {}}'), ENVIRONMENT, ["answered a"], id="another answer"),
     pytest.param(answer(HUGE), ENVIRONMENT, ["'reward'", "finite"], id="1e999"),
     pytest.param(data(observation="text"), ENVIRONMENT, ["'observation'"], id="observation is a text"),
-    pytest.param(data(done="yes"), ENVIRONMENT, ["'done'"], id="done is a text"),
     pytest.param(data(metadata="x" * 5_000_000), INFRASTRUCTURE, ["4194304 bytes"], id="huge"),
 ]
 
@@ -292,17 +275,10 @@ async def test_misbehaves(where: str, do: Callable[[Socket], Awaitable[object]],
     assert Trajectory.model_validate_json(trajectory.model_dump_json()) == trajectory
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "kind", "words"),
-    [
-        (404, {}, ENVIRONMENT, "404"),
-        (503, {}, INFRASTRUCTURE, "503"),
-        (302, {"location": "http://192.0.2.1/"}, ENVIRONMENT, "302"),
-    ],
-)
-async def test_no_websocket_there(status: int, headers: dict[str, str], kind: FailureKind, words: str):
+@pytest.mark.parametrize(("status", "kind"), [(404, ENVIRONMENT), (503, INFRASTRUCTURE), (302, ENVIRONMENT)])
+async def test_no_websocket_there(status: int, kind: FailureKind):
     async def refuse(request: web.Request) -> web.Response:
-        return web.Response(status=status, headers=headers)
+        return web.Response(status=status, headers={"location": "http://192.0.2.1/"})
 
     async def publish(request: web.Request) -> web.Response:
         return web.json_response({"action": SCHEMA})
@@ -311,4 +287,4 @@ async def test_no_websocket_there(status: int, headers: dict[str, str], kind: Fa
     app.router.add_get("/ws", refuse)
     app.router.add_get("/schema", publish)
     async with serving(app) as url:
-        await assert_failed(await play(url), kind, words)
+        await assert_failed(await play(url), kind, str(status))

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keep_playing import PLAN
 
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import REDACTED
@@ -169,35 +164,3 @@ async def test_what_a_search_notes_later_is_stored_without_secrets_and_without_s
     tree.nodes[node].metadata["search"] = {"merged": 2}
     await journal.end(frozen(tree))
     assert await everything(storage) == [frozen(tree)]
-
-
-async def test_a_run_that_is_killed_keeps_what_was_answered_and_repeats_no_finished_episode(tmp_path: Path):
-    asked, ended, kills = tmp_path / "asked.txt", set[str](), 0
-    asked.touch()
-    for seconds in (0.2, 0.2, 60.0):
-        before = len(asked.read_text().splitlines())
-        kills += not await asyncio.to_thread(play_until_killed, tmp_path, seconds)
-        assert not ended & {line.split()[0] for line in asked.read_text().splitlines()[before:]}
-        episodes = await read_all(tmp_path / "store")
-        ended = {episode.id for episode in episodes if episode.stop is StopReason.TERMINATED}
-        assert kills == 0 or any(node.sampled for episode in episodes for node in episode.nodes)
-    assert kills == 2, "the run was over before it could be killed"
-    assert Counter(episode.stop for episode in episodes) == {StopReason.TERMINATED: len(PLAN.requests())}
-    assert len({episode.id for episode in episodes}) == len(episodes)
-    assert {len(list(episode.sampled())) for episode in episodes} == {7}
-
-
-def play_until_killed(folder: Path, seconds: float) -> bool:
-    """True when the run ended by itself."""
-    command = [sys.executable, str(Path(__file__).with_name("keep_playing.py")), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "playing\n"
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        process.kill()
-        return process.stdout.read() == "done\n"
-
-
-async def read_all(folder: Path) -> list[Trajectory]:
-    async with FileTrajectoryStorage(folder) as storage:
-        return await everything(storage)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.environments.workspace import cgroups
+from openhands_rl_plugin.environments.workspace import processes
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits
 from openhands_rl_plugin.environments.workspace.shell import Shell
 
@@ -96,7 +96,7 @@ def main() -> None:
         os.setgid(given.as_user)
         os.setuid(given.as_user)
     try:
-        if not cgroups._place() and not os.getuid():
+        if not processes._place() and not os.getuid():
             sys.exit("no control groups can be made here: use --as-user")
         print(f"user {os.getuid()}: {round_of(place)}", flush=True)
     finally:

@@ -26,7 +26,7 @@ from openhands.llm.llm_registry import LLMRegistry
 from openhands.storage.memory import InMemoryFileStore
 
 from openhands_rl_plugin.core.errors import EpisodeError
-from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkMethod
+from openhands_rl_plugin.environments.workspace.copies import ForkMethod
 from openhands_rl_plugin.hosts.v0.runtime import WorkspaceRuntime
 
 BOUNDS_MS: dict[ForkMethod, float] = {"overlay": 150.0, "copy": 1000.0}
@@ -61,7 +61,7 @@ def session(folder: Path) -> WorkspaceRuntime:
 def milliseconds(runtime: WorkspaceRuntime, method: ForkMethod) -> float:
     """One fork. Raises ``EpisodeError`` where the method does not work."""
     os.sync()
-    runtime.workspace.fork_methods = (method,)
+    runtime.workspace.overlay = method == "overlay"
     started = time.perf_counter()
     twin = runtime.fork()
     elapsed = time.perf_counter() - started
@@ -72,7 +72,7 @@ def milliseconds(runtime: WorkspaceRuntime, method: ForkMethod) -> float:
 def possible(runtime: WorkspaceRuntime) -> list[ForkMethod]:
     """The methods that work here; the first use of each is not measured."""
     found: list[ForkMethod] = []
-    for method in METHODS:
+    for method in BOUNDS_MS:
         try:
             milliseconds(runtime, method)
         except EpisodeError:
@@ -83,7 +83,7 @@ def possible(runtime: WorkspaceRuntime) -> list[ForkMethod]:
 
 def crossings(runtime: WorkspaceRuntime, forks: int) -> int:
     """How many of so many forks, 16 at a time, saw a file, a variable, a process or an output of another."""
-    runtime.workspace.fork_methods = METHODS
+    runtime.workspace.overlay = True
 
     def run(twin: WorkspaceRuntime, command: str) -> list[str]:
         action = CmdRunAction(command)
@@ -123,7 +123,7 @@ def main() -> None:
         runtime.close()
         runtime.event_stream.close()
     figures = {method: statistics.median(values) for method, values in taken.items()}
-    for method in METHODS:
+    for method in BOUNDS_MS:
         said = f"{figures[method]:8.1f} ms (bound {BOUNDS_MS[method]:g})" if method in figures else "not possible here"
         print(f"fork by {method:<10}{said}")
     print(f"of {args.forks} forks side by side, saw another's: {met} (bound 0)")

@@ -39,18 +39,23 @@ def _http_url(value: str) -> str:
     return value.rstrip("/")
 
 
-class HttpEnvironmentOptions(Frozen):
-    """How an environment server is reached and how the model is told to act.
-
-    ``timeout`` is in seconds, of one request. ``action_language`` of ``None`` means the known one of the task's
-    environment. ``api_key_env`` names the environment variable with the server's key, for one that asks for it.
+class EpisodeOptions(Frozen):
+    """How the model is told to act. ``timeout`` is in seconds, of one call. ``action_language`` of ``None`` means the
+    known one of the task's environment.
     """
 
-    base_url: Annotated[str, AfterValidator(_http_url)] = "http://127.0.0.1:8000"
     timeout: float = Field(default=60.0, gt=0)
     react_format: bool = True
     system_prompt: str | None = None
     action_language: str | None = None
+
+
+class HttpEnvironmentOptions(EpisodeOptions):
+    """How an environment server is reached, too.
+
+    ``api_key_env`` names the environment variable with the server's key, for one that asks for it."""
+
+    base_url: Annotated[str, AfterValidator(_http_url)] = "http://127.0.0.1:8000"
     api_key_env: str = ""
 
     def key(self) -> str:
@@ -151,17 +156,6 @@ ACTION_LANGUAGES = {
         "dunk <object> into <container>, mix <container>\n"
         "connect <object> to <object>, disconnect <object>, use <object> on <object>, focus on <object>, "
         "read <object>, eat <object>, flush <object>"
-    ),
-    "babyai": (
-        "turn right, turn left, move forward, toggle, drop, check available actions\n"
-        "go to <object> <id>, pickup <object> <id>, go to goal\n"
-        "go through <door> <id>, toggle and go through <door> <id>"
-    ),
-    "alfworld": (
-        "go to <place>, look, inventory, examine <object>\n"
-        "take <object> from <place>, put <object> in/on <place> (in newer versions: move <object> to <place>)\n"
-        "open <object>, close <object>, use <object>\n"
-        "clean <object> with <place>, heat <object> with <place>, cool <object> with <place>"
     ),
 }
 

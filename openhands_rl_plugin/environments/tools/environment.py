@@ -1,6 +1,6 @@
 """An environment of tools: the model calls them until it gives its answer.
 
-    environment = ToolEnvironment(tools=(ThinkTool(), FinalTool(), FunctionTool(look_up)))
+    environment = ToolEnvironment(tools=(ThinkTool(), FinalTool(), LookUp()))
 
 Each model response is one step, a malformed one too. When one of the tools ends the episode (``FinalTool``), only its
 argument reaches the user; otherwise a response without calls is the final answer."""
@@ -8,17 +8,15 @@ argument reaches the user; otherwise a response without calls is the final answe
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field, ImportString, JsonValue, TypeAdapter, ValidationError
-from pydantic_core import ArgsKwargs
 
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
@@ -111,6 +109,8 @@ def without_thought(text: str) -> str:
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MOST_CHARACTERS = 65_536
+"""Of a result."""
 
 
 class ToolBase(ABC):
@@ -173,43 +173,11 @@ class FinalTool(ToolBase):
         return str(arguments["answer"])
 
 
-class FunctionTool(ToolBase):
-    """A typed function as a tool; also a decorator. A function that is not async runs in a thread.
-
-    The name, the description (the docstring) and the schema (the annotations) come from the function. A result that is
-    not text is returned as JSON. Raises ``ConfigError`` for positional-only parameters and for types that JSON cannot
-    represent.
-    """
-
-    def __init__(self, function: Callable[..., Any], *, private: bool = False) -> None:
-        self.name = function.__name__
-        self.description = inspect.getdoc(function) or ""
-        self.private = private
-        self._is_async = inspect.iscoroutinefunction(function)
-        try:
-            self._adapter: TypeAdapter[Any] = TypeAdapter(function)  # pyright: ignore[reportArgumentType]
-            schema = self._adapter.json_schema()
-        except (NameError, TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{self.name!r} cannot be a tool: {describe(error)}") from error
-        if schema.get("type") != "object":
-            raise ConfigError(f"{self.name!r} cannot be a tool: all its parameters must accept keyword arguments")
-        self.parameters = schema
-
-    async def call(self, arguments: JsonObject) -> str:
-        """Call the function with ``arguments`` by name."""
-        given = ArgsKwargs((), dict(arguments))
-        if self._is_async:
-            result = await self._adapter.validate_python(given)
-        else:
-            result = await asyncio.to_thread(self._adapter.validate_python, given)
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-
-
 BUILT_IN: dict[str, type[ToolBase]] = {ThinkTool.name: ThinkTool, FinalTool.name: FinalTool}
 
 
 def load_tool(name: str) -> ToolBase:
-    """``"think"``, ``"final"`` or ``"module:Name"`` of a tool class, a tool or a typed function.
+    """``"think"``, ``"final"`` or ``"module:Name"`` of a tool class or a tool.
 
     A class is instantiated in each call. Raises ``ConfigError``.
     """
@@ -225,9 +193,7 @@ def load_tool(name: str) -> ToolBase:
         return found()
     if isinstance(found, ToolBase):
         return found
-    if inspect.isfunction(found):
-        return FunctionTool(found)
-    raise ConfigError(f"tool {name!r} is neither a ToolBase nor a typed function")
+    raise ConfigError(f"tool {name!r} is no ToolBase")
 
 
 def validators(tools: Sequence[ToolBase]) -> dict[str, Draft202012Validator]:
@@ -244,8 +210,6 @@ def validators(tools: Sequence[ToolBase]) -> dict[str, Draft202012Validator]:
     for tool in tools:
         if _NAME.fullmatch(tool.name) is None or tool.name in found:
             raise ConfigError(f"tool {tool.name!r} occurs twice, or its name has not 1 to 64 letters, digits, '_', '-'")
-        if not isinstance(tool.parameters, dict) or tool.parameters.get("type") != "object":
-            raise ConfigError(f"tool {tool.name!r}: parameters must be the JSON Schema of an object")
         try:
             Draft202012Validator.check_schema(tool.parameters)
         except SchemaError as error:
@@ -318,7 +282,7 @@ class ToolOptions(Frozen):
     ``opens_thought``: the model's prompt ends with ``<think>`` (Qwen3-Thinking, DeepSeek-R1), and the server leaves the
     reasoning in the response; all text up to ``</think>`` is then reasoning.
     ``system_prompt`` replaces the built-in words; a system message of the conversation is kept after it.
-    ``tool_timeout`` is in seconds and bounds one call, ``max_result_length`` is in characters.
+    ``tool_timeout`` is in seconds and bounds one call.
     """
 
     tools: tuple[str, ...] = (ThinkTool.name, FinalTool.name)
@@ -326,7 +290,6 @@ class ToolOptions(Frozen):
     opens_thought: bool = False
     system_prompt: str | None = None
     tool_timeout: float = Field(default=60.0, gt=0)
-    max_result_length: int = Field(default=65_536, ge=1)
 
 
 class ToolEnvironment:
@@ -436,7 +399,7 @@ class ToolEnvironment:
             return self._feedback(error.code, str(error))
         self._calls[call.name] += 1
         if not self._tools[call.name].ends:
-            return _cut(text, self.options.max_result_length)
+            return _cut(text, MOST_CHARACTERS)
         self._answer, self._open = text, False
         return "delivered"
 
@@ -470,7 +433,7 @@ class ToolEnvironment:
                 message = f"it did not answer within {self.options.tool_timeout:g} s"
             self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=message, ok=False))
             raise _CallError("tool_runtime_error", f"{call.name!r} failed: {message}") from caught
-        shown = _cut(text, self.options.max_result_length)
+        shown = _cut(text, MOST_CHARACTERS)
         self._tell(tool, ToolResult(call_id=call.id, name=call.name, content=shown))
         return text
 

@@ -13,19 +13,11 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import tempfile
-import threading
-import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.environments.workspace.sandbox import (
     INSIDE,
     BubblewrapSandbox,
@@ -36,18 +28,8 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 
 ForkMethod = Literal["overlay", "copy"]
 
-METHODS: tuple[ForkMethod, ...] = ("overlay", "copy")
-
-_GIBIBYTE = 1024**3
-_POLL = 0.01
-
-
-class ForkLimits(Frozen):
-    """Limits of one copy: bytes and files that are physically copied, and seconds."""
-
-    size: int = Field(default=2 * _GIBIBYTE, ge=0)
-    files: int = Field(default=200_000, ge=0)
-    seconds: float = Field(default=30.0, gt=0)
+FORK_SECONDS = 30.0
+"""For one copy of a workspace."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +49,24 @@ def fork_tree(
     source: Tree,
     into: Path,
     *,
-    limits: ForkLimits | None = None,
-    methods: Sequence[ForkMethod] = METHODS,
-    stop: threading.Event | None = None,
+    seconds: float = FORK_SECONDS,
+    overlay: bool = True,
     live: bool = False,
 ) -> Tree:
-    """A copy of ``source`` below ``into``, an existing empty directory of the caller. Blocks. ``live``: as in
-    ``copy_tree``.
-
-    Raises ``BadEnvironmentError`` when a limit is reached or none of ``methods`` works here: this workspace cannot be
-    forked. Raises ``InfrastructureError`` when ``stop`` is set or the copying fails.
+    """A copy of ``source`` below ``into``, an existing empty directory of the caller. Blocks. ``overlay``: where
+    one can be mounted, else a copy; ``live``: as in ``copy_tree``, which raises the same.
     """
-    limits = limits or ForkLimits()
     target = into / "workspace"
     target.mkdir()
-    if source.overlay is not None or ("overlay" in methods and can_overlay(into.parent, source.directory, into)):
+    if source.overlay is not None or (overlay and can_overlay(into.parent, source.directory, into)):
         lower = source.overlay.lower if source.overlay else source.directory
-        overlay = Overlay(lower, into / "upper", into / "work", target)
-        overlay.work.mkdir()
-        overlay.upper.mkdir()
+        layers = Overlay(lower, into / "upper", into / "work", target)
+        layers.work.mkdir()
+        layers.upper.mkdir()
         if source.overlay is not None:
-            copy_tree(source.overlay.upper, overlay.upper, limits=limits, stop=stop, live=live)
-        return Tree(target, overlay, "overlay")
-    if "copy" not in methods:
-        raise BadEnvironmentError(f"the workspace cannot be copied here by {' or '.join(methods)}")
-    copy_tree(source.directory, target, limits=limits, stop=stop, live=live)
+            copy_tree(source.overlay.upper, layers.upper, seconds=seconds, live=live)
+        return Tree(target, layers, "overlay")
+    copy_tree(source.directory, target, seconds=seconds, live=live)
     return Tree(target, None, "copy")
 
 
@@ -99,8 +74,7 @@ def copy_tree(
     source: Path,
     target: Path,
     *,
-    limits: ForkLimits,
-    stop: threading.Event | None = None,
+    seconds: float = FORK_SECONDS,
     leave_out: frozenset[str] = frozenset(),
     live: bool = False,
 ) -> None:
@@ -108,12 +82,14 @@ def copy_tree(
 
     Symbolic links are copied, not followed. Files share their blocks until one is written where the file system can.
     ``live``: processes of a session may put a link in a folder's place meanwhile; it then leads nowhere, because the
-    copying sees nothing else of the host, and owners are not kept. Raises ``BadEnvironmentError`` where a limit is
-    reached, and ``InfrastructureError``.
+    copying sees nothing else of the host, and owners are not kept. Raises ``BadEnvironmentError`` where what is there
+    cannot be copied, or takes more than ``seconds``, and ``InfrastructureError``.
     """
-    present = leave_out & set(os.listdir(source)) if leave_out else set()
-    parts = [f"{source}/{name}" for name in os.listdir(source) if name not in present] if present else [f"{source}/."]
-    _check_size(parts, limits)
+    try:
+        names = set(os.listdir(source))
+    except OSError as error:
+        raise BadEnvironmentError(f"copying the workspace failed: {error.strerror}") from error
+    parts = [f"{source}/{name}" for name in names - leave_out] if leave_out & names else [f"{source}/."]
     target.mkdir(exist_ok=True)
     if not parts:
         return
@@ -124,44 +100,23 @@ def copy_tree(
         command = BubblewrapSandbox(source).wrap([*command, *inside], [target])
     else:
         command += parts
-    deadline, null, found = time.monotonic() + limits.seconds, subprocess.DEVNULL, {**os.environ, "PATH": search_path()}
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(command, stdin=null, stdout=null, stderr=said, env=found) as process,
-    ):
-        while True:
-            try:
-                status = process.wait(_POLL)
-                break
-            except subprocess.TimeoutExpired:
-                if (stop is not None and stop.is_set()) or time.monotonic() > deadline:
-                    process.kill()
-        if status:
-            said.seek(0)
-            words = said.read(4096).decode("utf-8", "replace").strip().splitlines()
-            reason = f"it took longer than {limits.seconds:g} s" if time.monotonic() > deadline else "it was cancelled"
-            full = words and words[-1].endswith(os.strerror(errno.ENOSPC))
-            # Others than cp speak where the sandbox, or cp in it, does not start.
-            by_session = words and words[0].startswith("cp: ") and not full
-            kind = BadEnvironmentError if by_session else InfrastructureError
-            raise kind(f"copying the workspace failed: {words[-1] if words else reason}")
-
-
-def _check_size(paths: Sequence[str], limits: ForkLimits) -> None:
-    files = size = 0
-    folders = [path for path in paths if os.path.isdir(path) and not os.path.islink(path)]
-
-    def refuse(error: OSError) -> None:
-        raise BadEnvironmentError(f"the workspace cannot be copied for a search: {error.strerror}") from error
-
-    for folder, below, names in (each for path in folders for each in os.walk(path, onerror=refuse)):
-        files += len(below) + len(names)
-        with suppress(FileNotFoundError):
-            size += sum(os.lstat(os.path.join(folder, name)).st_size for name in names)
-        if files > limits.files or size > limits.size:
-            found = f"{limits.files} files" if files > limits.files else f"{limits.size >> 20} MiB"
-            raise BadEnvironmentError(
-                f"the workspace is too large to be copied for a search: it has more than {found}; make it smaller, or "
-                'use a strategy and a value that need no copies (BestOfN or ToT with value = "model" or '
-                '"verifier", StandardReAct)'
-            )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            env={**os.environ, "PATH": search_path()},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BadEnvironmentError(
+            f"the workspace is too large to be copied for a search in {seconds:g} s: make it smaller, or use "
+            'BestOfN or ToT with value = "model" or "verifier", or StandardReAct, which need no copies'
+        ) from error
+    if done.returncode:
+        words = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        full = words[-1].endswith(os.strerror(errno.ENOSPC))
+        # Others than cp speak where the sandbox, or cp in it, does not start.
+        kind = BadEnvironmentError if words[0].startswith("cp: ") and not full else InfrastructureError
+        raise kind(f"copying the workspace failed: {words[-1][:300]}")

@@ -1,23 +1,28 @@
-"""Runs programs to their end, with a time limit; no process is left behind when anything fails."""
+"""Runs programs to their end, with a time limit; no process is left behind when anything fails.
+
+Control groups (version 2) bound processes and memory of a session, for root too. A group is made beside or below this
+process's own, where this user may: as root, or where systemd delegated the place.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
-from openhands_rl_plugin.environments.workspace.cgroups import in_group, make_group, remove_group
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 
-_CHUNK = 2**16
+_CHUNK, _KEPT = 2**16, 64 * 2**20
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -28,7 +33,7 @@ if os.getppid() == int(sys.argv[1]):  # else it has ended before
 
 
 class Ended(NamedTuple):
-    """How a program ended. ``output`` is stdout with stderr, at most ``keep`` bytes of it; ``truncated``: whether
+    """How a program ended. ``output`` is stdout with stderr, at most 64 MiB of it; ``truncated``: whether
     there was more. ``code`` is negative for a signal.
     """
 
@@ -45,11 +50,8 @@ class Ended(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        """The last line with content, for an error message; lines of a shell trace (``set -x``) do not count, nor does
-        the advice that some programs end with.
-        """
+        """The last line with content, for an error message; lines of a shell trace (``set -x``) do not count."""
         lines = [line.strip() for line in self.text[-20_000:].splitlines() if line.strip() and line[0] != "+"]
-        lines = [line for line in lines if not (line.startswith("Run '") and "--help' for more" in line)] or lines
         return lines[-1][:300] if lines else f"exit status {self.code}, without output"
 
 
@@ -57,10 +59,8 @@ async def run(
     command: Sequence[str],
     *,
     timeout: float | None = None,
-    directory: Path | None = None,
     variables: Mapping[str, str] | None = None,
     given: bytes | None = None,
-    keep: int = 64 * 2**20,
     limits: SandboxLimits | None = None,
 ) -> Ended:
     """Run ``command`` with ``given`` on stdin (else nothing), in a process group of its own, which is killed at the
@@ -77,7 +77,6 @@ async def run(
             stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=directory,
             env=None if variables is None else dict(variables),
             start_new_session=True,
         )
@@ -90,8 +89,8 @@ async def run(
         nonlocal truncated
         assert process.stdout is not None
         while chunk := await process.stdout.read(_CHUNK):
-            kept.extend(chunk[: keep - len(kept)])
-            truncated = truncated or len(kept) >= keep
+            kept.extend(chunk[: _KEPT - len(kept)])
+            truncated = truncated or len(kept) >= _KEPT
 
     async def write() -> None:
         if given is not None and process.stdin is not None:
@@ -129,3 +128,73 @@ async def checked(command: Sequence[str], what: str, **options) -> Ended:
     if ended.code:
         raise InfrastructureError(f"{what}: {ended.last_line}")
     return ended
+
+
+_PREFIX = "openhands-rl-"
+_JOIN = 'echo $$ > "$0"/cgroup.procs && exec "$@"'
+_ENDING = 5.0
+
+
+def in_group(group: Path | None) -> Sequence[str]:
+    """The beginning of a command line that runs in the group."""
+    return () if group is None else ("sh", "-c", _JOIN, str(group))
+
+
+def make_group(processes: int, memory: int) -> Path | None:
+    """A group whose processes may be so many with their threads, and have so many bytes; ``None`` where none can be
+    made. Thread-safe."""
+    place = _place()
+    with suppress(OSError):
+        return None if place is None else _made(place, processes, memory)
+    return None
+
+
+def remove_group(group: Path | None) -> None:
+    """Kill what is left in it, and remove it."""
+    if group is None:
+        return
+    with suppress(OSError):
+        (group / "cgroup.kill").write_text("1")
+    deadline = time.monotonic() + _ENDING
+    while group.exists() and time.monotonic() < deadline:
+        with suppress(OSError):
+            group.rmdir()
+        time.sleep(0.002)
+
+
+@functools.cache
+def _place() -> Path | None:
+    """The nearest folder above this process whose groups have both bounds, and into which processes may be put."""
+    try:
+        mount = next(
+            line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines() if " cgroup2 " in line
+        )
+        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        start = Path(f"{mount}{own}")
+        above = [folder for folder in (start, *start.parents) if folder.is_relative_to(mount)]
+        for place in above:
+            enabled = (place / "cgroup.subtree_control").read_text().split()
+            if {"pids", "memory"} <= {*enabled} and os.access(place, os.W_OK):
+                _remove_old(place)
+                group = _made(place, 64, 2**30)
+                joined = subprocess.run([*in_group(group), "true"], capture_output=True, check=False)
+                remove_group(group)
+                return None if joined.returncode else place
+    except (OSError, StopIteration):
+        pass
+    return None
+
+
+def _made(place: Path, processes: int, memory: int) -> Path:
+    group = place / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    (group / "pids.max").write_text(str(processes))
+    (group / "memory.max").write_text(str(memory))
+    return group
+
+
+def _remove_old(place: Path) -> None:
+    """The groups of processes that were killed."""
+    for group in place.glob(f"{_PREFIX}*"):
+        if not Path("/proc", group.name.removeprefix(_PREFIX).partition("-")[0]).exists():
+            remove_group(group)

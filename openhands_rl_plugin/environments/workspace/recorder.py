@@ -5,7 +5,7 @@ It is executed in a sandbox by the standard library alone: ``python -I -S -c <te
 and ``bytes``, and bytes of ``names`` and ``patch``. The variables ``GIT_DIR`` and ``GIT_INDEX_FILE`` name the record.
 
 Git gets the names of files and links one by one, so that repositories in the workspace are folders like any other. What
-nobody may read is opened meanwhile.
+nobody may read is opened to its owner.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ def beginning(most: int, *words: str) -> str:
 
 
 class Files:
-    """The workspace's files and links, and folders and files that were opened to their owner."""
+    """The workspace's files and links."""
 
     def __init__(self, most: int) -> None:
         self.found: dict[bytes, os.stat_result] = {}
-        self.opened: list[tuple[bytes, int]] = []
         pending = [b""]
         while pending:
             folder = pending.pop()
             if not os.access(folder or b".", os.R_OK | os.W_OK | os.X_OK):
-                self.open(folder or b".", stat.S_IRWXU)
+                add_rights(folder or b".", stat.S_IRWXU)
             with contextlib.suppress(OSError), os.scandir(folder or b".") as entries:
                 for entry in entries:
                     name = os.path.join(folder, entry.name)
@@ -66,22 +65,11 @@ class Files:
                     elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
                         self.found[name] = entry.stat(follow_symlinks=False)
                         if not entry.is_symlink() and not os.access(name, os.R_OK):
-                            self.open(name, stat.S_IRUSR)
+                            add_rights(name, stat.S_IRUSR)
                     elif entry.name == b".gitignore":
                         sys.exit("a .gitignore is no file")
             if len(self.found) > most:
                 sys.exit(f"the workspace has more than {most} files")
-
-    def open(self, name: bytes, mode: int) -> None:
-        with contextlib.suppress(OSError):
-            before = stat.S_IMODE(os.lstat(name).st_mode)
-            os.chmod(name, before | mode)
-            self.opened.append((name, before))
-
-    def close(self) -> None:
-        for name, mode in reversed(self.opened):
-            with contextlib.suppress(OSError):
-                os.chmod(name, mode)
 
     def seen(self, known: set[bytes], protected: list[str]) -> list[bytes]:
         """Those that git does not ignore, that are ``known``, or protected."""
@@ -91,6 +79,11 @@ class Files:
         ignored = {name[2:] for name in said.split(b"\0")}
         left = {name for name in ignored - known if not matches(name, protected)}
         return [name for name in self.found if name not in left]
+
+
+def add_rights(name: bytes, rights: int) -> None:
+    with contextlib.suppress(OSError):
+        os.chmod(name, stat.S_IMODE(os.lstat(name).st_mode) | rights)
 
 
 def matches(name: bytes, patterns: list[str]) -> bool:
@@ -123,16 +116,13 @@ def remember(asked: dict) -> dict:
         known = {*git("ls-files", "-z", codes=(0, 128)).split(b"\0")}
         os.unlink(index)
     files = Files(asked["files"])
-    try:
-        names = [name for name in files.seen(known, asked["protected"]) if files.found[name].st_size <= LARGEST]
-        if sum(files.found[name].st_size for name in names) > asked["bytes"]:
-            if not os.path.isdir(b".git/objects"):
-                sys.exit(f"the workspace has more than {asked['bytes'] >> 20} MiB, and is no git repository")
-            with open(f"{record}/objects/info/alternates", "w") as file:
-                file.write(os.path.abspath(".git/objects") + "\n")
-        git("update-index", "--add", "-z", "--stdin", names=names)
-    finally:
-        files.close()
+    names = [name for name in files.seen(known, asked["protected"]) if files.found[name].st_size <= LARGEST]
+    if sum(files.found[name].st_size for name in names) > asked["bytes"]:
+        if not os.path.isdir(b".git/objects"):
+            sys.exit(f"the workspace has more than {asked['bytes'] >> 20} MiB, and is no git repository")
+        with open(f"{record}/objects/info/alternates", "w") as file:
+            file.write(os.path.abspath(".git/objects") + "\n")
+    git("update-index", "--add", "-z", "--stdin", names=names)
     return {"tree": git("write-tree").decode().strip()}
 
 
@@ -140,16 +130,13 @@ def changes(asked: dict) -> dict:
     """The names of what differs from the record, and a patch."""
     known, files = {*recorded()}, Files(asked["files"])
     began = os.stat(os.environ["GIT_DIR"] + "/info/attributes").st_ctime
-    try:
-        names = {*files.seen(known, asked["protected"])}
-        large = {name for name in names if files.found[name].st_size > LARGEST}
-        new = [files.found[name] for name in names - large]
-        if sum(status.st_size for status in new if status.st_ctime > began) > asked["bytes"]:
-            sys.exit(f"more than {asked['bytes'] >> 20} MiB were written")
-        git("update-index", "--force-remove", "-z", "--stdin", names=sorted(known - names))
-        git("update-index", "--add", "--replace", "-z", "--stdin", names=sorted(names - large))
-    finally:
-        files.close()
+    names = {*files.seen(known, asked["protected"])}
+    large = {name for name in names if files.found[name].st_size > LARGEST}
+    new = [files.found[name] for name in names - large]
+    if sum(status.st_size for status in new if status.st_ctime > began) > asked["bytes"]:
+        sys.exit(f"more than {asked['bytes'] >> 20} MiB were written")
+    git("update-index", "--force-remove", "-z", "--stdin", names=sorted(known - names))
+    git("update-index", "--add", "--replace", "-z", "--stdin", names=sorted(names - large))
     trees = asked["tree"], git("write-tree").decode().strip()
     # With an index git would read a file of the workspace again, as it is now, in the place of what was recorded.
     os.environ["GIT_INDEX_FILE"] += "-none"

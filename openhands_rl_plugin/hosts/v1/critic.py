@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -75,12 +74,12 @@ class RewardCritic(CriticBase):
         """The score of the conversation up to its last event. Raises ``NoScoreError``, which the SDK logs."""
         if (judged := stepping.get()) is None:
             raise NoScoreError(self.reward, "it judges the conversations of an RLAgent only")
-        given_up, session = threading.Event(), judged.session
+        session = judged.session
         given: JsonObject = self.evidence if git_patch is None else {**self.evidence, "git_patch": git_patch}
         ends = isinstance(events[-1], MessageEvent) or said_finish(events)
         stop = StopReason.TERMINATED if ends else StopReason.UNFINISHED
         trajectory = session.freeze(stop=stop, evidence={**(session.evidence or {}), **given})
-        work = self._judge(trajectory, runtime_of(judged.id), given_up)
+        work = self._judge(trajectory, runtime_of(judged.id))
         judging = asyncio.run_coroutine_threadsafe(work, _loop().loop)
         try:
             # A reward that blocks the loop is not cancelled by it; it ends by itself.
@@ -91,7 +90,6 @@ class RewardCritic(CriticBase):
             why = error.failure.message if isinstance(error, CaughtFailure) else str(error)
             raise NoScoreError(self.reward, why) from error
         finally:
-            given_up.set()
             judging.cancel()
         if (reward := score.reward) is None or not 0 <= reward <= 1:
             raise NoScoreError(self.reward, _NOTHING if reward is None else f"{reward:g} is no score from 0 to 1")
@@ -106,7 +104,7 @@ class RewardCritic(CriticBase):
     def _late(self) -> str:
         return f"took longer than {self.timeout:g} s; raise the critic's timeout"
 
-    async def _judge(self, trajectory: Trajectory, workspace: object, given_up: threading.Event) -> Score:
+    async def _judge(self, trajectory: Trajectory, workspace: object) -> Score:
         """The reward's score, with the last answer, the label and the result of its command as evidence."""
         with boundary(FailureKind.GRADER, f"critic.{self.reward}"):
             made = self._reward or await asyncio.to_thread(registry.build, "rewards", self.reward, self.options)
@@ -117,7 +115,7 @@ class RewardCritic(CriticBase):
                 if not isinstance(workspace, ConversationWorkspace):
                     raise GraderError("its command needs the workspace of an RLAgent in a sandbox (isolation)")
                 bounded = asked.model_copy(update={"timeout": min(asked.timeout, self.timeout)})
-                ran = await asyncio.to_thread(workspace.check, bounded, given_up)
+                ran = await asyncio.to_thread(workspace.check, bounded)
                 if ran.timed_out and asked.timeout > self.timeout:
                     raise GraderError(f"its command {self._late()}")
                 found[CHECKED] = ran.model_dump(mode="json")

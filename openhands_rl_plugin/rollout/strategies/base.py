@@ -11,7 +11,6 @@ from pydantic import Field
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError
 from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, info_of
-from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import Failure, Frozen, JsonObject, SamplingParams
 from openhands_rl_plugin.rollout.strategies.search import (
@@ -27,8 +26,6 @@ from openhands_rl_plugin.rollout.strategies.search import (
     together,
 )
 from openhands_rl_plugin.rollout.strategies.value import NoValue, RolloutValue, ValueFunction, built_in, value_after
-
-_LOG = redacting_logger(__name__)
 
 
 class SearchStrategy[O: SearchOptions](ABC):
@@ -54,7 +51,6 @@ class SearchStrategy[O: SearchOptions](ABC):
             changes, value = {**changes, "value": value}, None
         self.options: O = options or checked(self.Options, changes)
         self._value = value or built_in(self.options.value, self.options.value_options)
-        self._warned = False
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         """Search below ``tree.head`` and return the action to commit.
@@ -85,15 +81,10 @@ class SearchStrategy[O: SearchOptions](ABC):
 
     def check_world(self, world: EnvInfo | None) -> None:
         """Raise ``ConfigError`` when the strategy cannot do without what is missing; ``None``: it cannot fork."""
-        if world is None and self._value.needs_world:
+        if world is None and (self._value.needs_world or isinstance(self._value, NoValue)):
             raise ConfigError(
                 f"{self.name} with value = {self._value.name!r} needs an environment that can fork, and this one "
-                'cannot: use value = "model", or an environment with fork()'
-            )
-        if world is None and isinstance(self._value, NoValue):
-            raise ConfigError(
-                f"{self.name} with value = 'none' compares the rewards of steps in forks, and this environment cannot "
-                'fork: set value = "model" or "verifier", or act without a search (StandardReAct)'
+                'cannot: set value = "model" or "verifier", or act without a search (StandardReAct)'
             )
         if world is not None and not world.emits_rewards and isinstance(self._value, NoValue | RolloutValue):
             raise ConfigError(
@@ -126,11 +117,7 @@ class SearchStrategy[O: SearchOptions](ABC):
 
     async def _choose(self, search: Search) -> int | None:
         if search.world is not None and not self._needs_forks():
-            refused = await search.without_forks()
-            if refused is not None:
-                if not self._warned:
-                    _LOG.warning("%s judges without forks, as the environment refuses them now: %s", self.name, refused)
-                self._warned = True
+            await search.without_forks()
         return await self.choose(search)
 
     def _needs_forks(self) -> bool:

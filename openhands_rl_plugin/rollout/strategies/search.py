@@ -435,8 +435,8 @@ class Search:
         if self._worlds.get(state) is not None:
             await self._worlds.end(self._worlds.take(state))
 
-    async def without_forks(self) -> str | None:
-        """Search without forks for the rest of the turn if the environment refuses them; returns the reason.
+    async def without_forks(self) -> None:
+        """Search without forks for the rest of the turn if the environment refuses them; the log has the reason.
 
         A fork that was made for this is used for the first step.
         """
@@ -444,13 +444,11 @@ class Search:
             with boundary(FailureKind.ENVIRONMENT, "search.fork"):
                 environment = await self.in_time(self._fork_at(self.root, 0))
         except CaughtFailure as caught:
-            if not isinstance(caught.__cause__, BadEnvironmentError):
-                return None
-            self.world = None
-            self.log["without_forks"] = caught.failure.message
-            return caught.failure.message
+            if isinstance(caught.__cause__, BadEnvironmentError):
+                self.world = None
+                self.log["without_forks"] = caught.failure.message
+            return
         self._worlds.keep(self.root, environment)
-        return None
 
     def drop(self, action: int, failure: Failure) -> None:
         """Take a branch out of the search for good."""

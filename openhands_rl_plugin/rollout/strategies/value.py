@@ -120,36 +120,32 @@ class RolloutValue:
         return ValueEstimate(0.0, tuple(path))
 
 
-class ModelValueOptions(StrictOptions):
-    """The question put to the model, which is answered with yes or no. ``scale`` is the value of a sure yes."""
-
-    question: str = (
-        "Look at the conversation so far. Will the task be completed successfully if it goes on like this? "
-        "Answer with one word, Yes or No."
-    )
-    scale: float = Field(default=1.0, gt=0)
+_QUESTION = (
+    "Look at the conversation so far. Will the task be completed successfully if it goes on like this? "
+    "Answer with one word, Yes or No."
+)
 
 
 class ModelValue:
-    """The model's own probability that the task will succeed, read from the logprob of its answer."""
+    """The model's own probability that the task will succeed, read from the logprob of its answer, yes or no."""
 
-    Options = ModelValueOptions
+    Options = StrictOptions
     name = "model"
     needs_world = False
 
-    def __init__(self, options: ModelValueOptions | None = None) -> None:
-        self._options = options or ModelValueOptions()
+    def __init__(self, options: StrictOptions | None = None) -> None:
+        """There are no options."""
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
-        """Sample once. An answer that is neither yes nor no counts as undecided, half of the scale; the report says how
+        """Sample once. An answer that is neither yes nor no counts as undecided, 0.5; the report says how
         many there were, because a model that thinks before it answers gives no others."""
-        question = Message(role="user", content=self._options.question)
+        question = Message(role="user", content=_QUESTION)
         answer = await search.ask((*search.tree.messages(state), question), max_tokens=4)
         if answer is None:
             return None
         probability = self._probability(answer)
         search.log["undecided"] += probability is None
-        return ValueEstimate(self._options.scale * (0.5 if probability is None else probability))
+        return ValueEstimate(0.5 if probability is None else probability)
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
         """Where the world pays rewards, they are what the end is worth; else as for any other state."""
@@ -278,14 +274,13 @@ def episode_so_far(search: Search, state: int, evidence: JsonObject) -> Trajecto
 
 
 class VerifierValueOptions(StrictOptions):
-    """``scale`` is the value of a sure success. All other keys are those of the reward ``verifier``, such as
-    ``adapter`` and ``base_url``; ``verifier`` names another reward of that kind.
+    """The keys are those of the reward ``verifier``, such as ``adapter`` and ``base_url``; ``verifier`` names another
+    reward of that kind.
     """
 
     model_config = ConfigDict(extra="allow")
 
     verifier: str = "verifier"
-    scale: float = Field(default=1.0, gt=0)
 
     @property
     def verifier_options(self) -> JsonObject:
@@ -304,13 +299,12 @@ class VerifierValue:
     needs_world = False
 
     def __init__(self, options: VerifierValueOptions | None = None, *, verifier: Reward) -> None:
-        self._scale = (options or VerifierValueOptions()).scale
         self._verifier = verifier
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
         """Judge once; ``None`` if it cannot be judged."""
         score = await judged_in_time(search, self._verifier, _conversation(search, state))
-        return None if score is None else ValueEstimate(self._scale * score - earned(search, state))
+        return None if score is None else ValueEstimate(score - earned(search, state))
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
         """Where the environment has paid something, that is what the end is worth; else as for any other state."""

@@ -7,19 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from one_episode import one_episode
+from one_episode import assert_failed, one_episode
 from raw_server import raw_server, respond
 
-from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.types import (
     FailureKind,
     Limits,
-    StopReason,
     Task,
     Trajectory,
 )
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.rewards.outcome import ReturnReward
 
 INFRASTRUCTURE, ENVIRONMENT = FailureKind.INFRASTRUCTURE, FailureKind.ENVIRONMENT
 GOOD = {"state": "s", "reward": 0.25, "done": False}
@@ -30,16 +27,6 @@ async def play(url: str, *, timeout: float = 5, limits: Limits | None = None, **
     options = HttpEnvironmentOptions(base_url=url, timeout=timeout, **changes)
     task = Task(id="t", environment="webshop", instruction="go", data={"idx": 0})
     return await one_episode(WebEnvClient(options), ["Action: go"] * 4, task, limits=limits or Limits(max_turns=4))
-
-
-async def assert_failed(trajectory: Trajectory, kind: FailureKind, *words: str) -> None:
-    assert trajectory.stop is StopReason.ERROR
-    assert trajectory.failure is not None
-    assert trajectory.failure.kind is kind, trajectory.failure
-    assert [word for word in words if word not in trajectory.failure.message] == [], trajectory.failure.message
-    assert "\n" not in trajectory.failure.message
-    with pytest.raises(GraderError):
-        await ReturnReward()(trajectory)
 
 
 def on_step(answer: bytes | None, after: int = 0) -> Callable[[str, Any], bytes | None]:

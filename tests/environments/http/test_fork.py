@@ -11,11 +11,10 @@ from small_shop import running_shop
 from test_client import CountingServer, options, said, task
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError
-from openhands_rl_plugin.core.protocols import Forkable, Strategy
+from openhands_rl_plugin.core.protocols import Forkable
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.environments.http.client import WebEnvClient
-from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
-from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
+from openhands_rl_plugin.rollout.strategies.base import BestOfNStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 
 pytestmark = pytest.mark.contract
@@ -78,14 +77,10 @@ async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
         await client.close()
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [MCTSStrategy(MCTSOptions(num_simulations=8, value="none")), BestOfNStrategy(BestOfNOptions(n=2, value="rollout"))],
-)
-async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to_do(strategy: Strategy):
+async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to_do():
     """It is the environment's failure, which no retry mends: candidates would be paid for again."""
     async with raw_server(CountingServer(sessions=False)) as server:
-        engine = ScriptedEngine(["Action: one", "Action: two"] * 8)
+        engine, strategy = ScriptedEngine(["Action: one", "Action: two"] * 8), BestOfNStrategy(n=2, value="rollout")
         played = await one_episode(WebEnvClient(options(server.url)), engine, task(7), strategy=strategy)
         assert played.failure is not None and played.failure.kind is FailureKind.ENVIRONMENT
         assert "has no sessions" in played.failure.message and '"StandardReAct"' in played.failure.message

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, InfrastructureError
@@ -20,7 +19,6 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.tools.environment import (
     FinalTool,
-    FunctionTool,
     ThinkTool,
     ToolBase,
     ToolCallStarted,
@@ -35,13 +33,33 @@ TASK = Task(id="t", environment="tools", instruction="How many?", data={"label":
 SECRET = "the notes of nobody else"
 
 
-def look_up(word: str, times: int = 1) -> str:
-    """Find a word."""
-    return f"found {word} {times} times"
+class LookUp(ToolBase):
+    name, description = "look_up", "Find a word."
+    parameters: ClassVar = {
+        "type": "object",
+        "properties": {"word": {"type": "string"}, "times": {"type": "integer"}},
+        "required": ["word"],
+        "additionalProperties": False,
+    }
+
+    async def call(self, arguments: Any) -> str:
+        return f"found {arguments['word']} {arguments.get('times', 1)} times"
+
+
+class Calling(ToolBase):
+    """A tool without arguments that does what ``function`` does."""
+
+    parameters: ClassVar = {"type": "object"}
+
+    def __init__(self, function: Callable[[], Awaitable[str]]) -> None:
+        self.name, self._function = function.__name__, function
+
+    async def call(self, arguments: Any) -> str:
+        return await self._function()
 
 
 def tools(*more: ToolBase) -> tuple[ToolBase, ...]:
-    return (ThinkTool(), FunctionTool(look_up), FinalTool(), *more)
+    return (ThinkTool(), LookUp(), FinalTool(), *more)
 
 
 def native(*calls: tuple[str, Any], content: str | None = None) -> Message:
@@ -107,19 +125,17 @@ async def test_calls_are_executed_until_the_answer(template: str, write: Any) ->
         ("", "no_tool_call"),
         ("I think it is three.", "no_tool_call"),
         ('<tool_call>\n{"name": "final", "arguments": {"answer": "x"', "invalid_action_format"),
-        ('<tool_call>{"name": "final", "arguments": {answer}}</tool_call>', "invalid_action_format"),
         (
             '<think><tool_call>{"name": "final", "arguments": {"answer": "x"}}</tool_call></think>',
             "invalid_action_format",
         ),
         ('<tool_call>{"name": "finale", "arguments": {"answer": "x"}}</tool_call>', "unknown_tool"),
         ('<tool_call>{"name": "final", "arguments": {"answer": 3}}</tool_call>', "invalid_arguments"),
-        ('<tool_call>{"name": "final", "arguments": {"answer": "x", "more": 1}}</tool_call>', "invalid_arguments"),
     ],
 )
 @pytest.mark.parametrize("ending", [True, False], ids=["final tool", "no final tool"])
 async def test_a_malformed_answer_is_feedback_and_never_an_answer(words: str | None, code: str, ending: bool) -> None:
-    given = tools() if ending else (ThinkTool(), FunctionTool(look_up))
+    given = tools() if ending else (ThinkTool(), LookUp())
     environment = await opened(*given, template="qwen3")
     observation = await environment.step(said(words))
     if not ending and words == "I think it is three.":
@@ -136,12 +152,10 @@ async def test_a_malformed_answer_is_feedback_and_never_an_answer(words: str | N
     ("arguments", "code"),
     [
         ("{", "invalid_action_format"),
-        ("[]", "invalid_action_format"),
         ('{"word": NaN}', "invalid_action_format"),
         ("[" * 100_000, "invalid_action_format"),
         ("{}", "invalid_arguments"),
         ('{"word": "a", "times": "many"}', "invalid_arguments"),
-        ('{"word": "a", "self": 1}', "invalid_arguments"),
     ],
 )
 async def test_arguments_are_checked_against_the_schema(arguments: str, code: str) -> None:
@@ -149,15 +163,6 @@ async def test_arguments_are_checked_against_the_schema(arguments: str, code: st
     observation = await environment.step(native(("look_up", arguments)))
     assert codes(observation) == [code]
     assert observation.messages[0].tool_call_id == "id0"
-
-
-@settings(max_examples=40)
-@given(st.text(alphabet='<>/{}":,_ \ntolcahinkfr'))
-async def test_no_text_breaks_the_environment(words: str) -> None:
-    for template in ("", "qwen3", "llama3.1"):
-        environment = await opened(template=template)
-        observation = await environment.step(said(words))
-        assert observation.messages and not observation.terminated
 
 
 # Defects that tool agents are known for, one test each.
@@ -194,52 +199,48 @@ async def test_calls_after_the_answer_are_refused_by_name() -> None:
 
 
 async def test_a_tool_that_raises_is_feedback() -> None:
-    def broken(word: str) -> str:
-        """Break."""
-        raise KeyError(word)
+    async def broken() -> str:
+        raise KeyError("x")
 
     heard: list[ToolEvent] = []
-    environment = ToolEnvironment(tools=(FunctionTool(broken),), listener=heard.append)
+    environment = ToolEnvironment(tools=(Calling(broken),), listener=heard.append)
     await environment.reset(TASK)
-    assert codes(await environment.step(native(("broken", {"word": "x"})))) == ["tool_runtime_error"]
+    assert codes(await environment.step(native(("broken", {})))) == ["tool_runtime_error"]
     assert heard[-1] == ToolResult(call_id="id0", name="broken", content="KeyError: 'x'", ok=False)
 
 
 async def test_broken_infrastructure_fails_the_episode() -> None:
     async def away() -> str:
-        """Away."""
         raise InfrastructureError("the index is away")
 
-    environment = await opened(FunctionTool(away))
+    environment = await opened(Calling(away))
     with pytest.raises(CaughtFailure, match="the index is away"):
         await environment.step(native(("away", {})))
 
 
 async def test_a_tool_has_a_time_and_a_result_a_length() -> None:
     async def hang() -> str:
-        """Hang."""
         await asyncio.sleep(60)
         return ""
 
-    def much() -> str:
-        """Much."""
-        return "x" * 50
+    async def much() -> str:
+        return "x" * 65_576
 
-    environment = await opened(FunctionTool(hang), FunctionTool(much), tool_timeout=1.0, max_result_length=10)
+    environment = await opened(Calling(hang), Calling(much), tool_timeout=0.2)
     observation = await environment.step(native(("hang", {}), ("much", {})))
     assert codes(observation) == ["tool_runtime_error"]
-    assert "did not answer within 1 s" in (observation.messages[0].content or "")
-    assert observation.messages[1].content == "xxxxxxxxxx\n[40 characters cut]"
+    assert "did not answer within 0.2 s" in (observation.messages[0].content or "")
+    assert (observation.messages[1].content or "").endswith("x\n[40 characters cut]")
 
 
 async def test_the_registry_builds_it_with_tools_by_name() -> None:
-    built = registry.build("environments", "tools", {"tools": ["final", f"{__name__}:look_up"], "template": "qwen3"})
+    built = registry.build("environments", "tools", {"tools": ["final", f"{__name__}:LookUp"], "template": "qwen3"})
     await built.reset(TASK)
     assert codes(await built.step(text(("think", {"notes": "x"})))) == ["unknown_tool"]
     for options, message in (
         ({"tools": ["finale"]}, "unknown tool 'finale'"),
         ({"tools": ["no_such_module:X"]}, "cannot be loaded"),
-        ({"tools": ["json:JSONDecoder"]}, "neither a ToolBase nor"),
+        ({"tools": ["json:JSONDecoder"]}, "is no ToolBase"),
         ({"template": "qwen33"}, "unknown chat template 'qwen33'"),
     ):
         with pytest.raises(ConfigError, match=message):

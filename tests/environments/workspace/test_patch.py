@@ -15,8 +15,9 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace import patch as changes
 from openhands_rl_plugin.environments.workspace.patch import Baseline
-from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, Sandbox, SubprocessSandbox
+from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox
 
+pytestmark = needs_bubblewrap
 Changed = Callable[[Callable[[Path], object]], JsonObject]
 
 
@@ -25,11 +26,11 @@ def git(root: Path, *arguments: str) -> None:
     subprocess.run(["git", *who, *arguments], cwd=root, check=True, capture_output=True)
 
 
-@pytest.fixture(params=["subprocess", pytest.param("bubblewrap", marks=needs_bubblewrap)])
-def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> Sandbox:
+@pytest.fixture
+def sandbox(tmp_path: Path) -> BubblewrapSandbox:
     root = tmp_path / "work"
     root.mkdir()
-    return BubblewrapSandbox(root) if request.param == "bubblewrap" else SubprocessSandbox(root, tmp_path)
+    return BubblewrapSandbox(root)
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def changed(sandbox: Sandbox, root: Path, tmp_path: Path) -> Changed:
+def changed(sandbox: BubblewrapSandbox, root: Path, tmp_path: Path) -> Changed:
     def changed(work: Callable[[Path], object]) -> JsonObject:
         baseline = Baseline(tmp_path)
         baseline.remember(sandbox)
@@ -48,7 +49,7 @@ def changed(sandbox: Sandbox, root: Path, tmp_path: Path) -> Changed:
     return changed
 
 
-def test_a_change_in_the_second_of_the_start_is_seen(sandbox: Sandbox, root: Path, tmp_path: Path):
+def test_a_change_in_the_second_of_the_start_is_seen(sandbox: BubblewrapSandbox, root: Path, tmp_path: Path):
     """Git compares whole seconds, and sizes; a file that looks the same is read again if the index is as young."""
     path = root / "old.py"
     path.write_text("a = 1\n")

@@ -101,10 +101,8 @@ def test_without_isolation_all_of_it_is_reached(tmp_path: Path):
     assert {*lines, *abstract} - {line.removeprefix("REACHED ") for line in said.splitlines()} == set()
 
 
-@pytest.mark.parametrize(
-    "name", ["/etc/shadow", "/etc/gshadow", "/etc/pip.conf", "/etc/ssl/private", "/etc/ssh", "/sys"]
-)
-def test_files_of_the_system_with_secrets_are_not_there(name: str, tmp_path: Path):
+def test_files_of_the_system_with_secrets_are_not_there(tmp_path: Path):
     shell = Shell(BubblewrapSandbox(tmp_path))
-    assert shell.run(f"ls -d {name}", timeout=20).exit_code == 2
+    names = "/etc/shadow /etc/gshadow /etc/pip.conf /etc/ssl/private /etc/ssh /sys"
+    assert shell.run(f"for each in {names}; do [ -e $each ] && echo $each; done; echo on", timeout=20).output == "on\n"
     shell.close()

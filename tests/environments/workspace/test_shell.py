@@ -16,7 +16,7 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.environments.workspace import cgroups
+from openhands_rl_plugin.environments.workspace import processes
 from openhands_rl_plugin.environments.workspace.sandbox import (
     BubblewrapSandbox,
     SandboxLimits,
@@ -130,7 +130,7 @@ def test_background_processes_do_not_hold_the_answer_and_live_on(shell: Shell, r
 def test_a_folder_of_any_name_may_be_the_working_directory(shell: Shell, run: Run, name: str):
     made = run(f"mkdir {name} && cd {name}")
     assert made.exit_code == 0 and made.cwd.startswith("/workspace/") and made.cwd.encode()
-    other = Shell(shell._sandbox, start=shell.snapshot().cwd)
+    other = Shell(shell._sandbox, start=shell.snapshot()[0])
     assert run("pwd").output == other.run("pwd", timeout=20).output == made.cwd + "\n"
     other.close()
 
@@ -181,12 +181,12 @@ class TestLimits:
         for folder in ("/dev", "/", "/run", "/etc"):
             assert "Read-only" in run(f"touch {folder}/big").output
 
-    @pytest.mark.skipif(not cgroups._place() and os.geteuid() == 0, reason="no control groups can be made here")
+    @pytest.mark.skipif(not processes._place() and os.geteuid() == 0, reason="no control groups can be made here")
     def test_of_all_processes(self, run: Run):
         assert "fork: " in run("bomb() { bomb | bomb & }; bomb; sleep 20", timeout=2).output
         assert run("kill -9 -1; wait; echo on").output.endswith("on\n")
 
-    @pytest.mark.skipif(not cgroups._place(), reason="no control groups can be made here")
+    @pytest.mark.skipif(not processes._place(), reason="no control groups can be made here")
     def test_of_the_memory_of_several_processes(self, run: Run):
         hold = "python3 -c 'import time; b = bytearray(60 << 20); time.sleep(4)'"
         result = run(f"for i in 1 2 3 4; do ({hold}; echo status $?) & done; wait; echo survived", timeout=19)

@@ -101,11 +101,12 @@ async def played(strategy: Strategy, environment: PlanningEnvironment, engine: S
 
 
 class CountedWorld(PlanningEnvironment):
-    """Knows which of its forks are open; a step in a fork lets others have their turn."""
+    """Knows which of its forks are open; forking, a step in a fork and closing let others have their turn."""
 
     def __init__(self, options: PlanningOptions | None = None) -> None:
         super().__init__(options)
         self.opened: list[CountedWorld] = []
+        self.open_at_once: list[int] = []
         self.closed = False
 
     @property
@@ -113,14 +114,20 @@ class CountedWorld(PlanningEnvironment):
         return sum(not twin.closed for twin in self.opened)
 
     async def step(self, action: Message) -> Observation:
+        assert not self.closed
         if self in self.opened:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.002)
         return await super().step(action)
 
     async def fork(self) -> PlanningEnvironment:
         twin = copy.copy(self)
         twin.steps_taken = 0
         self.opened.append(twin)
+        self.open_at_once.append(self.left_open)
+        await asyncio.sleep(0.002)
+        if self.closed:
+            twin.closed = True
+            raise BadEnvironmentError("it was closed while it was copied")
         return twin
 
     async def close(self) -> None:

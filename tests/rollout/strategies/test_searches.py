@@ -22,7 +22,7 @@ from search_worlds import (
 )
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, ModelError
+from openhands_rl_plugin.core.errors import CaughtFailure, ModelError
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
@@ -157,7 +157,7 @@ async def test_without_forks_the_model_itself_judges(strategy: Strategy):
 
 
 @pytest.mark.parametrize("make", [BestOfNStrategy, ToTStrategy])
-async def test_in_a_turn_in_which_forks_are_refused_it_is_judged_without(make: Make, caplog: pytest.LogCaptureFixture):
+async def test_in_a_turn_in_which_forks_are_refused_it_is_judged_without(make: Make):
     world = UnforkableWorld()
     strategy = make(value=ModelValue())
     tree = await opened(world)
@@ -171,7 +171,6 @@ async def test_in_a_turn_in_which_forks_are_refused_it_is_judged_without(make: M
         tree.commit(chosen)
         tree.observe(await world.step(tree.action))
     assert reasons == ["BadEnvironmentError: it cannot be forked while processes run"] * 2 + [None]
-    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once"
 
 
 async def test_tot_finds_what_a_greedy_choice_misses():
@@ -196,12 +195,6 @@ async def test_the_registry_makes_strategies_with_their_values():
     assert tree.nodes[chosen].visits > 0
     assert isinstance(registry.build("strategies", "ToT", {"value": "none"})._value, NoValue)
     assert isinstance(registry.build("strategies", "BestOfN")._value, ModelValue)
-    with pytest.raises(ConfigError, match=r"unknown value 'rolout'.*rollout"):
-        registry.build("strategies", "MCTS", {"value": "rolout"})
-    with pytest.raises(ConfigError, match=r"'ToT': num_branches"):
-        registry.build("strategies", "ToT", {"num_branches": 0})
-    with pytest.raises(ConfigError, match=r"turn_budget.calls"):
-        registry.build("strategies", "ToT", {"turn_budget": {"calls": 0}})
 
 
 @pytest.mark.parametrize("kind", [BestOfNOptions, ToTOptions, MCTSOptions])
@@ -250,22 +243,3 @@ async def test_no_search_goes_beyond_the_last_turn(make: Make):
     assert max(len(way) for way in ways_of(tree)) == turns
     best = max(value for visits, value in ways_of(tree).values() if value is not None)
     assert best <= turns / 4, "nothing is counted that cannot be earned any more"
-
-
-@EVERY
-async def test_a_resumed_episode_goes_on_with_what_its_budget_has_left(make: Make):
-    trajectory = await play(make(), SeededEngine(), Limits(max_turns=2))
-    tree = EpisodeTree.thaw(trajectory)
-    world = planning()
-    await world.reset(TASK)
-    acted = [at for at in tree.path() if tree.nodes[at].sampled]
-    for at in acted:
-        await world.step(tree.nodes[at].message)
-    before = report(tree, acted[-1])["episode"]
-    chosen = await make().decide(tree, SeededEngine(), world)
-    told = report(tree, chosen)
-    turn, episode = told["turn"], told["episode"]
-    assert isinstance(before, dict) and isinstance(turn, dict) and isinstance(episode, dict)
-    for name in ("calls", "tokens", "steps"):
-        assert before[name] and episode[name] == before[name] + turn[name]
-    assert episode["seconds"] == pytest.approx(before["seconds"] + turn["seconds"], abs=0.001)

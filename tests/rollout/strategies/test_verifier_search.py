@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from shopper_model import INSTRUCTION
 from small_shop import running_shop
-from verifier_store import toy_episodes
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config.registry import build
@@ -24,28 +22,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def own_verifier(verifier: Path, tmp_path: Path) -> Path:
-    """A copy that nobody has loaded yet."""
-    return shutil.copytree(verifier, tmp_path / "verifier-v000009")
-
-
 @pytest.fixture(scope="module")
 def shop() -> Iterator[str]:
     with running_shop() as url:
         yield url
-
-
-async def test_rewards_of_one_verifier_load_it_once(own_verifier: Path) -> None:
-    episodes = toy_episodes(2)
-    rewards = [build("rewards", "verifier", {"adapter": str(own_verifier)}) for _ in episodes]
-    scores = await asyncio.gather(*(reward(each) for reward, each in zip(rewards, episodes, strict=True)))
-    assert [(score.reward or 0.0) > 0.5 for score in scores] == [at % 2 == 0 for at in range(8)]
-    # The next episode's reward does not read the weights again, so that it does not miss them.
-    del rewards
-    (own_verifier / "adapter_model.safetensors").unlink()
-    later = await build("rewards", "verifier", {"adapter": str(own_verifier)})(episodes[0])
-    assert later.reward == pytest.approx(scores[0].reward, abs=1e-5)
 
 
 def test_the_agent_plays_what_its_verifier_likes(verifier: Path, judge_model: Path, shop: str, tmp_path: Path) -> None:
