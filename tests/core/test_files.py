@@ -10,22 +10,16 @@ import pytest
 from openhands_rl_plugin.core.files import PRIVATE, replacing, write_file
 
 
-def test_a_file_is_replaced_with_its_mode(tmp_path: Path) -> None:
-    file = tmp_path / "state.json"
-    file.write_text("old")
-    write_file(file, "new ☃", PRIVATE)
-    assert file.read_text(encoding="utf-8") == "new ☃" and file.stat().st_mode & 0o777 == 0o600
-    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
-
-
-def test_what_fails_half_way_changes_nothing(tmp_path: Path) -> None:
+def test_a_file_is_replaced_with_its_mode_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "state.json"
     file.write_text("old")
     with pytest.raises(ZeroDivisionError), replacing(file) as draft:
         draft.write_text("half")
-        assert file.read_text() == "old"
         raise ZeroDivisionError
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("state.json", "old")]
+    write_file(file, "new ☃", PRIVATE)
+    assert file.read_text(encoding="utf-8") == "new ☃" and file.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
 
 
 MAKES = """

@@ -61,22 +61,6 @@ def rebuilt_prompt(trajectory: Trajectory, leaf: int) -> Ids:
     return prompt
 
 
-def test_rewards_belong_to_the_action_that_caused_them():
-    tree = EpisodeTree()
-    tree.observe(said("state 0", reward=9.0))
-    tree.commit(tree.propose(completion((1,))))
-    assert tree.nodes[1].reward is None, "not executed yet is not a reward of zero"
-    tree.observe(said("state 1", 0.25))
-    tree.observe(said("more", 7.0))
-    tree.commit(tree.propose(completion((2,))))
-    tree.observe(Observation(reward=0.5))
-    tree.observe(said("late", 0.25, truncated=True))
-    trajectory = frozen(tree)
-    assert [node.reward for node in trajectory.nodes if node.sampled] == [0.25, 0.75]
-    assert trajectory.episode_return == 1.0
-    assert (tree.terminated, tree.truncated) == (False, True)
-
-
 def test_the_usage_of_an_unfinished_episode_is_counted_from_its_nodes():
     tree = EpisodeTree()
     tree.observe(said("state 0"))

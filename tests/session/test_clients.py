@@ -146,9 +146,14 @@ async def test_a_strategy_chooses_among_proposals_and_all_of_them_are_recorded(
     assert [node.reward for node in chosen] == [0.0, 0.0, None]
 
 
-async def test_limits_end_the_session_and_the_client_is_told(tmp_path: Path) -> None:
+async def test_limits_end_the_session_and_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    wrong: list[Body] = [{"strategy": {"name": "Best"}}, {"limits": {"max_turns": 0}}, {"limit": {}}]
     async with world(tmp_path) as gateway:
+        for body, told in zip(wrong, ("Best", "max_turns", "limit"), strict=True):
+            refused = await gateway.http.post("/session", json={"session": "s", **body})
+            assert refused.status_code == 400 and told in refused.json()["error"]["message"]
         client = await opened(gateway, limits={"max_turns": 1})
+        assert (await gateway.http.post("/session", json={"session": "s"})).status_code == 409
         with pytest.raises(openai.BadRequestError, match="the request has an unknown format"):
             await said(client, [{"role": "user", "content": "one", "name": {}}])
         answer = await said(client, [user("one")])
@@ -159,14 +164,3 @@ async def test_limits_end_the_session_and_the_client_is_told(tmp_path: Path) -> 
         assert (await gateway.end(reward=1)).status_code == 404, "no reward for the episode before"
     ((episode, scores),) = await stored(tmp_path)
     assert episode.stop is StopReason.MAX_TURNS and not scores
-
-
-async def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:
-    wrong: list[Body] = [{"strategy": {"name": "Best"}}, {"limits": {"max_turns": 0}}, {"limit": {}}]
-    async with world(tmp_path) as gateway:
-        for body, told in zip(wrong, ("Best", "max_turns", "limit"), strict=True):
-            refused = await gateway.http.post("/session", json={"session": "s", **body})
-            assert refused.status_code == 400 and told in refused.json()["error"]["message"]
-        await opened(gateway)
-        assert (await gateway.http.post("/session", json={"session": "s"})).status_code == 409
-    assert await gateway.stored() == []

@@ -44,13 +44,8 @@ def calling(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def tokenizer_of(folder: Path, template: Any, *, listed: bool = False) -> PreTrainedTokenizerFast:
-    """Named templates as transformers writes them today, or as the list that older models have in their settings."""
-    write_tokenizer(folder, None if listed else template)
-    if listed:
-        file = folder / "tokenizer_config.json"
-        named = [{"name": name, "template": text} for name, text in template.items()]
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": named}))
+def tokenizer_of(folder: Path, template: Any) -> PreTrainedTokenizerFast:
+    write_tokenizer(folder, template)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -97,9 +92,8 @@ def test_a_message_is_shown_as_by_vllm_and_trained_as_it_is_shown(
     assert TokenMaker(tokenizer).render([message], (), True) == wanted
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_named_templates_are_chosen_by_whether_tools_are_offered(tmp_path: Path, listed: bool) -> None:
-    tokenizer = tokenizer_of(tmp_path, {"default": "plain" + TEXT, "tool_use": TOOLS}, listed=listed)
+def test_named_templates_are_chosen_by_whether_tools_are_offered(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, {"default": "plain" + TEXT, "tool_use": TOOLS})
     asked, offered = [{"role": "user", "content": "Hi"}], [LOOK]
     plain = "plain<|im_start|>user:Hi<|im_end|>>"
     function = '{"name": "look", "description": null, "parameters": {"type": "object", "properties": {}}}'
