@@ -62,9 +62,8 @@ async def run(args: argparse.Namespace) -> int:
     instances = chosen.of(read_instances(args.instances), lambda each: each.instance_id)
     predictions = read_predictions(args.predictions, instances)
     asked = {each.instance_id for each in predictions}
-    graded_rows = [instance for instance in instances if instance.instance_id in asked]
-    backend = backend_of(args, graded_rows, network=args.network)
-    if backend is None:
+    rows = [instance for instance in instances if instance.instance_id in asked]
+    if (backend := backend_of(args, rows, network=args.network)) is None:
         raise ConfigError(f"{args.predictions}: no prediction is of a row of {args.instances}")
     await backend.check()
     with progress_bar("grading", len(predictions)) as bar:
