@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 import time
@@ -27,16 +26,9 @@ class Player:
         self._storage: TrajectoryStorage | None = None
 
     async def play(self, request: TaskRequest, session_id: str, run_id: str, sample: int) -> Result:
-        """One episode; where the infrastructure fails it is tried again. A stored episode is not rolled out again."""
-        began, node, outcome = time.monotonic(), platform.node(), ("", "")
-        for attempt in range(self._service.attempts):
-            if attempt:
-                await asyncio.sleep(min(60.0, 5.0 * 2 ** (attempt - 1)))
-            # Another try is another episode: of the former one the store has the failure.
-            outcome = await self._try(request, f"{run_id}~{attempt}" if attempt else run_id, sample)
-            failure = outcome.failure and outcome.failure.kind if isinstance(outcome, PlayedRollout) else outcome[0]
-            if failure != FailureKind.INFRASTRUCTURE:
-                break
+        """One episode. A stored one is not rolled out again."""
+        began, node = time.monotonic(), platform.node()
+        outcome = await self._try(request, run_id, sample)
         timing = {"e2e_ms": 1000 * (time.monotonic() - began)}
         if isinstance(outcome, PlayedRollout):
             timing["run_ms"] = 1000 * outcome.seconds

@@ -50,8 +50,6 @@ class ServiceOptions(PlaySettings):
     )
     workers: int = Field(default=1, ge=1, le=1024, description="Ray actors, each with a CPU of its machine")
     playing: int = Field(default=4, ge=1, le=256, description="episodes that each worker rolls out at a time")
-    attempts: int = Field(default=3, ge=1, le=20, description="tries of an episode that the infrastructure fails")
-    keep_hours: float = Field(default=168.0, gt=0, description="hours that a finished task and its results are kept")
 
     def options(self, **own: object) -> PlayOptions:
         """The options of one episode, with ``own`` over those of the service. Raises ``ValidationError``."""
@@ -77,16 +75,15 @@ class Builder(Frozen):
 class TaskRequest(Frozen):
     """``num_samples`` episodes of one task, which are a group.
 
-    ``dispatch_priority``: higher ones begin before lower ones that wait. ``early_stop_min_usable_sessions``: as soon
-    as so many episodes can be trained on, the rest is cancelled. ``timeout_seconds``: of each episode. A task has its
-    own workspace and tests (``runtime``, ``evaluator``). ``metadata`` comes back with each result.
+    ``dispatch_priority``: higher ones begin before lower ones that wait. ``timeout_seconds``: of each episode. A task
+    has its own workspace and tests (``runtime``, ``evaluator``). ``metadata`` comes back with each result.
     """
 
     task_id: str = Field(min_length=1, max_length=150, pattern=r"^[^\x00-\x1f\x7f/\\]+$")
     instruction: str = ""
     num_samples: int = Field(default=1, ge=1, le=1024)
     dispatch_priority: int = Field(default=0, ge=0, le=100)
-    early_stop_min_usable_sessions: int | None = Field(default=None, ge=1)
+    early_stop_min_usable_sessions: None = None
     timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     runtime: None = None
     agent: Agent = Agent()
@@ -157,11 +154,10 @@ def _sampling(given: JsonObject) -> dict[str, object]:
 
 
 class Result(NamedTuple):
-    """A ``SessionResult``, ``body`` as JSON. ``usable``: something of it can be trained on."""
+    """A ``SessionResult``, ``body`` as JSON."""
 
     state: str
     body: str
-    usable: bool = False
 
 
 def session_result(
@@ -171,16 +167,14 @@ def session_result(
     *,
     timing: dict[str, float],
     node: str | None = None,
-    more: JsonObject | None = None,
 ) -> Result:
     """The result of an episode, or, where there is none, of the kind and the reason of its failure.
 
-    A failed one has no reward and no traces. ``timing``: milliseconds. ``more`` is added to the metadata.
+    A failed one has no reward and no traces. ``timing``: milliseconds.
     """
     # Without the row of the task, which the trainer has, and without secrets.
     row = isinstance(request.metadata.get(_TASK), dict)
     metadata = redact_json({name: value for name, value in request.metadata.items() if name != _TASK or not row})
-    metadata |= more or {}
     if isinstance(outcome, PlayedRollout):
         failure, count = outcome.failure, outcome.turns
         status = COMPLETED if failure is None else TIMEOUT if failure.boundary == TIMED_OUT else ERROR
@@ -202,8 +196,7 @@ def session_result(
         "error": error,
         "metadata": {**metadata, "openhands_rl": facts},
     }
-    usable = any(any(trace["loss_mask"]) for trace in traces)
-    return Result(status, json.dumps(body, allow_nan=False, separators=(",", ":")), usable)
+    return Result(status, json.dumps(body, allow_nan=False, separators=(",", ":")))
 
 
 def _trace(rollout: PlayedRollout, at: int) -> dict[str, Any]:

@@ -26,12 +26,11 @@ from openhands_rl_plugin.contrib.rollouts.requests import Result, ServiceOptions
 from openhands_rl_plugin.core.errors import ConfigError, describe
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.servers import AccessRules, is_loopback, listening, required_key, serving
-from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.hosts.pool import cluster_machines, join_cluster
 
 _STATES = ("REGISTERED", "RUNNING", "COMPLETED", "ERROR", "TIMEOUT", "CANCELLED")
-_REFUSED_SECONDS = 300.0
-"""How long a task that was deleted before it came is refused."""
+_KEPT_SECONDS = 7 * 24 * 3600.0
+"""How long a finished task and its results are kept."""
 
 
 @dataclass
@@ -81,7 +80,6 @@ class Rollouts:
     def __init__(self, service: ServiceOptions) -> None:
         self._service = service
         self._tasks: dict[str, RolloutTask] = {}
-        self._refused: dict[str, float] = {}
         self._numbers = itertools.count(1)
         self._waiting: asyncio.PriorityQueue[tuple[int, int, Session]] = asyncio.PriorityQueue()
 
@@ -91,15 +89,13 @@ class Rollouts:
         Raises ``HTTPException`` for another task under the name of one that runs.
         """
         now, task_id = time.time(), request.task_id
-        if now - self._refused.pop(task_id, 0.0) < _REFUSED_SECONDS:
-            raise HTTPException(409, f"task {task_id} was cancelled before submission")
         found = self._tasks.get(task_id)
         if found is not None and found.request == request and found.status != "cancelled" and not found.collected:
             return found.status
         if found is not None and found.status == "running":
             raise HTTPException(409, f"task {task_id} is already running, with another request")
-        oldest = now - 3600 * self._service.keep_hours
-        self._tasks = {k: v for k, v in self._tasks.items() if v.status == "running" or v.updated > oldest}
+        kept = now - _KEPT_SECONDS
+        self._tasks = {k: v for k, v in self._tasks.items() if v.status == "running" or v.updated > kept}
         task = self._tasks[task_id] = RolloutTask(request)
         for sample in range(request.num_samples):
             session = Session(task, sample)
@@ -125,21 +121,8 @@ class Rollouts:
                 result = session_result(task.request, session.session_id, why, timing={})
             if not session.ended:  # else it was cancelled meanwhile
                 self._end(session, result.state, result)
-                self._after_result(task)
-
-    def _after_result(self, task: RolloutTask) -> None:
-        """Cancel what the task needs no more, and end it with its last episode."""
-        wanted = task.request.early_stop_min_usable_sessions
-        usable = sum(each.result is not None and each.result.usable for each in task.sessions)
-        if wanted is not None and usable >= wanted:
-            why = f"cancelled: {usable} episodes of the group can be trained on, and {wanted} are wanted"
-            more: JsonObject = {"early_stop_cancelled": True, "early_stop_reason": "minimum_usable_sessions_reached"}
-            more["fully_masked"] = True
-            for each in [each for each in task.sessions if not each.ended]:
-                found = session_result(task.request, each.session_id, ("cancelled", why), timing={}, more=more)
-                self._end(each, "ERROR", found)
-        if all(each.ended for each in task.sessions):
-            self._finish(task, "completed")
+                if all(each.ended for each in task.sessions):
+                    self._finish(task, "completed")
 
     def _end(self, session: Session, state: str, result: Result | None) -> None:
         session.result = result
@@ -172,12 +155,7 @@ class Rollouts:
         return Response(task.to_json(), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
-        """``DELETE /rollout/task/{task_id}?register_if_missing=``."""
-        task_id = request.path_params["task_id"]
-        early = request.query_params.get("register_if_missing", "false").lower() in ("1", "true", "yes", "on")
-        if task_id not in self._tasks and early and len(task_id) <= 150:
-            self._refused[task_id] = time.time()
-            return JSONResponse({"task_id": task_id, "status": "cancelled", "total_sessions": 0, "results": []})
+        """``DELETE /rollout/task/{task_id}``."""
         if (task := self._known(request)).status == "running":
             for each in task.sessions:
                 if not each.ended:

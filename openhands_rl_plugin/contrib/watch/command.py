@@ -26,7 +26,6 @@ from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a config.toml with an [rl] section")
     weights = "folder of the base model's weights (default: as the model server says)"
     parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check settings, servers and suite, do nothing")
     parser.add_argument("--to", metavar="VERSION", help="rollback: a number, a name or base (default: the one before)")
     add_episodes(parser.add_argument_group("held-out suite"))
 
@@ -100,7 +99,9 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     publisher = _publisher(settings, adapters)
     settings, model = at_server(settings, args.model)
     if args.dry_run:
-        print(sayable(_plan(settings, folder, len(tasks.held_out))))
+        print(
+            sayable(f"{', '.join(settings.serving.publish_urls)} gets {settings.serving.adapter}, journal in {folder}")
+        )
         return 0
     job = loop_job(args, settings, model, tasks, folder, "watch")
 
@@ -119,13 +120,3 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
 
 def _print(entry: Entry) -> None:
     print(sayable(f"{entry.step}: {entry.said}"), flush=True)
-
-
-def _plan(settings: RLSettings, folder: Path, tasks: int) -> str:
-    """The output of a dry run."""
-    watch, serving = watch_settings(settings), settings.serving
-    return f"""{serving.adapter}: versions of {serving.model} at {", ".join(serving.publish_urls)}
-  judged by: labels of people, else [rl.reward] {settings.reward.name}
-  a candidate: after {watch.min_episodes} new judged episodes, where at least {watch.min_used} can be used
-  measured on: {tasks} tasks of {watch.suite}, {watch.attempts} attempts each; a loss of {watch.margin:g} is allowed
-  journal: {folder}"""

@@ -99,14 +99,6 @@ def test_atif_brings_ids_and_logprobs(tmp_path: Path) -> None:
     assert (trajectory.task.id, score.reward, trajectory.tools) == ("hello", 1.0, (BASH,))
 
 
-def test_copied_context_is_not_trained_again(tmp_path: Path) -> None:
-    copied = [{**each, "is_copied_context": True} for each in ATIF["steps"][:3]]
-    copied[2]["observation"] = {"results": [{"source_call_id": "c1", "content": None}]}
-    ((trajectory, _),) = imported({**ATIF, "steps": [*copied, ATIF["steps"][3]]}, tmp_path)
-    assert [node.message.content for node in trajectory.sampled()] == ["Done."]
-    assert [message.content for message in trajectory.messages() if message.role == "tool"] == [""]
-
-
 def test_a_folder_of_mixed_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "records"
     folder.mkdir()

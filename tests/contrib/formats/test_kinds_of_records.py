@@ -140,21 +140,6 @@ def test_every_result_belongs_to_its_call(row: Any, tmp_path: Path) -> None:
     assert {each["tool_call_id"] for each in out["messages"] if each["role"] == "tool"} == {*calls}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": [USER], "chosen": [ANSWER], "rejected": [HELD], "score_chosen": 9.0},
-        {"chosen": "Fix f. Done.", "rejected": "Fix f. Not me."},
-    ],
-)
-def test_two_answers_to_one_prompt(row: Any, tmp_path: Path) -> None:
-    found = read([row], tmp_path)
-    said = [[str(message.content).strip() for message in each.messages()] for each in found]
-    assert said == [["Fix f.", "Done."], ["Fix f.", "Not me."]] and len({each.task.id for each in found}) == 1
-    assert [scores[0].reward for _, scores in stored(tmp_path / "store")] == [1.0, 0.0]
-    assert all([node.sampled for node in each.nodes] == [False, True] for each in found)
-
-
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
 PAIR = {"chosen": "The one.", "rejected": "The two."}
 SHARED = {"conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "The one."}]}
@@ -212,24 +197,6 @@ def test_null_filled_structs_are_calls_with_their_own_arguments(tmp_path: Path) 
     parquet.write_table(pyarrow.Table.from_pylist(rows), table)
     found = read(table.getvalue(), tmp_path, "rows.parquet")
     assert [json.loads(c.arguments) for each in found for m in each.messages() for c in m.tool_calls] == given
-
-
-SMITH = [
-    {"role": "system", "content": "You can interact with a computer."},
-    USER,
-    {"role": "assistant", "content": "A look.\n\n<function=bash>\n<parameter=command>ls</parameter>\n</function>"},
-    {"role": "user", "content": "OBSERVATION:\na.py"},
-    {"role": "assistant", "content": "Done.\n\n<function=submit>\n</function>"},
-]
-
-
-def test_calls_as_text_stay_with_their_results(tmp_path: Path) -> None:
-    (smith,) = read([{"instance_id": "t1", "messages": SMITH}], tmp_path / "a")
-    assert [(m.role, m.content, m.tool_calls) for m in smith.messages()] == [
-        (m["role"], m["content"], ()) for m in SMITH
-    ]
-    mixed = [*SMITH[:3], {"role": "tool", "content": "a.py"}, SMITH[4]]
-    assert [m.role for m in read([{"messages": mixed}], tmp_path / "b")[0].messages()][3] == "user"
 
 
 def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from broken_repository import CODE, commit, gym_repository, units_repository
+from broken_repository import commit, gym_repository, units_repository
 from fixing_model import write_chooser
 from needs import needs_bubblewrap
 from tiny_model import write_model, write_tokenizer
@@ -128,39 +128,6 @@ def test_prompt_and_lengths_follow_from_the_context(tmp_path: Path) -> None:
     short, long = (fitted(RLSettings(), each, chosen=False) for each in (8192, 1_000_000))
     assert (short.workspace.is_compact, short.max_response_length, short.max_prompt_length) == (True, 512, 7680)
     assert not long.workspace.is_compact and long.max_prompt_length < 65_536
-
-
-STEADY = "import os\n\nfrom units import shown\n\n\ndef test_shown():\n    assert shown(3, 'km') == '3 km'\n"
-STEADY += "\n\ndef test_one():\n    assert shown(1, 'm') == 'one m'\n"
-# The first run has a plugin that the second has not.
-FLICKERS = "\n\ndef test_flickers_{at}():\n    assert os.path.exists('openhands_rl_covered.py')\n"
-
-
-def steady_and(line: str, count: int) -> str:
-    return STEADY + "".join(line.format(at=at) for at in range(count))
-
-
-@needs_bubblewrap
-@pytest.mark.parametrize(
-    ("tests", "says"),
-    [
-        (
-            {"test_units": "import nowhere\n" + STEADY},
-            "name those that pass (--tests); E   ModuleNotFoundError",
-        ),
-        ({"test_units": steady_and(FLICKERS, 3)}, "2 of 5 tests pass twice"),
-    ],
-    ids=["not importable", "flickering"],
-)
-def test_tests_that_are_no_measure_are_refused(
-    tests: dict[str, str], says: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "units"
-    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
-    commit(folder, "first", units=CODE, **tests)
-    run = words(folder, tmp_path, "--model", str(model), "--dry-run")
-    assert cli.main(run) == 1
-    assert says in error_of(capsys)
 
 
 def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(

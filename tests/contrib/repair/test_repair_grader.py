@@ -10,7 +10,7 @@ import pytest
 from broken_repository import commit_of
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.contrib.repair.rows import COLUMN, RUN_TESTS, RepairSpec, repository_files
+from openhands_rl_plugin.contrib.repair.rows import COLUMN, RepairSpec, repository_files
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend, same
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.environments.workspace.sandbox import (
@@ -101,19 +101,12 @@ PIPES = (
 
 ATTACKS: dict[str, Files] = {
     "other tests": {TESTS: "def test_1(): pass\n"},
-    "another runner": {RUN_TESTS: "print('1 passed')\n"},
     "site": {"sitecustomize.py": "import os\nprint('PASSED')\nos._exit(0)\n"},
     "conftest": {"conftest.py": "def pytest_runtest_makereport(item, call): call.excinfo = None\n"},
-    "json": {"json.py": "def load(file): return []\ndef dump(found, file): file.write('[]')\n"},
     "equal": {MODULE: EQUAL.format("") + "def counts(text): return Equal()\n"},
-    "repr": {
-        MODULE: f"class Shown(dict):\n    def __repr__(self): return {EXPECTED[0]!r}\n"
-        "def counts(text): return Shown()\n"
-    },
     "items of its own": {
         MODULE: "class Mine(dict):\n    def items(self): return ()\ndef counts(text): return Mine(a=1)\n"
     },
-    "exit at import": {MODULE: "import sys\nsys.exit(0)\n"},
     "endless without timers": {
         MODULE: "import signal\nfor each in (signal.SIGPROF, signal.SIGALRM): signal.signal(each, signal.SIG_IGN)\n"
         "def counts(text):\n    return 'x' * 10**10\n"
@@ -123,10 +116,6 @@ ATTACKS: dict[str, Files] = {
     "deep result of its own": {
         MODULE: "import os, signal\nopen('/tmp/out/result.json', 'w').write('[' * 10**6)\n"
         "os.kill(os.getppid(), signal.SIGKILL)\n"
-    },
-    "background": {
-        MODULE: "import os, time\nif os.fork() == 0:\n    for _ in range(20):\n        time.sleep(0.1)\n"
-        f"        open('/tmp/testbed/{MODULE}', 'w').write('')\n    os._exit(0)\n" + BUG
     },
     "files of the grader": {
         MODULE: "import glob, re\n"
@@ -142,9 +131,6 @@ HONEST: dict[str, Files] = {
         MODULE: "from .helper import more\n" + FIX.replace("found.get(word, 0) + 1", "more(found, word)"),
         "pack/helper.py": "def more(found, word):\n    return found.get(word, 0) + 1\n",
     },
-    "tabs": {MODULE: FIX.replace("    ", "\t")},
-    "BOM": {MODULE: b"\xef\xbb\xbf" + FIX.encode()},
-    "scratch files": {MODULE: FIX, **{f"a{at}.py": f"print({at})\n" for at in range(120)}},
     "a scratch file of a library's name": {
         MODULE: FIX,
         "random.py": "raise SystemExit\n",
@@ -155,7 +141,6 @@ HONEST: dict[str, Files] = {
 }
 OFTEN = (
     "a helper in a new file",
-    "scratch files",
     "a scratch file of a library's name",
     "a large file beside it",
 )

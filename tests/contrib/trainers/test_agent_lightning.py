@@ -22,7 +22,6 @@ import httpx
 import pytest
 import yaml
 from launchers import free_port
-from needs import needs_bubblewrap
 from scripted_model import call, says, serve
 
 from openhands_rl_plugin.apps.rollout.rollout import VARIABLE
@@ -162,17 +161,3 @@ class TestRealServer:
             assert data["response_token_ids"] == [*SEARCH.encode(), 260] and data["prompt_token_ids"]
             assert data["response_log_probs"] == [-0.5] * len(data["response_token_ids"])
         assert events[2]["data"]["value"] == 0.0
-
-    @needs_bubblewrap
-    def test_a_repository_is_repaired(self, api: httpx.Client) -> None:
-        task = repair_instances(1, "heldout")[0].instance_id
-        state, events = ended(api, task, "--suite", "repair-1", "--max-turns", "6")
-        assert state == "succeeded" and events[-1]["data"]["value"] == 1.0
-        assert sum(each["event_type"] == "model_request" for each in events) == 2
-
-    def test_what_a_search_chose_is_not_trained_on(self, api: httpx.Client) -> None:
-        searching = ("--strategy", "BestOfN", "--max-turns", "1", "--native-tool-calling", "false")
-        state, events = ended(api, "webshop-3", *searching)
-        assert state == "failed" and not any(each["event_type"] == "reward" for each in events)
-        state, events = ended(api, "webshop-3", *searching, train=False)
-        assert state == "succeeded" and events[-1]["event_type"] == "reward"

@@ -52,18 +52,6 @@ def test_verl() -> None:
         agent_loop_rows(played(), longest_prompt=9, longest_response=9)
 
 
-def test_a_row_has_the_names_of_its_trainer() -> None:
-    assert segments([ONE, OTHER], "TRL") == [
-        {
-            "prompt_ids": [1, 2],
-            "completion_ids": [3, 4, 5, 6],
-            "logprobs": [-0.5, -0.25, 0.0, -1.0],
-            "env_mask": [1, 1, 0, 1],
-        },
-        {"prompt_ids": [9, 9], "completion_ids": [7], "logprobs": [-0.5], "env_mask": [1]},
-    ]
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

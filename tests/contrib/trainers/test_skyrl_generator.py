@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +16,6 @@ from scripted_model import ScriptedModel, call, says, serve, with_prompt_ids
 
 from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +23,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
 INSTANCE = repair_instances(1, "heldout")[0]
 STEPWISE = ("generator.step_wise_trajectories=true", "trainer.policy.model.path=base")
 
@@ -133,30 +129,6 @@ async def test_a_batch_has_the_advantages_of_its_valid_episodes(model: ScriptedM
         -(2**-0.5), abs=1e-4
     )
     assert not learnt[2:].any()
-
-
-async def test_a_batch_of_the_shop_by_rows(model: ScriptedModel, tmp_path: Path):
-    (tmp_path / "config.toml").write_text("[rl]\nmax_turns = 2\n", encoding="utf-8")
-    options = (f"openhands.options.config={tmp_path / 'config.toml'}", "openhands.options.native_tool_calling=false")
-    cfg = configured(*STEPWISE, *options, f"openhands.store={tmp_path / 'kept'}")
-    model.policies["base"] = lambda body: says(SEARCH)
-    row = json.dumps({"id": "mine", "environment": "webshop", "data": {"idx": 5}})
-    own = generator(cfg, model)
-    output = await own.generate(batch(cfg, ["webshop-3", row], 2))
-    assert len(output["response_ids"]) == 4 and output["rewards"] == [0.0] * 4
-    sampled = [*SEARCH.encode(), 260]
-    for ids, mask, logprobs in zip(
-        output["response_ids"], output["loss_masks"], output["rollout_logprobs"], strict=True
-    ):
-        assert [each for each, own in zip(ids, mask, strict=True) if own] == sampled * 2
-        assert {each for each, own in zip(logprobs, mask, strict=True) if own} == {-0.5}
-    seeds = {each["seed"] for each in model.requests["base"]}
-    assert len(seeds) == 8, "every sample of every turn is another one"
-    await own.generate(batch(cfg, ["webshop-3", row], 2))
-    assert len({each["seed"] for each in model.requests["base"]}) == 16, "and of every step"
-    async with FileTrajectoryStorage(tmp_path / "kept") as storage:
-        kept = [each async for each, _ in storage.find()]
-    assert len(kept) == 8 and len({each.group_id for each in kept}) == 4
 
 
 @pytest.mark.parametrize(

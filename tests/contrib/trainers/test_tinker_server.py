@@ -142,25 +142,3 @@ def _in_order(
         own = min(same, key=lambda each: (values[each] - saved[name]).abs().sum().item())
         found.append(gradients[own].flatten())
     return torch.cat(found)
-
-
-def test_a_killed_call_goes_on_from_its_checkpoint_at_the_server(server: TinkerSettings, tmp_path: Path) -> None:
-    settings = SETTINGS.model_copy(update={"batch_size": 2, "checkpoint_steps": 1})
-
-    def stop(progress: dict[str, float]) -> None:
-        if progress["done"] == 2:
-            raise KeyboardInterrupt
-
-    whole = TinkerTrainer(settings, server, "policy", service=TinkerService(server))
-    whole.reinforce(make_samples())
-    whole.save_adapter(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        TinkerTrainer(settings, server, "policy", service=TinkerService(server)).reinforce(
-            make_samples(), stop, run=tmp_path / "run"
-        )
-    again = TinkerTrainer(settings, server, "policy", service=TinkerService(server))
-    assert again.reinforce(make_samples(), run=tmp_path / "run")["steps"] == 3
-    again.save_adapter(tmp_path / "again")
-    left, right = _weights(tmp_path / "whole"), _weights(tmp_path / "again")
-    for name, tensor in left.items():
-        torch.testing.assert_close(tensor, right[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-from full_disk import no_file_larger_than
-
-from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, WatchStep, state_of
-from openhands_rl_plugin.core.errors import StorageError
-
-
-def test_nothing_of_a_line_stays_that_a_full_disk_did_not_take(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.append(WatchStep.FROZEN, "one", figures={"digest": "d"})
-    size = journal.file.stat().st_size
-    with no_file_larger_than(size + 20), pytest.raises(StorageError, match=r"journal\.jsonl cannot be written"):
-        journal.append(WatchStep.JUDGED, "two")
-    assert journal.file.stat().st_size == size
-    journal.append(WatchStep.JUDGED, "three")
-    assert [entry.said for entry in journal.read()] == ["one", "three"]
+from openhands_rl_plugin.contrib.watch.journal import Entry, WatchStep, state_of
 
 
 def entry(number: int, step: WatchStep, adapter: str = "", at: float = 0.0, **figures: object) -> Entry:

@@ -34,31 +34,6 @@ def test_a_fixed_transcript_never_changes() -> None:
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == TRANSCRIPT_SHA256
 
 
-def test_the_pages_have_webshops_form() -> None:
-    session = new_session()
-    request = session.goal.instruction
-    assert session.observation == f"WebShop\nInstruction:\n{request}\nSearch"
-    results = session.step("search[organic granola bars]").state
-    first = WORLD.index.search("organic granola bars")[0]
-    assert results.startswith(
-        f"Instruction:\n{request}\nBack to Search\nPage 1 (Total results: 50)\nNext >\n"
-        f"{first.asin}\n{first.title}\n${first.price}\n"
-    )
-    item = session.step(f"click[{first.asin}]").state
-    options = "\n".join("\n".join((group.name, *group.values)) for group in first.options)
-    end = f"{first.title}\nPrice: ${first.price}\nRating: N.A.\nDescription\nFeatures\nReviews\nAttributes\nBuy Now"
-    start = f"Instruction:\n{request}\nBack to Search\n< Prev\n{options}\n"
-    assert item == start + end
-    group = first.options[0]
-    assert session.step(f"click[{group.values[0]}]").state == (
-        f"{start}Selected: {group.name}={group.values[0]}\n{end}"
-    )
-    final = session.step("click[Buy Now]")
-    assert final.state.startswith("Thank you for shopping with us!\nYour score (min 0.0, max 1.0): ")
-    assert final.info is not None and final.info.asin == first.asin
-    assert final.info.options == ((group.name, group.values[0]),)
-
-
 @pytest.mark.parametrize(
     ("action", "complaint"),
     [

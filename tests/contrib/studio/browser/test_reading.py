@@ -28,13 +28,3 @@ def test_the_keyboard_leads_from_the_list_through_the_views_of_an_episode(pages:
     page.wait_for_selector(".t")
     pages.keys("?")
     assert "next outlier" in page.locator("dialog[open]").inner_text()
-
-
-def test_an_address_shows_what_it_showed(pages: Pages) -> None:
-    page = pages.open("/e/fix-orders-breaks?view=tokens&node=2&tokens=2.60&colour=mask", wait=".t.at")
-    assert page.locator("[aria-pressed=true]").inner_text() == "mask"
-    assert page.locator(".hover").inner_text().count("id ") == 1
-    page.reload()
-    page.wait_for_selector(".t.at")
-    pages.keys("c")
-    page.wait_for_selector("#node-2.here")
