@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 shutil.rmtree(directory / name, ignore_errors=True)
         if args.tiny:
             print(_TOO_SMALL, flush=True)
-        return _play(options, typed(args), tiny=args.tiny)
+        return _play(options, typed(args))
 
 
 def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairOptions:
@@ -95,7 +95,7 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
     return checked(kind, {**options.model_dump(), "loop": loop, **sizes})
 
 
-def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> int:
+def _play(options: DemoOptions | RepairOptions, command: str) -> int:
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
     from openhands_rl_plugin.contrib.demo.runs import DemoOptions, run_demo, run_repair_demo
 
@@ -108,8 +108,6 @@ def _play(options: DemoOptions | RepairOptions, command: str, *, tiny: bool) -> 
     listener.console.print(final_table(result.state))
     for change in result.changes:
         listener.console.print(change.sentence(), highlight=False, soft_wrap=True)
-    if tiny:
-        listener.console.print(f"({_TOO_SMALL})", highlight=False, soft_wrap=True)
     minutes = (time.monotonic() - started) / 60
     listener.console.print(f"{minutes:.1f} minutes; report: {result.report}", highlight=False, soft_wrap=True)
     return 0

@@ -122,7 +122,7 @@ class Rollouts:
             if not session.ended:  # else it was cancelled meanwhile
                 self._end(session, result.state, result)
                 if all(each.ended for each in task.sessions):
-                    self._finish(task, "completed")
+                    task.status, task.updated = "completed", time.time()
 
     def _end(self, session: Session, state: str, result: Result | None) -> None:
         session.result = result
@@ -132,9 +132,6 @@ class Rollouts:
             ray.cancel(session.call)  # of no effect on what has ended
         session.call = None
         session.state = state
-
-    def _finish(self, task: RolloutTask, status: str) -> None:
-        task.status, task.updated = status, time.time()
 
     async def health(self, _: Request) -> Response:
         """``GET /health``."""
@@ -160,7 +157,7 @@ class Rollouts:
             for each in task.sessions:
                 if not each.ended:
                     self._end(each, "CANCELLED", None)
-            self._finish(task, "cancelled")
+            task.status, task.updated = "cancelled", time.time()
         return Response(task.to_json(), media_type="application/json")
 
     async def status(self, _: Request) -> Response:

@@ -1,15 +1,13 @@
-"""The list and one episode, the same from SQLite and from MongoDB."""
+"""The list, one episode, and a group."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from mongodb_server import MongoServer, NoServerError
 from studio_client import Client, Opener, fill
 from tiny_model import write_tokenizer
 from train_store import store_of
@@ -17,28 +15,7 @@ from train_store import store_of
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.types import Message, Node, PolicyRef
 from openhands_rl_plugin.testing import GONE, sample_episode
-from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
-
-
-@pytest.fixture(scope="module")
-def mongodb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MongoServer]:
-    server = MongoServer(tmp_path_factory.mktemp("mongodb"))
-    try:
-        server.start()
-    except NoServerError as error:
-        pytest.skip(f"THE STUDIO OVER MONGODB IS NOT TESTED: {error}")
-    yield server
-    server.stop()
-
-
-@pytest.fixture(params=["sqlite", "mongodb"])
-def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
-    """Opens the same new store again and again."""
-    if request.param == "sqlite":
-        return lambda: FileTrajectoryStorage(tmp_path / "store")
-    server: MongoServer = request.getfixturevalue("mongodb")
-    return lambda: MongoDBTrajectoryStorage(server.url, f"studio_{abs(hash(tmp_path)):x}")
 
 
 def test_the_list_has_the_newest_first(opener: Opener, client: Client) -> None:
