@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +38,6 @@ async def test_several_answers_are_siblings_and_the_conversation_goes_on_below_t
     assert len(ids) < len(prompt_ids(history)), "the second prompt extends the first"
     assert [trajectory.nodes[index].reward for index in siblings] != [0.0, 0.0, 0.0]
     assert trajectory.usage.calls == 2
-
-
-async def test_what_the_server_says_beside_the_message_is_kept(tmp_path: Path):
-    async def think(request: web.Request, body: dict[str, Any]) -> web.Response:
-        answer = model.completion(body)
-        answer["choices"][0]["message"]["reasoning_content"] = "hmm"
-        return web.json_response({**answer, "system_fingerprint": "f1"})
-
-    model = Model(behave=think)
-    async with world(tmp_path, model) as gateway:
-        assert (await gateway.say(user("one"), top_k=3, user="me"))["reasoning_content"] == "hmm"
-    metadata = (await gateway.only()).nodes[1].metadata
-    assert metadata["message"] == {"reasoning_content": "hmm"}
-    assert metadata["request"] == {"top_k": 3}
-    assert metadata["response"]["system_fingerprint"] == "f1" and metadata["response"]["usage"]["prompt_tokens"]
-    assert "prompt_token_ids" not in json.dumps(metadata)
 
 
 async def test_ids_that_are_none_are_left_out(tmp_path: Path) -> None:
