@@ -107,12 +107,6 @@ def texts(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
-def test_links_are_recorded_and_not_followed(changed: Changed, tmp_path: Path):
-    (tmp_path / "secret").write_text("s3cret")
-    evidence = changed(lambda root: (root / "link").symlink_to(tmp_path / "secret"))
-    assert evidence["changed_files"] == {"link": "added"} and "s3cret" not in str(evidence["git_patch"])
-
-
 def test_large_changes_are_cut_and_say_so(changed: Changed, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(changes, "MAX_PATCH_BYTES", 1000)
     monkeypatch.setattr(changes, "MAX_NAMES_BYTES", 50)
