@@ -15,9 +15,8 @@ from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter, trajectory_id
+from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.pool import HostRunner, ProcessWorker, WorkerPoolRunner, local_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
@@ -155,19 +154,6 @@ async def test_a_command_that_outlasts_the_episode_is_ended(model: str):
     assert not subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout
 
 
-async def test_giving_up_an_episode_leaves_nothing_running(model: str):
-    marker = f"94{os.getpid()}"
-    runner = local_runner(settings_for(model), IN_A_WORKSPACE)
-    playing = asyncio.create_task(runner.run(working(1, [f"sleep {marker}"])))
-    while not subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout:
-        await asyncio.sleep(0.05)
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
-    await runner.close()
-    assert not subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout
-
-
 async def test_an_episode_that_was_left_unfinished_is_played_anew(model: str, storage: FileTrajectoryStorage):
     request = working(1, ["echo one", "echo two"], max_turns=2)
     with instant_model(delay=0.2) as slow:
@@ -181,22 +167,6 @@ async def test_an_episode_that_was_left_unfinished_is_played_anew(model: str, st
         played = await runner.run(request)
     assert played.stop is StopReason.MAX_TURNS and len(list(played.sampled())) == 2
     assert await everything(storage) == [played]
-
-
-async def test_a_storage_that_fails_stops_a_run(
-    model: str, storage: FileTrajectoryStorage, monkeypatch: pytest.MonkeyPatch
-):
-    grow, left = storage.grow, iter([True] * 2)
-
-    async def failing(growth: EpisodeGrowth) -> None:
-        if not next(left, False):
-            raise StorageError("the disk is full")
-        await grow(growth)
-
-    monkeypatch.setattr(storage, "grow", failing)
-    async with controller(settings_for(model), IN_A_WORKSPACE, storage) as runner:
-        with pytest.raises(StorageError, match="the disk is full"):
-            await runner.run(working(1, ["echo one", "echo two"]))
 
 
 @pytest.mark.slow

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from scripted_model import ScriptedModel, call, says
-from sdk_play import EDITOR, TERMINAL, finish, think
+from sdk_play import TERMINAL, finish, think
 from small_shop import running_shop
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, StopReason, Task, Trajectory
-from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -38,23 +37,6 @@ async def play(
 ) -> Trajectory:
     async with open_runner(settings_for(server, model, **more), options) as runner:
         return await runner.run(asked)
-
-
-@pytest.mark.filterwarnings("error:Cost calculation failed")
-async def test_an_episode_in_a_workspace(server: ScriptedModel, tmp_path: Path) -> None:
-    file = tmp_path / "repository" / "a.txt"
-    file.parent.mkdir()
-    file.write_text("one\n")
-    edit = {"command": "str_replace", "path": str(file), "old_str": "one", "new_str": "two"}
-    server.script("works", [says(None, call(EDITOR, edit, "call-1")), finish()])
-    storage = FileTrajectoryStorage(tmp_path / "store")
-    async with open_runner(settings_for(server, "works"), IN_A_WORKSPACE, storage=storage) as runner:
-        episode = await runner.run(request(), TaskWorkspace(root=tmp_path, repository="repository"))
-    assert episode.stop is StopReason.TERMINATED and episode.failure is None
-    assert "+two" in str(episode.evidence["git_patch"]) and file.read_text() == "two\n"
-    assert [node.tokens.extends for node in episode.nodes if node.tokens] == [False, True]
-    assert [found.stop async for found, _ in storage.find(TrajectoryFilter(finished=None))] == [StopReason.TERMINATED]
-    await storage.close()
 
 
 @pytest.mark.shows("many sessions in one process")

@@ -111,25 +111,6 @@ async def test_a_command_in_the_forks_says_what_is_right(server: ScriptedModel, 
     assert {0.0, 1.0} <= {node.value for node in episode.nodes if node.sampled and node.value is not None}
 
 
-async def test_branches_side_by_side_see_their_own_only(server: ScriptedModel, workspace: Path) -> None:
-    def policy(body: dict[str, Any]) -> dict[str, Any]:
-        seed = body["seed"]
-        command = f"echo {seed} >> mine; echo {seed} >> /tmp/mine; cat mine /tmp/mine; ls"
-        return says(None, call(TERMINAL, {"command": command}, f"id{seed}"))
-
-    strategy = {"n": 16, **BY_PATCH}
-    episode, _ = await play(
-        server, "beside", workspace, policy, rollout_strategy="BestOfN", strategy=strategy, max_turns=1
-    )
-    tried = [at for at, node in enumerate(episode.nodes) if node.sampled and node.parent == 1]
-    assert len(tried) == 16
-    for at in tried:
-        seen = {node.message.content or "" for node in episode.nodes if node.parent == at}
-        own = episode.nodes[at].message.tool_calls[0].id.removeprefix("id")
-        assert {text.split("\n")[:4] == [own, own, "calc.py", "mine"] for text in seen} == {True}
-    assert (workspace / "mine").read_text().count("\n") == 1
-
-
 async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedModel, workspace: Path) -> None:
     """The same conversations are sent from branches and from the live one, to the letter and the token."""
     options = {"num_simulations": 6, "first_branches": 2, "num_branches": 2, "depth": 5, **BY_PATCH}
