@@ -96,12 +96,11 @@ async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> i
     else:
         summaries = view.rewarded_by(storage, chosen, args.reward)
         chosen = view.without_rewards(chosen)
-    notes = {each.id: view.notes_of(each, scores) async for each, scores in storage.find(chosen)}
     groups = await view.figures_of(
         summaries,
         by,
         lambda of, value: success_rule(of.environment, at=args.success_at).holds(value, of.stop),
-        notes,
+        await view.notes_in(storage, chosen),
     )
     if args.json:
         print_json(groups)

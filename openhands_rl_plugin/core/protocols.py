@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.records import (
+    Columns,
     DamagedRecord,
     EpisodeEnd,
     EpisodeGrowth,
@@ -302,6 +303,10 @@ class TrajectoryStorage(Protocol):
 
     def summaries(self, where: TrajectoryFilter | None = None) -> AsyncIterator[TrajectorySummary]:
         """Like ``find``, without reading any node."""
+        ...
+
+    async def columns(self, where: TrajectoryFilter | None = None) -> Columns:
+        """Like ``find``, as arrays: no node is made."""
         ...
 
     async def count(self, where: TrajectoryFilter | None = None) -> int:

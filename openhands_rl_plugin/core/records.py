@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, FiniteFloat, JsonValue
 
+from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.types import (
     SCHEMA_VERSION,
     Bounded,
@@ -297,6 +299,17 @@ class TrajectoryFilter(Frozen):
     def only_measures(self, split: str) -> bool:
         """Whether this filter's matches of ``split`` must not be trained on."""
         return self.split is None and split in HELD_OUT_SPLITS
+
+
+class Columns(NamedTuple):
+    """Of episodes, a place each: the id, the group, the reward by which it is found (NaN where there is none), how many
+    segments its turns are, and whether every answer has ids and logprobs and it did not fail."""
+
+    ids: Sequence[str]
+    groups: Sequence[str]
+    rewards: Floats
+    segments: Ids
+    whole: Mask
 
 
 class TrajectorySummary(Frozen):

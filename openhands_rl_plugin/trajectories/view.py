@@ -21,7 +21,7 @@ from itertools import chain, takewhile
 from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
@@ -34,7 +34,6 @@ from openhands_rl_plugin.core.messages import counted, has_reasoning, one_line, 
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import (
     MISSING,
-    STANDARD_PROMPT,
     Label,
     TrajectoryFilter,
     TrajectoryOrder,
@@ -64,8 +63,7 @@ _WIDTH_OF_FILES = 200
 
 def console() -> Console:
     """Where commands print: colours only on a terminal, and lines as long as they are where it is none."""
-    width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
-    return Console(highlight=False, markup=False, emoji=False, width=width)
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
 
 
 def print_json(value: Any) -> None:
@@ -369,17 +367,23 @@ _NAMES = {"token_ids": "token ids"}
 
 class Notes(NamedTuple):
     """What the figures need of an episode beside its summary: what its answers lack for training, by cause; how many
-    segments it has, by why they begin; and what people and verifiers say of it."""
+    segments it has; and what people and verifiers say of it."""
 
     gaps: Counter[str]
-    segments: Counter[str]
+    segments: int
     opinions: Mapping[str, float]
 
 
-def notes_of(trajectory: Trajectory, scores: Sequence[Score]) -> Notes:
-    """The notes on an episode."""
-    known = opinions(scores) if trajectory.failure is None else {}
-    return Notes(Counter(chain(*lacks_of(trajectory).values())), Counter(segment_causes(trajectory).values()), known)
+async def notes_in(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[str, Notes]:
+    """Id -> the notes. Nodes are made only where the columns say that something is missing."""
+    columns = await storage.columns(where)
+    scores, rows = await storage.scores(columns.ids), [*zip(columns.ids, columns.segments, columns.whole, strict=True)]
+    notes = {each: Notes(Counter(), segments, opinions(scores.get(each, ()))) for each, segments, _ in rows}
+    rest = TrajectoryFilter(ids=tuple(each for each, _, whole in rows if not whole), finished=None)
+    async for each, known in storage.find(rest):
+        judged = opinions(known) if each.failure is None else {}
+        notes[each.id] = Notes(Counter(chain(*lacks_of(each).values())), notes[each.id].segments, judged)
+    return notes
 
 
 def lacks_of(trajectory: Trajectory) -> dict[int, tuple[str, ...]]:
@@ -423,7 +427,7 @@ async def figures_of(
 
     Success, reward and turns are over a group's valid episodes: finished, without a failure, and with a reward.
     ``success`` is the share of successes, with its Wilson interval. ``gaps``: what answers lack for training, by cause.
-    ``segments``: how many there are, by why they begin. ``opinions``: means of what people and verifiers say, which
+    ``segments``: how many there are. ``opinions``: means of what people and verifiers say, which
     have no say in the reward.
     """
     groups: dict[tuple[str, ...], list[TrajectorySummary]] = {}
@@ -449,7 +453,7 @@ async def figures_of(
                 "stops": _counted(each.stop.value for each in group),
                 "failures": _counted(each.failure.value for each in group if each.failure is not None),
                 "gaps": _counted(cause for each in noted for cause in each.gaps.elements()),
-                "segments": _counted(cause for each in noted for cause in each.segments.elements()),
+                "segments": sum(each.segments for each in noted),
                 "opinions": {column: mean_of(values) for column, values in columns.items() if values},
             }
         )
@@ -467,8 +471,7 @@ def reward_of(summary: TrajectorySummary) -> float | None:
 
 def mean_of(values: Sequence[float]) -> Estimate:
     """Mean with its 95% interval by bootstrap, whose resamples are fewer the more values there are."""
-    resamples = max(200, min(2000, 600_000 // (len(values) or 1)))
-    return paired_difference([0.0] * len(values), values, resamples=resamples)
+    return paired_difference([0.0] * len(values), values, resamples=max(200, min(2000, 600_000 // (len(values) or 1))))
 
 
 async def rewarded_by(
@@ -709,8 +712,7 @@ def print_episode(
 
     turns, task, prompt = turns_of(trajectory), trajectory.task, prompt_of(trajectory)
     write(f"{trajectory.id}  run {trajectory.run_id}  task {task.environment}/{task.id}", "bold")
-    named = "" if prompt == STANDARD_PROMPT else f"  prompt {prompt}"
-    write(f"{trajectory.strategy.name}  {trajectory.policy.served_name}{named}")
+    write(f"{trajectory.strategy.name}  {trajectory.policy.served_name}  prompt {prompt}")
     if (link := sub_agent_of(task)) is not None:
         write(f"sub-agent {link.kind} of {link.parent}")
     console.print()
@@ -727,8 +729,7 @@ def print_episode(
                 write(f"── segment {segment}: this prompt does not extend the turn before{why} ──", "yellow")
             write(_heading(turn).rstrip(), f"bold {_STYLES[turn.message.role]}")
         if isinstance(report := turn.search.get("report"), dict):
-            known = (f"{name.replace('_', ' ')} {_entry(entry)}" for name, entry in report.items() if entry is not None)
-            write(f"{'  ' * (depth + 1)}search: {'; '.join(known)}", "yellow")
+            write(f"{'  ' * (depth + 1)}search: {json.dumps(report)}", "yellow")
         for line in () if tree else (text if full else shortened(text)).split("\n"):
             write(f"  {line}")
     console.print()
@@ -737,28 +738,14 @@ def print_episode(
     write(f"{ended}, return {number(totals['episode_return'])}", "bold")
     tokens = f"{totals['prompt_tokens']:,} prompt and {totals['sampled_tokens']:,} sampled tokens"
     write(f"{tokens} in {counted(totals['segments'], 'segment')}; {counted(totals['nodes'], 'node')}")
-    if aside := sum(turn.turn is not None and not turn.acted for turn in turns):
-        write(f"{counted(aside, 'more turn')} on other branches: see --tree")
     for score in scores:
         write(f"score {number(score.reward)} by {score.reward_version}")
     for label in standing(labels):
-        tokens = "" if label.tokens is None else f", sampled tokens {label.tokens[0]} to {label.tokens[1] - 1}"
-        parts = (
-            label.kind.value,
-            None if label.value is None else number(label.value),
-            label.other and f"over {label.other}",
-            None if label.node is None else f"on node {label.node}{tokens}",
-            label.author and f"by {label.author}",
-        )
-        write(": ".join(filter(None, (" ".join(filter(None, parts)), label.text))))
+        value = None if label.value is None else number(label.value)
+        about = label.kind.value, value, label.other and f"over {label.other}", label.author and f"by {label.author}"
+        write(": ".join(filter(None, (" ".join(filter(None, about)), label.text))))
     if (failure := trajectory.failure) is not None:
         write(f"failed ({failure.kind.value}, {failure.boundary}): {failure.message}", "red")
-
-
-def _entry(entry: JsonValue) -> str:
-    if isinstance(entry, dict):
-        return ", ".join(f"{_entry(count)} {what}" for what, count in entry.items())
-    return number(entry) if isinstance(entry, int | float) else str(entry)
 
 
 def _heading(turn: Turn) -> str:

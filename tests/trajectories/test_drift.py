@@ -93,11 +93,6 @@ def test_a_tokenizer_tells_other_tokens_from_another_text() -> None:
     assert [each.cause for each in breaks_of(trajectory, text)] == [Cause.RETOKENISED]
 
 
-@pytest.mark.parametrize("trajectory", [play(Server(), PLAIN), play(Server(), CALLING), example_trajectory(0)])
-def test_turns_that_extend_each_other_are_no_breaks(trajectory: Trajectory) -> None:
-    assert list(breaks_of(trajectory)) == []
-
-
 async def pairs(*trajectories: Trajectory) -> AsyncIterator[tuple[Trajectory, tuple[()]]]:
     for trajectory in trajectories:
         yield trajectory, ()

@@ -82,7 +82,7 @@ def test_the_tree_marks_what_was_acted_on(store: Path, capsys: pytest.CaptureFix
     taken = next(line for line in lines if "taken" in line)
     assert aside.startswith("  ○ #1") and "dropped: this branch is rotten\\x1b[2J" in aside
     assert taken.startswith("  ● #2") and "· 1 merged ·" in taken
-    assert any(line.strip() == "search: strategy BestOfN; turn 3 calls; merged 1" for line in lines)
+    assert any(line.strip() == 'search: {"strategy": "BestOfN", "turn": {"calls": 3}, "merged": 1}' for line in lines)
 
 
 def test_a_longer_beginning_is_asked_for_when_several_fit(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

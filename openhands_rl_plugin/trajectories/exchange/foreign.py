@@ -392,8 +392,6 @@ SCORE_VERSION = "imported-1"
 UNKNOWN_TIMES = Times(started=0.0, finished=0.0)
 
 _NAMESPACE = uuid.UUID("6b0f5f2e-0c1c-5f0e-9a55-5d2f6f8e7c11")
-# What a store has around a record.
-_ROOM = 20
 _FINISHING = {"finish", "submit"}
 
 
@@ -533,8 +531,7 @@ def finished(
     """The episode as a trajectory, with a score when its reward is known or what it ``resolved``.
 
     ``form``: the name of the format. ``stop``: by default what the last message says. ``model``, ``run_id`` and
-    ``group_id`` are those of the record, if it names them; ``tokens``: how many answers have ids. Raises
-    ``ExchangeError`` for an episode that a store would not read back.
+    ``group_id`` are those of the record, if it names them; ``tokens``: how many answers have ids.
     """
     run_id = run_id or UNKNOWN
     trajectory = tree.freeze(
@@ -549,8 +546,6 @@ def finished(
     )
     # Times are left out: a copied file has new ones.
     content = trajectory.model_dump_json(exclude={"id", "times", "schema_version"})
-    if content.count("[") + content.count("{") > 100:
-        from_text("[" * _ROOM + content + "]" * _ROOM)
     digest = hashlib.sha256(content.encode()).hexdigest()
     identity = identity or str(uuid.uuid5(_NAMESPACE, f"{form}\n{digest}"))
     found = trajectory.model_copy(update={"id": identity})

@@ -608,8 +608,7 @@ async def export_store(
                 labels = await storage.labels([trajectory.id]) if form.exact else ()
                 beside: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
                 for row in made:
-                    if form.conversations:
-                        row = with_objects(row)
+                    row = with_objects(row) if form.conversations else row
                     # Rendering may bring the parts of a secret together, so the written row is checked as well.
                     row = row if form.exact else redact_json(row)
                     if beside:
@@ -664,7 +663,8 @@ async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: 
     scores: list[Score] = []
     for each in batch:
         name = each.trajectory.id
-        if name not in known or _goes_on(known[name], each.trajectory):
+        ended = each.trajectory.stop is not StopReason.UNFINISHED
+        if name not in known or (ended and known[name].stop is StopReason.UNFINISHED):
             known[name] = added[name] = each.trajectory
         marks = [(name, _as_stored(score)) for score in each.scores]
         scores += [score for mark, score in zip(marks, each.scores, strict=True) if mark not in judged]
@@ -674,11 +674,6 @@ async def _store(batch: Sequence[Imported], storage: TrajectoryStorage, report: 
     report.new += len(added.keys() - found.keys())
     report.scores += len(scores)
     await storage.add_labels([label for each in batch for label in each.labels])
-
-
-def _goes_on(known: Trajectory, found: Trajectory) -> bool:
-    """Whether ``found`` is the same episode, which ended meanwhile."""
-    return known.stop is StopReason.UNFINISHED and found.stop is not StopReason.UNFINISHED
 
 
 def _as_stored(score: Score) -> str:

@@ -349,7 +349,7 @@ class SqliteLog(Log):
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         query = (
-            f"SELECT row, revision, head, documents.start, documents.end, {_COLUMNS} FROM episodes "
+            f"SELECT row, revision, head, documents.start, documents.end, score, {_COLUMNS} FROM episodes "
             f"LEFT JOIN documents ON episode = row WHERE id {_SOME}"
         )
         found = self._run(query, (_json(ids),)).fetchall()
@@ -361,9 +361,9 @@ class SqliteLog(Log):
         for row, mark in self._run(f"SELECT episode, mark FROM marks WHERE episode {_SOME}", (rows,)):
             marks[row].append(mark)
         episodes = list[Episode]()
-        for row, revision, head, start, end, *known in found:
+        for row, revision, head, start, end, score, *known in found:
             content = Content(start, packs[row], map(NodeMark.model_validate_json, marks[row]), head, end)
-            episodes.append(Episode(header_of(known), row, revision, content=content))
+            episodes.append(Episode(header_of(known, score), row, revision, content=content))
         return episodes
 
     async def write(self, before: Episode | None, header: TrajectorySummary, content: Content | None) -> Episode:

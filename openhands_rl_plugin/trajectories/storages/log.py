@@ -8,6 +8,7 @@ faster, nothing is changed and the writer looks again.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import struct
 import threading
@@ -23,12 +24,13 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from backports import zstd
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError, from_json
+from pydantic_core import PydanticSerializationError
 
-from openhands_rl_plugin.core.arrays import Floats, Ids
+from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.records import (
+    Columns,
     DamagedRecord,
     EpisodeEnd,
     EpisodeGrowth,
@@ -381,6 +383,14 @@ class LogStorage(ABC):
         found = self._stream(where, lambda each: TrajectorySummary(**dict(each.header)), _SUMMARIES)
         return (summary async for summary, _ in found)
 
+    async def columns(self, where: TrajectoryFilter | None = None) -> Columns:
+        """Like ``find``, as arrays: no node is made. Raises ``StorageError``."""
+        found = [each async for each in self._stream(where, _column_of, _BATCH, whole=True)]
+        headers, segments, whole = zip(*(made for made, _ in found), strict=True) if found else ((), (), ())
+        rewards = Floats(math.nan if each.judged is None else each.judged for each in headers)
+        ids, groups = [each.id for each in headers], [each.group_id for each in headers]
+        return Columns(ids, groups, rewards, Ids(segments), Mask(whole))
+
     async def count(self, where: TrajectoryFilter | None = None) -> int:
         """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
         return await self._read(lambda log: log.count(where or TrajectoryFilter()))
@@ -615,6 +625,20 @@ def _trajectory(episode: Episode) -> Trajectory:
     return Trajectory(**parts, nodes=tuple(nodes), times=times)
 
 
+def _column_of(episode: Episode) -> tuple[TrajectorySummary, int, bool]:
+    """How many segments the turns are, and whether no answer lacks anything, by the layout of the packs."""
+    segments, whole = 0, episode.header.failure is None and not episode.damage
+    for pack in episode.content.packs:
+        data = _decompress(pack, _NODES)
+        count, size, *_ = _HEADER.unpack_from(data)
+        layout, at = struct.unpack_from(f"<{4 * count}I", data, _HEADER.size), _HEADER.size + 16 * count
+        segments += layout[::4].count(_HAS_TOKENS)
+        text = data[at : at + size]
+        lacking = any(b'"%s":' % key in text for key in (b"missing", b"unknown_before")) or layout[2::4] != layout[3::4]
+        whole = whole and not lacking and count - layout[::4].count(0) == text.count(b'"sampled":true')
+    return episode.header, segments, whole
+
+
 def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> frozenset[int | None]:
     """Which nodes are tainted: where a secret was, the text says so, and no ids are left."""
     clean = {up for at, node in enumerate(nodes) if node.tokens for up in path_to(nodes, at)}
@@ -641,10 +665,6 @@ def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> frozenset[int | N
 
 UNPACKED_LIMIT = 512 * 1024 * 1024
 """No pack unfolds to more bytes than this, whatever its header says."""
-
-DEEPEST = 180
-"""Levels of nesting in a record. Pydantic reads 200, and what is exported or listed is wrapped in some more."""
-_AROUND = 200 - DEEPEST
 
 _NODES, _DOCUMENT = 1, 2  # version bytes; later formats take other numbers
 
@@ -693,7 +713,7 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
 
 def pack_document(document: bytes) -> bytes:
     """A JSON document, smaller and checked. Raises ``StorageError`` when it is larger or deeper than can be read."""
-    return _compress(_DOCUMENT, [_readable(document, "a record")])
+    return _compress(_DOCUMENT, [document])
 
 
 def unpack_document(blob: bytes) -> bytes:
@@ -704,23 +724,9 @@ def unpack_document(blob: bytes) -> bytes:
 def _without_tokens(node: Node) -> bytes:
     try:
         # By the serializer itself, which ``model_dump_json`` adds as much again to for a small node.
-        document = Node.__pydantic_serializer__.to_json(node, exclude={"tokens"}, exclude_defaults=True)
+        return Node.__pydantic_serializer__.to_json(node, exclude={"tokens"}, exclude_defaults=True)
     except (PydanticSerializationError, RecursionError) as error:
         raise StorageError(f"a node cannot be written as JSON: {describe(error)}") from error
-    return _readable(document, "a node")
-
-
-def _readable(document: bytes, what: str) -> bytes:
-    """The document itself. Raises ``StorageError`` for one that is nested more deeply than what reads JSON allows."""
-    # Hardly any has so many brackets, also counting those in its texts.
-    if document.count(b"[") + document.count(b"{") > DEEPEST:
-        try:
-            from_json(b"[" * _AROUND + document + b"]" * _AROUND)
-        except ValueError as error:
-            raise StorageError(
-                f"{what} is nested more than {DEEPEST} levels deep and could not be read back: keep the value as text"
-            ) from error
-    return document
 
 
 def _read_nodes(data: memoryview) -> tuple[Node, ...]:

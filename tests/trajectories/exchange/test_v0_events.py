@@ -12,7 +12,7 @@ from exchange_samples import CODE, INDENTED, TOOLS, call, same_talk, trajectory
 
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Message, StopReason
+from openhands_rl_plugin.core.types import JsonObject, Message, StopReason
 from openhands_rl_plugin.trajectories.exchange.events import read_history, read_v0, v0_rows
 from openhands_rl_plugin.trajectories.exchange.foreign import Imported, Record
 from openhands_rl_plugin.trajectories.exchange.formats import source_of
@@ -181,9 +181,6 @@ def test_errors_of_the_harness() -> None:
     for error, stop in ends.items():
         found = read_v0(Record({**row, "error": error})).trajectory
         assert found.stop is stop and (found.failure is None) == (stop is not StopReason.ERROR)
-    failure = Failure(kind=FailureKind.INFRASTRUCTURE, message="gone", boundary="b")
-    (written,) = v0_rows(trajectory(failure=failure), ())
-    assert written["error"] == "gone"
 
 
 def test_an_action_without_the_response_is_refused() -> None:

@@ -73,6 +73,6 @@ async def test_damaged_documents_cost_what_they_hit_and_that_is_named(
 
     monkeypatch.setenv("STORE_URI", mongodb.url.replace("/?", f"/{database.name}?"))
     for words, code in (((), 1), (("--skip-damaged",), 0)):
-        assert await asyncio.to_thread(cli.main, ["list", "env:STORE_URI", "--by", "run", *words]) == code
+        assert await asyncio.to_thread(cli.main, ["doctor", "drift", "env:STORE_URI", *words]) == code
         told = capsys.readouterr().err
         assert IDS[1] in told and ("--skip-damaged" in told) == (code == 1) and "Traceback" not in told

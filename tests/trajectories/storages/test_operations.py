@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Awaitable
 from itertools import count, product
@@ -30,6 +31,7 @@ from openhands_rl_plugin.testing import sample_episode, sample_score, unrewarded
 from openhands_rl_plugin.trajectories.mongodb.storage import MongoDBTrajectoryStorage
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 from openhands_rl_plugin.trajectories.storages.log import LogStorage
+from openhands_rl_plugin.trajectories.view import lacks_of
 
 ID, LENGTH = st.sampled_from("abc"), len(sample_episode("a").nodes)
 # Operation -> what it is given besides the episode's id. Of "grow": up to which node, how many known ones are sent
@@ -169,6 +171,13 @@ async def checked(storage: LogStorage, model: Model) -> list[Any]:
             *(len(one.nodes), len(one.acted()), one.known_return, newest and newest.reward),
             *(one.usage, one.times),
         )
+    columns = await storage.columns(ALL)
+    assert [*zip(columns.ids, columns.groups, columns.segments, strict=True)] == [
+        (one.id, one.group_id, sum(bool(node.tokens) and not node.tokens.extends for node in one.nodes))
+        for one, _ in found.values()
+    ]
+    assert str([*columns.rewards]) == str([math.nan if each.judged is None else each.judged for each in summaries])
+    assert [*columns.whole] == [not lacks_of(one) for one, _ in found.values()]
     assert await storage.scores("abc") == {
         name: tuple(each for each in model.scores if each.trajectory_id == name)
         for name in {each.trajectory_id for each in model.scores}

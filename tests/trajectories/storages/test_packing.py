@@ -62,13 +62,6 @@ def test_a_pack_gives_back_what_it_took(nodes: list[Node]) -> None:
     read = unpack_nodes(pack_nodes(nodes))
     assert isinstance(read, tuple)
     assert [bits(node) for node in read] == [bits(node) for node in nodes]
-    for node, before in zip(read, nodes, strict=True):
-        assert node.model_copy(update={"reward": 0, "value": 0, "tokens": None}) == before.model_copy(
-            update={"reward": 0, "value": 0, "tokens": None}
-        )
-        if node.tokens is not None and before.tokens is not None:
-            assert node.tokens == before.tokens
-            assert node.tokens.model_fields_set == before.tokens.model_fields_set
 
 
 @pytest.mark.parametrize("at", [0, 1, 6, 40, 400, -1, -3])
