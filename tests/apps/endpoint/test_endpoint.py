@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from openhands_rl_plugin.apps.chat_endpoint import AgentRuntime, PolicyConfig, r
 from openhands_rl_plugin.core.types import (
     Completion,
     Limits,
-    Message,
     PolicyRef,
     SamplingParams,
 )
@@ -29,7 +28,6 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 LIMITS = Limits(max_turns=4, max_response_length=60)
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=60)
 WIRE = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 17 + 25?"}]
-ASKED = tuple(Message.model_validate(message) for message in WIRE)
 NOTES, ANSWER = "carry the one", "It is 42."
 FAILURES = {"away": "503 Busy", "refuse": "400 Bad Request"}
 
@@ -111,17 +109,6 @@ async def test_the_endpoint_records_what_it_samples(tmp_path: Path, streamed: bo
     first, second = [node.tokens for node in recorded.sampled()]
     assert first and second and first.sampled_ids == (5, 2) and len(first.logprobs) == 2 and second.sampled_ids[1] == 5
     assert recorded.evidence["answer"] == ANSWER and len(recorded.tools) == 3
-
-
-async def test_a_second_question_goes_on_with_the_whole_conversation() -> None:
-    """What a chat appends is what a rollout over the same messages is given."""
-    async with raw_server(reply) as server, aclosing(runtime(server)) as agent:
-        first = await agent.run(ASKED)
-        assert "42" in [message.content for message in first.messages]
-        again = (*ASKED, *first.messages, Message(role="user", content="Sure?"))
-        second = await agent.run(again)
-    assert second.trajectory.messages()[0].content == first.trajectory.messages()[0].content
-    assert second.trajectory.messages()[1 : len(again)] == again[1:]
 
 
 @pytest.fixture

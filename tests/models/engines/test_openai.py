@@ -218,12 +218,6 @@ async def test_what_is_missing_is_named_with_its_cause() -> None:
     assert made.metadata["missing"] == {"token_ids": why}
 
 
-def test_nothing_there_is_one_line() -> None:
-    for away in ("https://127.0.0.1:9/v1", "http://127.0.0.1:9/v1"):
-        with pytest.raises(InfrastructureError, match="no model server answers"):
-            listed_models(away, None)
-
-
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999/v1", "ftp://127.0.0.1/v1", "http://[::1/v1"])
 def test_a_wrong_url_is_one_line(url: str) -> None:
     with pytest.raises(ConfigError, match="is not a URL"):

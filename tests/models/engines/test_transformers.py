@@ -11,16 +11,10 @@ from tiny_model import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin.core.errors import ConfigError, RLError
-from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import Completion, Message, Observation, SamplingParams, Tokens
+from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.models.engines.transformers import TransformersEngine
 
 ASK = (Message(role="system", content="click"), Message(role="user", content="the quick brown fox"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -34,33 +28,22 @@ def loaded(path: Path) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(path)
 
 
-def tokens_of(completion: Completion) -> Tokens:
-    assert completion.tokens is not None
-    return completion.tokens
-
-
-async def test_tokens_and_logprobs_are_the_model_s_own_and_turns_extend(loaded: Any):
+async def test_tokens_and_logprobs_are_the_model_s_own(loaded: Any):
     model, tokenizer = loaded
     engine = TransformersEngine(*loaded)
-    tree, sampling = EpisodeTree(), SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8, seed=1)
-    tree.observe(Observation(messages=ASK))
-    for _ in range(2):
-        (completion,) = await engine.complete(tree.messages(), sampling=sampling)
-        tokens = tokens_of(completion)
-        wires = [message.model_dump(include={"role", "content"}) for message in tree.messages()]
-        rendered = tokenizer.apply_chat_template(wires, tokenize=False, add_generation_prompt=True)
-        assert completion.message.content == tokenizer.decode(tokens.sampled_ids, skip_special_tokens=True)
-        if len(wires) == len(ASK):
-            assert tokens.prompt_ids == tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-        with torch.no_grad():
-            logprobs = model(torch.tensor([tokens.prompt_ids + tokens.sampled_ids])).logits[0].float().log_softmax(-1)
-        at = len(tokens.prompt_ids)
-        expected = [float(logprobs[at + step - 1, token]) for step, token in enumerate(tokens.sampled_ids)]
-        assert [*tokens.logprobs] == pytest.approx(expected, abs=1e-4)
-        tree.commit(tree.propose(completion))
-        assert tree.context_ids(tree.head) == tokens.prompt_ids + tokens.sampled_ids
-        tree.observe(Observation(messages=(Message(role="user", content="go on"),)))
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=8, seed=1)
+    (completion,) = await engine.complete(ASK, sampling=sampling)
     await engine.aclose()
+    tokens, wires = completion.tokens, [message.model_dump(include={"role", "content"}) for message in ASK]
+    rendered = tokenizer.apply_chat_template(wires, tokenize=False, add_generation_prompt=True)
+    assert tokens is not None
+    assert tokens.prompt_ids == tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    assert completion.message.content == tokenizer.decode(tokens.sampled_ids, skip_special_tokens=True)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([tokens.prompt_ids + tokens.sampled_ids])).logits[0].float().log_softmax(-1)
+    at = len(tokens.prompt_ids)
+    expected = [float(logprobs[at + step - 1, token]) for step, token in enumerate(tokens.sampled_ids)]
+    assert [*tokens.logprobs] == pytest.approx(expected, abs=1e-4)
 
 
 async def test_what_cannot_work_is_refused(loaded: Any, tmp_path: Path):
