@@ -100,9 +100,7 @@ def suite_tasks(settings: RLSettings) -> LoopTasks:
             '[rl.watch] suite: there is nothing to measure candidates on: name a suite, such as "environment" or '
             '"swe-local", or a file of rows with what the agent could do before'
         )
-    rows = Path(watch.rows).expanduser() if watch.rows else None
-    source = TaskSource(suite=watch.suite, rows=rows, count=None if rows else watch.tasks)
-    tasks = measured_tasks(source, settings, watch.tasks)
+    tasks = measured_tasks(TaskSource(suite=watch.suite, count=watch.tasks), settings, watch.tasks)
     if not tasks.held_out:
         raise ConfigError(f"[rl.watch] suite: {watch.suite} has no tasks")
     return tasks

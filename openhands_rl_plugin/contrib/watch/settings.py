@@ -15,7 +15,6 @@ class WatchSettings(Settings):
         default="",
         description="suite that candidates are measured on: as of `openhands-rl evaluate`, or a file of rows",
     )
-    rows: str = Field(default="", description="file with the rows of that suite (.jsonl, .json or .parquet)")
     tasks: int = Field(default=100, ge=1, description="tasks of the suite that are used, at most")
     attempts: int = Field(default=1, ge=1, le=64, description="episodes per task and version")
     margin: float = Field(
