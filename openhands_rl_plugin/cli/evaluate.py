@@ -2,7 +2,7 @@
 
 suites:
   swe-local             repository tasks that run on a laptop without Docker
-  repair-1, -2, -3      one function with a bug, for small models; told are its line, its name, or only the failing test
+  repair-1, -2, -3      one function with a bug, for small models, with its line, its name, or only the failing test
   swe-bench-lite, swe-bench-verified, swe-gym, swe-gym-lite
                         from the hub (needs the datasets package), or their rows with --dataset-file
   FILE                  rows in SWE-bench's columns: .jsonl, .json or .parquet

@@ -259,7 +259,7 @@ def _train_policy(call: _Call) -> Adapter | None:
     for warning in found.warnings():
         print_note(f"warning: {sayable(warning)}")
     if found.pairs:
-        print_note(f"pairs: {len(found.pairs)}, {sum(pair.said for pair in found.pairs)} of them chosen by people")
+        print_note(f"pairs: {len(found.pairs)}, {sum(pair.by_people for pair in found.pairs)} of them chosen by people")
     if not found.samples:
         raise TrainingError(nothing_learnt(training, found.excluded))
     if args.dry_run:

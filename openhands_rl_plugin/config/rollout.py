@@ -1,4 +1,4 @@
-"""The options of ``cli.rollout`` and ``play``: an endpoint, and how one episode is played against it."""
+"""The options of ``cli.rollout`` and ``play``: an endpoint, and how one episode is rolled out against it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BOUNDS = ("max_turns", "max_prompt_length", "max_response_length", "max_obs_len
 
 
 class PlaySettings(Settings):
-    """Whom episodes are played against, and how. What is not set is as ``[rl]`` of ``config`` says, or as its defaults
-    are."""
+    """The server that episodes are rolled out against, and how. What is not set is as ``[rl]`` of ``config`` has it,
+    or has its default."""
 
     base_url: HttpUrl = Field(default="", description="OpenAI-compatible endpoint, up to and including /v1")
     model: str = Field(default="", description="name of the policy on the endpoint, of a base model or an adapter")
@@ -51,7 +51,7 @@ class PlayOptions(PlaySettings):
     """One episode.
 
     ``run_id``, ``group_id`` and ``sample`` name the episode: one that is stored under the same names is returned
-    instead of being played again. By default every episode is a new one.
+    instead of being rolled out again. By default every episode is a new one.
     """
 
     seed: int | None = Field(default=None, ge=0, description="sampling seed; by default another one each time")

@@ -1,4 +1,4 @@
-"""``[rl.workspace] prompt = "compact"``: what a model with a short context is told of its work and of its tools.
+"""``[rl.workspace] prompt = "compact"``: the instructions and tools of a model with a short context.
 
 Names, arguments and types are those of the host's own tools, so that a call means the same under both prompts. The
 texts are shorter: an argument is described where its tool is, and those that all tools have in the system prompt.

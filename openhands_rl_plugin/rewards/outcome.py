@@ -47,7 +47,7 @@ class ReturnReward(_Reward):
         return self._score(trajectory, reward, {**detail, "steps": steps})
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-        """Where no step was paid, the newest judgement is the return."""
+        """Where no step had a reward, the newest judgement is the return."""
         returned = trajectory.failure is not None or trajectory.known_return is not None
         found = None if returned else newest_outcome(scores)
         if found is None or found.reward is None or any(score.reward_version == self.version for score in scores):
@@ -161,10 +161,10 @@ class HumanReward(_Reward):
 
     Examples:
         >>> from openhands_rl_plugin.core.records import LabelKind
-        >>> said = [("ann", 1.0), ("bob", 0.0), ("cay", 1.0)]
+        >>> given = [("ann", 1.0), ("bob", 0.0), ("cay", 1.0)]
         >>> labels = [
         ...     Label(id=who, trajectory_id="one", kind=LabelKind.VERDICT, value=value, author=who, at=0.0)
-        ...     for who, value in said
+        ...     for who, value in given
         ... ]
         >>> score = HumanReward().from_labels("one", labels)
         >>> score.reward, score.detail
@@ -191,7 +191,7 @@ class HumanReward(_Reward):
 def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     """The return and the number of executed steps.
 
-    Raises ``GraderError`` for a failed episode, for one without an executed action, for one whose environment pays
+    Raises ``GraderError`` for a failed episode, for one without an executed action, for one whose environment gives
     nothing, and for one whose last action has no observation (for example after a timeout): its effect is unknown.
     """
     if trajectory.failure is not None:

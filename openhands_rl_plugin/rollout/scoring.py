@@ -18,14 +18,14 @@ from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Sco
 
 @runtime_checkable
 class JudgesLabels(Protocol):
-    """A reward that follows from what people said of the episode. A capability, not a flag.
+    """A reward that follows from the labels of the episode. A capability, not a flag.
 
     Its stored scores are those of the labels when somebody last asked for them (``rescore``).
     """
 
     def from_labels(self, trajectory_id: str, labels: Sequence[Label]) -> Score | None:
         """The score that follows from an episode's ``labels``, without a reward where they contradict each other;
-        ``None`` where nobody said anything that counts."""
+        ``None`` where no label counts."""
         ...
 
 
@@ -105,7 +105,7 @@ async def judge_all(reward: Reward, trajectories: Sequence[Trajectory]) -> list[
 AT_ONCE = 32
 """Episodes that are judged and stored together; attempts at one task are neighbours."""
 UNLABELLED = "nobody gave a verdict on it: label it in the studio"
-DIVIDED = "no more than half of its labellers said the same"
+DIVIDED = "no more than half of its labellers agree"
 _LABELS_AT_ONCE = 500
 
 

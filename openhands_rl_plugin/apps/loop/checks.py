@@ -49,7 +49,7 @@ def check_trainable(settings: RLSettings) -> None:
 
 
 def evaluated_by(settings: RLSettings) -> RLSettings | None:
-    """The settings that held-out tasks are played with, where ``[rl.loop] evaluation_strategy`` makes them others."""
+    """The settings that held-out tasks are rolled out with, where ``evaluation_strategy`` makes them others."""
     name = settings.loop.evaluation_strategy
     if not name or (name, {}) == (settings.rollout_strategy, settings.strategy):
         return None

@@ -67,7 +67,7 @@ def own_suites() -> tuple[OwnSuite, ...]:
         try:
             found.append(registry.find("suites", name))
         except ConfigError:
-            continue  # whoever asks for it by its name is told
+            continue  # whoever asks for it by its name gets the error
     return tuple(found)
 
 

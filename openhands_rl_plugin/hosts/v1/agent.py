@@ -370,7 +370,7 @@ class ConversationEpisode:
         self.idle_since = time.monotonic()
 
     def answered(self) -> bool:
-        """Whether the user said something after the agent had finished: the next task, not a hook's objection."""
+        """Whether the user wrote something after the agent had finished: the next task, not a hook's objection."""
         at, conversation = self.finished[0], self.conversation()
         return conversation is None or (at is not None and any(map(_from_user, conversation.state.events[at:])))
 
@@ -396,7 +396,7 @@ class ConversationEpisode:
                         self.standalone.end()
                     self.release()
         except RLError as error:
-            # Why it failed was said already.
+            # The cause was logged already.
             level = logging.DEBUG if self.failed else logging.WARNING
             log.log(level, "openhands_rl_plugin: the episode of %s was not closed: %s", self.id, error)
 

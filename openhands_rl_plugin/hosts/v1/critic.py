@@ -30,7 +30,7 @@ from openhands_rl_plugin.rollout.scoring import workspace_command
 
 _NOTHING = "there is nothing to judge yet"
 CRITIC = "critic"
-"""The key of a sampled node's metadata with what the critic said of it."""
+"""The key of a sampled node's metadata with the critic's result."""
 
 
 class NoScoreError(RLError):

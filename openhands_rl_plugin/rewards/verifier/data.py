@@ -98,8 +98,8 @@ async def verifier_dataset(
         if where.only_measures(trajectory.task.split):
             left_out[OF_HELD_OUT_SPLITS] += 1
             continue
-        said = await storage.labels([trajectory.id]) if isinstance(reward, JudgesLabels) else ()
-        success = await label_of(trajectory, scores, settings, reward, said)
+        labels = await storage.labels([trajectory.id]) if isinstance(reward, JudgesLabels) else ()
+        success = await label_of(trajectory, scores, settings, reward, labels)
         if success is None:
             left_out[UNLABELLED if trajectory.failure is None else FAILED] += 1
         else:
@@ -125,19 +125,19 @@ async def label_of(
     scores: Sequence[Score],
     settings: VerifierSettings,
     reward: Reward | None,
-    said: Sequence[Label] = (),
+    labels: Sequence[Label] = (),
 ) -> bool | None:
     """Whether the episode solved its task; ``None`` when it failed or its outcome is unknown.
 
     With a reward the label is its known score, or, without one, the reward computed now; of one that ``JudgesLabels``
-    what follows from ``said`` now. Scores of verifiers are never labels.
+    what follows from ``labels`` now. Scores of verifiers are never labels.
     """
     if trajectory.failure is not None:
         return None
     if reward is None:
         return resolved(trajectory, scores)
     if isinstance(reward, JudgesLabels):
-        known = reward.from_labels(trajectory.id, said)
+        known = reward.from_labels(trajectory.id, labels)
     else:
         known = known_score(reward, trajectory, scores)
     try:

@@ -89,13 +89,13 @@ class SearchStrategy[O: SearchOptions](ABC):
         if world is not None and not world.emits_rewards and isinstance(self._value, NoValue | RolloutValue):
             raise ConfigError(
                 f"{self.name} with value = {self._value.name!r} adds up the rewards of steps, "
-                'and a workspace pays none: set value = "model", "verifier" or "reward" in [rl.strategy]'
+                'and a workspace gives none: set value = "model", "verifier" or "reward" in [rl.strategy]'
             )
 
     async def evaluate(self, search: Search, action: int) -> None:
         """The return from ``action`` on: its step in a fork, where the world can fork, and the value of what follows.
 
-        It joins the mean on the node, unless the branch died or nothing can be said about it.
+        It joins the mean on the node, unless the branch died or it has no estimate.
         """
         node = search.tree.nodes[action]
         reward, state = 0.0, action
@@ -178,7 +178,7 @@ class BestOfNOptions(SearchOptions):
 
 
 class BestOfNStrategy(SearchStrategy[BestOfNOptions]):
-    """Judges every candidate once: after its step in a fork where the world can fork, else as it was said."""
+    """Judges every candidate once: after its step in a fork where the world can fork, else as it was sampled."""
 
     Options = BestOfNOptions
     name = "BestOfN"

@@ -292,7 +292,7 @@ class Search:
         self.world = world
         self.options = options
         # For the decided node's metadata: branches that died or were refused by the model (``dropped``), states without
-        # an estimate, states of which the model said neither yes nor no, and the bound that was reached (``cut_by``).
+        # an estimate, states without yes or no of the model, and the bound that was reached (``cut_by``).
         self.log: dict[str, Any] = {"merged": 0, "dropped": 0, "cut_by": None, "unjudged": 0, "undecided": 0}
         # Whether the model took no prompt in a branch, which does not mean that it will take none in the episode.
         self.refused = False
@@ -314,7 +314,7 @@ class Search:
         await self._worlds.close()
 
     @property
-    def pays(self) -> bool:
+    def gives_rewards(self) -> bool:
         """Whether the world's steps can earn rewards."""
         return info_of(self.world).emits_rewards
 
@@ -347,7 +347,7 @@ class Search:
 
     async def candidates(self, parent: int | None, count: int) -> list[int]:
         """Sample ``count`` actions below ``parent``, or as many as the budgets allow; equal ones are merged into one
-        node, and both are paid for.
+        node, and both are counted.
 
         Returns the nodes of the sampled actions without repetition, known ones among them. Where the model refuses the
         prompt of a branch, the branch is dropped; raises ``ModelError`` where it refuses that of the episode itself.

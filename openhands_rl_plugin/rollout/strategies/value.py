@@ -63,7 +63,7 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
     if over and isinstance(known, float):
         return ValueEstimate(known)
     # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
-    if over or (search.world is not None and search.pays and not search.goes_on(state)):
+    if over or (search.world is not None and search.gives_rewards and not search.goes_on(state)):
         estimate = ValueEstimate(0.0) if judge_end is None else await judge_end(search, state)
         if over:
             await search.give_up(state)
@@ -148,8 +148,8 @@ class ModelValue:
         return ValueEstimate(0.5 if probability is None else probability)
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
-        """Where the world pays rewards, they are what the end is worth; else as for any other state."""
-        return ValueEstimate(0.0) if search.pays else await self.estimate(search, state)
+        """Where the world gives rewards, they are what the end is worth; else as for any other state."""
+        return ValueEstimate(0.0) if search.gives_rewards else await self.estimate(search, state)
 
     def _probability(self, answer: Completion) -> float | None:
         word = (answer.message.content or "").strip().lower()
@@ -225,7 +225,7 @@ async def judged_in_time(search: Search, reward: Reward, episode: Coroutine[Any,
 
 
 def earned(search: Search, state: int) -> float:
-    """The rewards that were paid on the way to ``state``, from the start of the episode on."""
+    """The rewards that were given on the way to ``state``, from the start of the episode on."""
     return search.total(tuple(at for at in search.tree.path(state) if search.tree.nodes[at].sampled))
 
 
@@ -307,7 +307,7 @@ class VerifierValue:
         return None if score is None else ValueEstimate(score - earned(search, state))
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
-        """Where the environment has paid something, that is what the end is worth; else as for any other state."""
+        """Where the environment has given a reward, that is what the end is worth; else as for any other state."""
         return ValueEstimate(0.0) if earned(search, state) else await self.estimate(search, state)
 
 

@@ -143,7 +143,7 @@ def times_sampled(trajectory: Trajectory) -> dict[int, int]:
 
 
 def returns_to_go(trajectory: Trajectory, reward: float, settings: TrainingSettings) -> dict[int, float]:
-    """``node -> return to go`` of the executed completions, in order. What ``reward`` adds to the return is paid at the
+    """``node -> return to go`` of the executed completions, in order. What ``reward`` adds to the return comes at the
     end."""
     path, returns, following = trajectory.acted(), list[float](), reward - trajectory.episode_return
     steps = search_rewards(trajectory) if settings.step_rewards == "search" else environment_rewards(trajectory)
@@ -165,11 +165,11 @@ def search_rewards(trajectory: Trajectory) -> list[float]:
     expected return of the episode. A turn's reward is the change of that sum (potential-based shaping, Ng et al. 1999),
     so the rewards of an episode sum to its return. Turns without a value from search keep the environment's reward.
     """
-    paid = environment_rewards(trajectory)
-    earned = list(accumulate(paid, initial=0.0))
+    given = environment_rewards(trajectory)
+    earned = list(accumulate(given, initial=0.0))
     values = (trajectory.nodes[at].value for at in trajectory.acted())
     expected = [a if v is None else b + v for b, a, v in zip(earned, earned[1:], values, strict=False)]
-    return [after - before for before, after in pairwise((0.0, *expected[:-1], *earned[-1:]))] if paid else []
+    return [after - before for before, after in pairwise((0.0, *expected[:-1], *earned[-1:]))] if given else []
 
 
 def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
@@ -177,12 +177,12 @@ def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
 
     In a fully observable Markov environment equal text means equal state.
     """
-    said: list[str] = []
+    texts: list[str] = []
     before = trajectory.nodes[at].parent
     while before is not None and not trajectory.nodes[before].sampled:
-        said.append(trajectory.nodes[before].message.content or "")
+        texts.append(trajectory.nodes[before].message.content or "")
         before = trajectory.nodes[before].parent
-    return tuple(reversed(said))
+    return tuple(reversed(texts))
 
 
 def credited_samples(

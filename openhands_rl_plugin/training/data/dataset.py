@@ -39,12 +39,12 @@ from openhands_rl_plugin.training.data.demonstrations import demonstration_rewar
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two continuations from one state, as training sequences; ``chosen`` is the better one, by what a person ``said``
-    or by the rewards."""
+    """Two continuations from one state, as training sequences; ``chosen`` is the better one: ``by_people``, or by the
+    rewards."""
 
     chosen: tuple[Sample, ...]
     rejected: tuple[Sample, ...]
-    said: bool = False
+    by_people: bool = False
 
 
 def select_for_sft(
@@ -72,26 +72,26 @@ def preference_pairs(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float | None],
     settings: TrainingSettings,
-    said: Preferences | None = None,
+    labelled: Preferences | None = None,
 ) -> list[PreferencePair]:
     """The best episode of a group with the worst, the second best with the second worst, and so on while they differ.
 
-    What people ``said`` of two episodes comes first: those two make that pair, of whatever policies and rewards, or
+    What people preferred (``labelled``) comes first: those two make that pair, of whatever policies and rewards, or
     none where neither is better. With ``tree = "proposals"`` also the best and the worst action that search tried in
     one state of an episode. Raises ``TrainingError`` when a sampled node has no token ids.
     """
-    said = said or {}
+    labelled = labelled or {}
     groups: dict[str, list[int]] = {}
     judged: dict[int, float] = {}
     for index, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
         if reward is not None:
             judged[index] = reward
             groups.setdefault(trajectory.group_id, []).append(index)
-    pairs = _said_pairs(trajectories, said)
+    pairs = _labelled_pairs(trajectories, labelled)
     for members in groups.values():
         order = sorted(members, key=lambda at: (-judged[at], trajectories[at].id))
         for better, worse in zip(order[: len(order) // 2], reversed(order), strict=False):
-            if frozenset((trajectories[better].id, trajectories[worse].id)) in said:
+            if frozenset((trajectories[better].id, trajectories[worse].id)) in labelled:
                 continue
             if judged[better] - judged[worse] > EQUAL:
                 pairs.append(PreferencePair(_path(trajectories[better]), _path(trajectories[worse])))
@@ -100,13 +100,13 @@ def preference_pairs(
     return [pair for pair in pairs if pair.chosen and pair.rejected]
 
 
-def _said_pairs(trajectories: Sequence[Trajectory], said: Preferences) -> list[PreferencePair]:
+def _labelled_pairs(trajectories: Sequence[Trajectory], labelled: Preferences) -> list[PreferencePair]:
     by_id = {trajectory.id: trajectory for trajectory in trajectories}
     pairs: list[PreferencePair] = []
-    for both, better in said.items():
+    for both, better in labelled.items():
         if better is not None and both <= by_id.keys():
             (worse,) = both - {better}
-            pairs.append(PreferencePair(_path(by_id[better]), _path(by_id[worse]), said=True))
+            pairs.append(PreferencePair(_path(by_id[better]), _path(by_id[worse]), by_people=True))
     return pairs
 
 
@@ -194,13 +194,13 @@ class TrainReport(Frozen):
 class Episodes:
     """Valid episodes of one policy with their rewards, and the counts of the excluded ones so far.
 
-    ``said``: which of two of them people found better. An episode without a reward is here for that alone.
+    ``labelled``: which of two of them people found better. An episode without a reward is here for that alone.
     """
 
     trajectories: tuple[Trajectory, ...]
     returns: tuple[float | None, ...]
     excluded: Counter[str] = field(default_factory=Counter)
-    said: Preferences = field(default_factory=dict)
+    labelled: Preferences = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,8 @@ async def load_episodes(
     """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
 
     With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says; with
-    ``presume`` those of which nobody said anything count as chosen to be imitated: 1.0; with ``unjudged`` those
-    without a reward are there, too. What people said of two of
-    them comes with them, and those two also without a reward.
+    ``presume`` those without a label count as chosen to be imitated: 1.0; with ``unjudged`` those without a reward
+    are there, too. People's preferences between two of them come with them, and those two also without a reward.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
     reward is scored here, unless it is a sub-agent's; the score is not stored. A reward that ``JudgesLabels`` goes by
     the labels as they are now.
@@ -297,8 +296,8 @@ async def load_episodes(
     outcomes = await judge_all(reward, unscored)
     known |= {each.id: outcome for each, outcome in zip(unscored, outcomes, strict=True)}
     ids = frozenset(each.id for each in own)
-    said = {both: better for both, better in preferences(labels).items() if both <= ids}
-    named = ids if unjudged else {each for both in said for each in both}
+    labelled = {both: better for both, better in preferences(labels).items() if both <= ids}
+    named = ids if unjudged else {each for both in labelled for each in both}
     valid: list[tuple[Trajectory, float | None]] = []
     for each in own:
         outcome = known.get(each.id)
@@ -312,7 +311,7 @@ async def load_episodes(
             why = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
             excluded[f"no_reward: {why.removeprefix('GraderError: ')}"] += 1
     trajectories, returns = zip(*valid, strict=True) if valid else ((), ())
-    return Episodes(trajectories, returns, excluded, said)
+    return Episodes(trajectories, returns, excluded, labelled)
 
 
 def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bool = True) -> TrainingDataset:
@@ -329,7 +328,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bo
             good = [trajectories[at] for at in select_for_sft(trajectories, rewards, settings)]
             samples = [sample for trajectory in good for sample in samples_of(trajectory, need_logprobs=False)]
         case "preference":
-            pairs = preference_pairs(trajectories, usable.returns, settings, usable.said)
+            pairs = preference_pairs(trajectories, usable.returns, settings, usable.labelled)
             samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]
         case "reinforcement":
             samples = credited_samples(trajectories, rewards, settings)
@@ -370,4 +369,4 @@ def _usable(episodes: Episodes, settings: TrainingSettings, *, regroup: bool) ->
             excluded["shortened"] += short is not trajectory
             kept.append((regrouped(short) if regroup else short, value))
     trajectories, returns = zip(*kept, strict=True) if kept else ((), ())
-    return Episodes(trajectories, returns, excluded, episodes.said)
+    return Episodes(trajectories, returns, excluded, episodes.labelled)

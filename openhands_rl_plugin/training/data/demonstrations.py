@@ -91,7 +91,7 @@ def turns_for(
 ) -> tuple[list[RenderedMessage], tuple[JsonObject, ...]]:
     """A path (default: that to the head) in the form that a template takes, and its tools where it prints those.
 
-    Answers of the nodes ``context`` are not trained. Raises ``TrainingError`` when a call cannot be said in that form.
+    Answers of the nodes ``context`` are not trained. Raises ``TrainingError`` when a call has no such form.
     """
     path, native = trajectory.path(leaf), traits.native
     spoken: Sequence[Message] = [
@@ -113,7 +113,7 @@ def turns_for(
 
 
 def _trained(message: Message) -> bool:
-    """Malformed calls are context only: a template would write them as something that was not said."""
+    """Malformed calls are context only: a template would write them as something that was not sampled."""
     well_formed = all(arguments_object(call.arguments) is not None for call in message.tool_calls)
     return isinstance(message, SpokenMessage) and message.sampled and well_formed
 

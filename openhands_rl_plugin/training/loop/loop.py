@@ -190,7 +190,7 @@ class TrainingLoop:
         await self._stage("evaluate-warm-start", self._evaluate)
 
     async def _check_training(self) -> None:
-        """Load the model for training and let go of it: what cannot be trained or served is said before any episode."""
+        """Load the model for training and let go of it: what cannot be trained or served fails before any episode."""
         trainer = await self._make_trainer(self._settings.training)
         for line in trainer.notes:
             self._listener.noted(line)

@@ -86,7 +86,7 @@ def test_a_name_that_is_neither_listed_nor_answered_is_refused(server: ScriptedM
 @pytest.mark.parametrize(
     ("rl", "said"),
     [
-        ({"rollout_strategy": "MCTS"}, "a workspace pays none: set value"),
+        ({"rollout_strategy": "MCTS"}, "a workspace gives none: set value"),
         ({"rollout_strategy": "MCTS", "workspace": {"isolation": "none"}}, "needs an environment that can fork"),
         ({"rollout_strategy": "MCTS", "strategy": {"value": "model"}}, ""),
         ({"rollout_strategy": "BestOfN", "workspace": {"isolation": "none"}}, ""),

@@ -168,7 +168,7 @@ async def test_what_was_sampled_is_acted_on_as_often_whatever_it_is_worth():
 async def test_values_that_add_up_rewards_are_refused_where_none_are_paid(make: Make, value: ValueFunction):
     world = Desk()
     engine = Worker("look")
-    says = f'with value = {value.name!r} .* pays none: set value = "model", "verifier" or "reward" in'
+    says = f'with value = {value.name!r} .* gives none: set value = "model", "verifier" or "reward" in'
     with pytest.raises(ConfigError, match=says) as caught:
         await make(value).decide(await opened(world), engine, world)
     assert "\n" not in str(caught.value) and not world.forks
