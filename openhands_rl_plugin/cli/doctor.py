@@ -92,9 +92,8 @@ def check_installation() -> Iterator[Finding]:
             yield Finding("ok", f"extra {extra}", _versions(packages))
     try:
         host = host_of(RLSettings())
-        yield Finding(
-            "ok", "host", f"OpenHands {host.upper()}: {_versions([V0_PACKAGE] if host == 'v0' else V1_PACKAGES)}"
-        )
+        packages = _versions([V0_PACKAGE] if host == "v0" else V1_PACKAGES)
+        yield Finding("ok", "host", f"OpenHands {host.upper()}: {packages}")
     except ConfigError as error:
         yield Finding("warn", "host", str(error))
     try:

@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=positive, default=DEFAULT_LIMIT, metavar="EPISODES", help="at most so many episodes"
     )
-    scores = (
-        "take the scores of this reward: human, verifier, tests, ... (default: the newest judgement, else the return)"
-    )
+    scores = "take this reward's scores: human, verifier, tests, ... (default: the newest judgement, else the return)"
     parser.add_argument("--reward", metavar="NAME", help=scores)
     by = "statistics by run, environment, split, strategy, version or task, separated by commas"
     parser.add_argument("--by", nargs="?", const="run,environment,strategy,version", metavar="NAMES", help=by)

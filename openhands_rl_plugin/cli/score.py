@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--verifier", metavar="DIR", help="folder of a version trained by `train --verifier`")
     value = "your own score of the episodes of --id: 1 solved, 0 not, or any number; none withdraws the last one"
-    what.add_argument("--value", type=_verdict, metavar="REWARD", help=value)
+    what.add_argument("--value", type=score, metavar="REWARD", help=value)
     what.add_argument("--better-than", metavar="ID", help="keep that --id is better than this attempt at the same task")
     what.add_argument("--undo", action="store_true", help="take back your newest label, whatever it was")
     own = "an episode's id, or a unique prefix of it (for --value; may be repeated)"
@@ -75,6 +75,8 @@ async def run(args: argparse.Namespace) -> int:
     if args.reward or args.verifier:
         chosen = {"adapter": args.verifier} if args.verifier else {}
         reward = build("rewards", args.reward or "verifier", {**chosen, **changed(args.set)})
+    elif args.dry_run:
+        raise ConfigError("--dry-run is for --reward and --verifier: a score by hand, or its withdrawal, is written")
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         if args.value is not None:
             return await _give(args, storage)
@@ -85,10 +87,8 @@ async def run(args: argparse.Namespace) -> int:
     done = ("to score", "to withdraw") if args.dry_run else ("scored", "withdrawn")
     withdrawn = f", {report.withdrawn} {done[1]}" if report.withdrawn else ""
     print(f"{reward.version}: {report.scored} {done[0]}, {report.already_scored} already{withdrawn}")
-    reasons = Counter(
-        f"{failure.kind}: {failure.message.removeprefix('GraderError: ')}" for _, failure in report.unscored
-    )
-    for reason, count in reasons.most_common():
+    why = (f"{failure.kind}: {failure.message.removeprefix('GraderError: ')}" for _, failure in report.unscored)
+    for reason, count in Counter(why).most_common():
         print(f"  without a score, {count} x {sayable(reason)}")
     return 0 if report.scored or report.already_scored or report.withdrawn or not report.unscored else 1
 
@@ -106,7 +106,7 @@ async def _give(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     return 0
 
 
-def _verdict(text: str) -> str:
+def score(text: str) -> str:
     return text if text == _WITHDRAW else str(finite(text))
 
 

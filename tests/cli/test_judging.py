@@ -132,7 +132,7 @@ def test_the_newest_label_is_taken_back_and_the_one_before_holds_again(store: Pa
         return rewards(store, capsys)["run-0"], rewards(store, capsys, "--reward", "human")["run-0"]
 
     own = ["score", str(store), "--author", "ann"]
-    assert both() == (None, 1.0), "a label is no reward"
+    assert cli.main([*own, "--id", "run-0", "--value", "0.25", "--dry-run"]) == 1 and both() == (None, 1.0)
     assert cli.main([*own, "--id", "run-0", "--value", "0.25"]) == 0
     assert both() == (0.25, 0.25)
     assert cli.main([*own, "--undo"]) == 0
