@@ -52,7 +52,7 @@ class VerifierCard(Frozen):
 
     ``model``: the base model's directory. ``sha256``: of the adapter's weights file. ``max_length``: tokens of the
     longest prompt with its label. ``yes`` and ``no``: the token ids that are trained and scored. ``trained_on``: the
-    digests of all tasks in the training data of this and earlier versions.
+    digests of all tasks in the training data of this and earlier versions; missing in cards of earlier releases.
     """
 
     model_config = ConfigDict(extra="ignore")  # other releases write other keys
@@ -63,7 +63,7 @@ class VerifierCard(Frozen):
     yes: int = Field(ge=0)
     no: int = Field(ge=0)
     calibration: Calibration = Calibration()
-    trained_on: tuple[str, ...]
+    trained_on: tuple[str, ...] | None = None
 
     @property
     def version(self) -> str:
@@ -103,13 +103,15 @@ def task_digest(task: str) -> str:
 def tasks_trained_on(parent: Adapter | None) -> frozenset[str]:
     """The digests of the tasks in the training data of a verifier and its earlier versions.
 
-    Raises ``TrainingError`` where ``parent`` is no verifier.
+    Raises ``TrainingError`` where ``parent`` is no verifier, or its tasks are unknown.
     """
     if parent is None:
         return frozenset()
     if not (Path(parent.path) / CARD_FILE).exists():
         raise TrainingError(f"{parent.name} is no verifier; choose another --adapter name, or --from base")
-    return frozenset(VerifierCard.load(Path(parent.path)).trained_on)
+    if (marks := VerifierCard.load(Path(parent.path)).trained_on) is None:
+        raise TrainingError(f"{parent.name} does not say what tasks it was trained on: start over with --from base")
+    return frozenset(marks)
 
 
 def sigmoid(x: float) -> float:
