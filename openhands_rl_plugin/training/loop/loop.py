@@ -366,7 +366,8 @@ class TrainingLoop:
         valid = [(each, reward) for each, reward in zip(episodes, rewards, strict=True) if each.failure is None]
         scored = Episodes(tuple(each for each, _ in valid), tuple(reward for _, reward in valid))
         dataset = build_dataset(scored, settings, regroup=False)
-        if not dataset.samples and any(each.startswith(("off_", "no_tokens")) for each in dataset.excluded):
+        unusable = [each for each in dataset.excluded if each.startswith(("off_", "no_tokens"))]
+        if unusable and not (dataset.samples or dataset.excluded["no_signal"]):
             raise TrainingError(nothing_learnt(settings, dataset.excluded))
         serving, model = self._settings.serving, self._parts.model
 
