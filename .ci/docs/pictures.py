@@ -24,7 +24,7 @@ from seeded_run import seed_run  # noqa: E402
 from seeded_store import seed  # noqa: E402
 from studio_pages import Pages, pages_of  # noqa: E402
 
-from openhands_rl_plugin.contrib.studio.command import sources_at  # noqa: E402
+from openhands_rl_plugin.contrib.studio.sources import sources_at  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 MOST_BYTES = 150_000

@@ -82,7 +82,7 @@ def check_calibrated(settings: RLSettings) -> None:
     if VerifierCard.load(directory).calibration == Calibration():
         raise ConfigError(
             f"[rl.reward] adapter: the scores of {directory} are no calibrated probabilities: train it with "
-            f"`openhands-rl train --verifier --calibration platt` on {LEAST_CALIBRATED} held-out episodes or more"
+            f"`train --verifier --set verifier.calibration=platt` on {LEAST_CALIBRATED} held-out episodes or more"
         )
 
 
