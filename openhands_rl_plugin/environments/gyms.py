@@ -6,7 +6,9 @@ import asyncio
 import copy
 import json
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -15,12 +17,14 @@ from pydantic_core import to_jsonable_python
 
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
+    CaughtFailure,
     InfrastructureError,
     MissingExtraError,
+    boundary,
     describe,
 )
 from openhands_rl_plugin.core.judgements import SuccessRule
-from openhands_rl_plugin.core.types import JsonObject, Task
+from openhands_rl_plugin.core.types import FailureKind, JsonObject, Task
 from openhands_rl_plugin.environments.http.client import (
     Episode,
     EpisodeOptions,
@@ -148,21 +152,30 @@ class GymnasiumEnvironment(Episode):
         if self._busy:
             raise InfrastructureError(f"{self.where} still executes an earlier call, which took too long")
 
-        def run() -> T:
-            try:
-                return call()
-            finally:
-                self._busy = False
+        done: Future[T] = Future()
+        done.set_running_or_notify_cancel()  # so that nobody cancels it before the thread ends
 
-        self._busy = True
+        def run() -> None:
+            try:
+                with boundary(FailureKind.ENVIRONMENT, f"{self.where}.{what}"):
+                    done.set_result(call())
+            except CaughtFailure as caught:
+                done.set_exception(caught.__cause__)
+            except SystemExit as error:
+                done.set_exception(BadEnvironmentError(f"{self.where} ended: {describe(error)}"))
+
+        # A daemon, so that a call that hangs does not keep the process from ending.
+        threading.Thread(target=run, daemon=True).start()
         try:
             async with asyncio.timeout(self.options.timeout):
-                return await asyncio.to_thread(run)
+                return await asyncio.wrap_future(done)
         except TimeoutError as error:
             raise InfrastructureError(
                 f"{self.where}.{what} did not return within {self.options.timeout:g} s: raise timeout in "
                 "[rl.environment], or mend the environment"
             ) from error
+        finally:
+            self._busy = not done.done()
 
 
 def _plain(value: Any) -> Any:

@@ -14,11 +14,7 @@ from gymnasium import spaces
 from one_episode import one_episode
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
-from openhands_rl_plugin.core.types import (
-    Message,
-    Observation,
-    Task,
-)
+from openhands_rl_plugin.core.types import Message, Observation, Task
 from openhands_rl_plugin.environments.gyms import GymnasiumEnvironment, GymnasiumOptions
 from openhands_rl_plugin.testing import check_environment
 
@@ -105,6 +101,8 @@ class Odd(gymnasium.Env):
             time.sleep(0.6)
         if self.mode == "raises":
             raise KeyError("lost")
+        if self.mode == "exits":
+            raise SystemExit(3)
         if self.mode == "old":
             return "seen", 0.0, False, {}
         reward = {"none": None, "nan": float("nan")}.get(self.mode, 0.5)
@@ -132,6 +130,7 @@ def odd(mode: str, space: spaces.Space[Any] | None = None, **options: Any) -> Gy
         ("nan", "reward.*finite number"),
         ("old", "expected 5, got 4"),
         ("raises", "KeyError: 'lost'"),
+        ("exits", "SystemExit: 3"),
     ],
 )
 async def test_what_is_no_reward_is_a_failure_and_never_0(mode: str, message: str):

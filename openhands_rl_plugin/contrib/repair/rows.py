@@ -30,7 +30,6 @@ TESTS_AS_VALUE: JsonObject = {"value": "reward", "value_options": BY_TESTS}
 MORE = "more"
 """The split of further training tasks, which ``other_bugs`` reads."""
 Level = Literal[1, 2, 3]
-LEVELS: tuple[Level, ...] = (1, 2, 3)
 
 
 def data_file(name: str) -> Path:

@@ -105,7 +105,7 @@ class SearchIndex:
     """An immutable index; products of equal score come in catalogue order."""
 
     def __init__(self, products: Sequence[Product]) -> None:
-        documents = [_document(product) for product in products]
+        documents = [words(" ".join((each.title, *each.attributes, *each.category))) for each in products]
         mean_length = sum(map(len, documents)) / max(1, len(documents))
         counts: dict[str, list[tuple[int, int]]] = {}
         for number, document in enumerate(documents):
@@ -129,10 +129,6 @@ class SearchIndex:
         # Rounded, so that the order in which floats are summed cannot decide between equals.
         ranked = sorted(scores, key=lambda number: (-round(scores[number], 9), number))
         return tuple(self._products[number] for number in ranked[:_MAX_RESULTS])
-
-
-def _document(product: Product) -> tuple[str, ...]:
-    return words(" ".join((product.title, *product.attributes, *product.category)))
 
 
 def _weight(documents: int, matching: int, count: int, relative_length: float) -> float:

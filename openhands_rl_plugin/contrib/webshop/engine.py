@@ -13,7 +13,6 @@ from openhands_rl_plugin.contrib.webshop.catalogue import (
     Product,
     RewardBreakdown,
     SearchIndex,
-    Split,
     generate_catalogue,
     generate_goals,
     purchase_reward,
@@ -131,10 +130,6 @@ class WebShop:
         self.goals = generate_goals(self.products)
         self.index = SearchIndex(self.products)
         self.by_asin = {product.asin: product for product in self.products}
-
-    def goal_indices(self, split: Split) -> tuple[int, ...]:
-        """The indices into `goals` that belong to `split`."""
-        return tuple(goal.index for goal in self.goals if goal.split == split)
 
     def session(self, goal_index: int) -> WebShopSession:
         """Start an episode; raises IndexError for an index outside `goals`."""

@@ -81,7 +81,7 @@ class WebShopSuite(OwnSuite):
             return (*self.tasks("train"), *self.tasks("heldout"))
         if split != "train" and split != "heldout":
             raise ConfigError(f"the webshop has the splits train and heldout, not {split!r}")
-        return indexed_tasks("webshop", shop.goal_indices(split), split)
+        return indexed_tasks("webshop", tuple(goal.index for goal in shop.goals if goal.split == split), split)
 
     @contextmanager
     def serving(self, settings: RLSettings) -> Iterator[RLSettings]:

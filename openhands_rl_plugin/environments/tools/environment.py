@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import Field, ImportString, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
@@ -257,16 +258,12 @@ class _CallError(Exception):
 def read_arguments(text: str) -> JsonObject:
     """Parse strict JSON of an object; empty text is an empty object. Raises ``ValueError`` with the reason."""
     try:
-        value = json.loads(text.strip() or "{}", parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        value = from_json(text.strip() or "{}", allow_inf_nan=False)
+    except ValueError as error:
         raise ValueError(f"no JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
 
 
 _WITH_TOOLS = "You are a careful assistant. Solve the task step by step with the tools that you are given."

@@ -116,12 +116,10 @@ class SearchStrategy[O: SearchOptions](ABC):
         return sorted(known, key=lambda at: -(search.tree.nodes[at].value or 0.0))
 
     async def _choose(self, search: Search) -> int | None:
-        if search.world is not None and not self._needs_forks():
+        needs_forks = self.needs_forks or self._value.needs_world or isinstance(self._value, NoValue)
+        if search.world is not None and not needs_forks:
             await search.without_forks()
         return await self.choose(search)
-
-    def _needs_forks(self) -> bool:
-        return self.needs_forks or self._value.needs_world or isinstance(self._value, NoValue)
 
     async def _without_search(self, search: Search) -> int:
         """What is known already, or one plain completion."""
@@ -234,7 +232,7 @@ class ToTStrategy(SearchStrategy[ToTOptions]):
         with its current value."""
         beam: list[tuple[int, ...]] = [()]
         reached = 0
-        while reached < self._levels(search) and not search.exhausted():
+        while reached < (self.options.depth if search.world is not None else 1) and not search.exhausted():
             live = [path for path in beam if self._goes_on(search, path)]
             grown = await self._grow(search, live)
             if not any(path not in beam for path in grown):
@@ -251,9 +249,6 @@ class ToTStrategy(SearchStrategy[ToTOptions]):
 
     def _goes_on(self, search: Search, path: tuple[int, ...]) -> bool:
         return not path or (not ended(search.tree.nodes[path[-1]]) and search.goes_on(search.state(path[-1])))
-
-    def _levels(self, search: Search) -> int:
-        return self.options.depth if search.world is not None else 1
 
     async def _grow(self, search: Search, paths: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         states = [search.state(path[-1]) if path else search.root for path in paths]
