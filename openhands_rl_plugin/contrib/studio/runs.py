@@ -188,7 +188,7 @@ class AdapterResource:
     async def get(self, request: Request) -> Response:
         """``folders: [{name, adapters}]``."""
         held_out: JsonObject = {}
-        for name, storage in self._sources.stores.items():
+        for name, storage in [*self._sources.stores.items()]:
             revision = await storage.revision()
             if name not in self._known or self._known[name][0] != revision:
                 self._known[name] = revision, await _measured(storage)
@@ -257,7 +257,7 @@ class EvaluationResource:
         records: list[RunRecord] = []
         for name, folder in sorted(self._folders.items()):
             try:
-                record = await asyncio.to_thread(_record, folder)
+                (record,) = await asyncio.to_thread(read_runs, (folder / OUTPUT,))
             except ConfigError as error:
                 found.append({"name": name, "problem": str(error)})
                 continue
@@ -271,13 +271,9 @@ class EvaluationResource:
         instance = request.query_params.get("instance")
         if instance:
             return reply(request, await asyncio.to_thread(_instance, folder, instance))
-        record = await asyncio.to_thread(_record, folder)
+        (record,) = await asyncio.to_thread(read_runs, (folder / OUTPUT,))
         body: JsonObject = {"name": request.path_params["id"], "figures": run_figures(record)}
         return reply(request, body | {"instances": instance_rows(record.outcomes)})
-
-
-def _record(folder: Path) -> RunRecord:
-    return read_runs((folder / OUTPUT,))[0]
 
 
 def overview(records: Sequence[RunRecord], comparison: Comparison | None = None) -> JsonObject:
@@ -391,12 +387,12 @@ class EventResource:
     async def _look(self, before: Mapping[tuple[str, str], object]) -> dict[tuple[str, str], object]:
         """The revision of each store, and of each run the sizes of its files of metrics and the time of its state."""
         found: dict[tuple[str, str], object] = {}
-        for name, storage in self._sources.stores.items():
+        for name, storage in [*self._sources.stores.items()]:
             try:
                 found["changed", name] = await storage.revision()
             except StorageError:  # its pages say so; when it is back, it is compared with what it was
                 found["changed", name] = before.get(("changed", name))
-        for name, directory in self._sources.runs.items():
+        for name, directory in [*self._sources.runs.items()]:
             found["run", name] = await asyncio.to_thread(_grown, directory)
         return found
 

@@ -54,13 +54,14 @@ class StudioSources:
     def add(self, folder: Path, found: Found) -> None:
         """Show what was found in a folder, by names that are short and differ."""
         known = [(kind, path) for each in self.folders.values() for kind, paths in each.items() for path in paths]
-        self.folders[folder] = found
+        so_far = self.folders.setdefault(folder, {kind: [] for kind in found})
         for kind, path in (
             (kind, path) for kind, paths in found.items() for path in paths if (kind, path) not in known
         ):
             short = sayable((Path(folder.name) / path.relative_to(folder)).as_posix()).strip("/") or "root"
             shown: dict[str, Any] = getattr(self, kind)
             shown[free_name(short, shown)] = storage_at(str(path)) if kind == "stores" else path
+            so_far[kind].append(path)
 
     def waiting(self) -> list[str]:
         """The folders in which nothing has been found so far."""
@@ -82,7 +83,7 @@ class StudioSources:
     async def holding(self, request: Request, identity: str) -> TrajectoryStorage:
         """The store that has an episode, by default any of them. Raises ``HTTPException`` 404."""
         named = request.query_params.get("store")
-        for storage in [self.store(request)] if named else self.stores.values():
+        for storage in [self.store(request)] if named else [*self.stores.values()]:
             if await storage.count(TrajectoryFilter(ids=(identity,), finished=None)):
                 return storage
         raise HTTPException(404, f"no store has the episode {identity[:80]!r}")
@@ -133,7 +134,7 @@ def sources_at(places: Sequence[str]) -> StudioSources:
         folder = Path(where).expanduser().resolve()
         found = look(folder)
         if not folder.is_dir() or (not any(found.values()) and any(folder.iterdir())):
-            raise ConfigError(f"{folder}: give the folder of a store, a run, an evaluation or adapters")
+            raise ConfigError(f"{folder}: there is no store, run, evaluation or folder of adapters")
         sources.add(folder, found)
     return sources
 
