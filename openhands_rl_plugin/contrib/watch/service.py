@@ -13,7 +13,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -63,12 +63,6 @@ _LEAST_MARGIN = 0.02
 """Smaller ones ask for as many tasks as this one."""
 
 
-def tasks_needed(margin: float) -> int:
-    """Tasks below which a loss of ``margin`` goes unseen too often: the interval of tied tasks has no width, however
-    few they are. With n of them no loss is seen with a chance of ``(1 - margin) ** n``, here at most 0.14."""
-    return math.ceil(2 / max(margin, _LEAST_MARGIN))
-
-
 def held_out_gate(
     after: Mapping[str, float], against: Mapping[str, Mapping[str, float]], margin: float
 ) -> tuple[bool, str]:
@@ -80,7 +74,9 @@ def held_out_gate(
             so that losses within the margin do not add up from version to version.
         margin: of the mean success, in [0, 1).
     """
-    found, passed, least = list[str](), True, tasks_needed(margin)
+    # With fewer tasks a loss of ``margin`` goes unseen too often: the interval of tied tasks has no width, however few
+    # they are. With n of them no loss is seen with a chance of ``(1 - margin) ** n``, here at most 0.14.
+    found, passed, least = list[str](), True, math.ceil(2 / max(margin, _LEAST_MARGIN))
     for name, before in against.items():
         shared = sorted(before.keys() & after.keys())
         change = paired_difference([before[task] for task in shared], [after[task] for task in shared])
@@ -238,7 +234,8 @@ class Watch:
         shutil.rmtree(self._checkpoints(state.rounds), ignore_errors=True)
         made = [each.name for each in self.adapters.versions(self._name) if ROUND in each.metrics]
         for name in {*made[:-_KEPT]} - {self._in_use(), *state.admitted[-_KEPT:]}:
-            self.adapters.remove(name)
+            with suppress(RLError):  # it stays
+                self.adapters.remove(name)
 
     def _gather(self, state: State, found: gathering.Material, about: Collection[str]) -> None:
         latest, parent = self.adapters.latest(self._name), self._in_use()
@@ -324,7 +321,8 @@ class Watch:
         if passed:
             await self.publisher.publish(candidate)
         else:
-            await self.publisher.retire(candidate.name)
+            with suppress(PublishError):  # one that stays loaded is not in use all the same
+                await self.publisher.retire(candidate.name)
         step, what = (WatchStep.ADMITTED, "is in use") if passed else (WatchStep.HELD, "was held back")
         self._note(step, f"{candidate.name} {what}: {figures}", round=current.number, adapter=candidate.name)
 
