@@ -23,9 +23,9 @@ def context_of(model: Path, served: int | None = None) -> int:
     """Tokens that the model reads: what its server says, else ``config.json``. Raises ``ConfigError``."""
     try:
         found = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        own = {**(found.get("text_config") or {}), **found}["max_position_embeddings"]
-        return min(served or own, own)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        own = {**(found.get("text_config") or {}), **found}.get("max_position_embeddings")
+        return min(filter(None, (served, own)))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{model}: its config.json does not say how long its context is: {error}") from error
 
 
