@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -75,10 +76,14 @@ async def test_tools_are_shown_and_notes_are_not(tmp_path: Path, monkeypatch: py
             return respond(answer("", name="look_up", word="a"))
         return respond(answer("", name="final", answer="It is three."))
 
-    source = "def look_up(word: str) -> str:\n    return 'found ' + word\n"
-    (tmp_path / "chat_tools.py").write_text(source, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    printed, asked = await talk(reply, "How many?\n", "--tools", "think", "final", "chat_tools:look_up")
+    (tmp_path / "chat_tools.py").write_text(
+        "from openhands_rl_plugin import ToolBase\n\n\n"
+        "class LookUp(ToolBase):\n    name, description, parameters = 'look_up', 'Look a word up.', {'type': 'object'}\n"
+        "    async def call(self, arguments):\n        return 'found ' + arguments['word']\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    printed, asked = await talk(reply, "How many?\n", "--tools", "think", "final", "chat_tools:LookUp")
     assert printed == '[look_up] {"word": "a"}\n[look_up] -> found a\nIt is three.\n'
     assert [tool["function"]["name"] for tool in asked[0]["tools"]] == ["think", "final", "look_up"]
 
