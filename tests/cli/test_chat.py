@@ -67,6 +67,15 @@ async def test_a_conversation_goes_on_until_it_is_reset(tmp_path: Path) -> None:
     assert len(listed.splitlines()) == 4
 
 
+LOOK_UP = """
+from openhands_rl_plugin import ToolBase
+class LookUp(ToolBase):
+    name, description, parameters = "look_up", "Look a word up.", {"type": "object"}
+    async def call(self, arguments):
+        return "found " + arguments["word"]
+"""
+
+
 async def test_tools_are_shown_and_notes_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(path: str, body: Any) -> Any:
         told = [message["content"] for message in body["messages"] if message["role"] == "tool"]
@@ -76,12 +85,7 @@ async def test_tools_are_shown_and_notes_are_not(tmp_path: Path, monkeypatch: py
             return respond(answer("", name="look_up", word="a"))
         return respond(answer("", name="final", answer="It is three."))
 
-    (tmp_path / "chat_tools.py").write_text(
-        "from openhands_rl_plugin import ToolBase\n\n\n"
-        "class LookUp(ToolBase):\n    name, description, parameters = 'look_up', 'Look a word up.', {'type': 'object'}\n"
-        "    async def call(self, arguments):\n        return 'found ' + arguments['word']\n",
-        encoding="utf-8",
-    )
+    (tmp_path / "chat_tools.py").write_text(LOOK_UP, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     printed, asked = await talk(reply, "How many?\n", "--tools", "think", "final", "chat_tools:LookUp")
     assert printed == '[look_up] {"word": "a"}\n[look_up] -> found a\nIt is three.\n'
