@@ -135,9 +135,9 @@ _DUMMY = re.compile(
 
 
 def _both_kinds(sign: str) -> str:
-    """Some of ``sign``, with a letter and a digit, or a sign that passwords have."""
+    """Some of ``sign``, with a letter and a digit, or a sign that passwords have; or a long number."""
     other = "[0-9!@#$%^&*?~+]"
-    return rf"(?:{sign}*[A-Za-z]{sign}*{other}|{sign}*{other}{sign}*[A-Za-z])"
+    return rf"(?:{sign}*[A-Za-z]{sign}*{other}|{sign}*{other}{sign}*[A-Za-z]|{sign}*[0-9]{{16}})"
 
 
 _SHAPE_HINT = rf"(?:^|[^A-Za-z0-9_])(?x-u:{re.sub(r'[(][?]<?!.*?[)]', '', _SHAPED)})"
@@ -149,7 +149,7 @@ def _hints() -> str:
     word, behind, scheme = f"(?i:{_WORDS})", f"(?i:_id|{_SUFFIX})", "(?:(?i:bearer|basic|token|apikey) +)?"
     # An escaped quote ends where the same one stands.
     quotes = [(quote, rf"[^{quote}]|\\{quote}") for quote in "\"'"]
-    quotes += [(rf"\\+{quote}", rf"[^{quote}]|\\\\+{quote}") for quote in "\"'"]
+    quotes += [(rf"\\+{quote}", rf"[^{quote}]|[^\\]{quote}|\\\\+{quote}") for quote in "\"'"]
     quoted = "|".join(rf"[bru]?{quote}{scheme}{_both_kinds(f'(?:{inside})')}" for quote, inside in quotes)
     value = rf"""(?:{quoted}|{scheme}{_both_kinds(r'''[^\s"'`\\]''')})"""
     hints = (
@@ -157,7 +157,7 @@ def _hints() -> str:
         rf"{word}{behind}{end},[ \t]{{0,3}}(?:{quoted})",
         rf"{word}{behind}>[^<>\n]+</",
         rf"(?:(?:--|{_SET}[ \t])[a-zA-Z0-9_. \t-]*{word}{behind}|requirepass)[ \t]{{1,3}}{value}",
-        rf"(?:{_WORDS.upper()}){behind}{end}{sign}[ \t]{{0,3}}\S{{4}}",
+        rf"(?:{_WORDS.upper()}){behind}(?:{end}{sign}[ \t]{{0,3}}(?:\S{{4}}|[bru]?\\*[\"'])|[ \t]+[bru]?\\*[\"'])",
         rf";[a-zA-Z0-9_.-]*(?i:pass|pwd)[a-z]*{behind}{end}=",
         rf"(?i:x-[a-z-]*(?:key|token|secret)|api-key){behind}{end}{sign}",
         r"(?i:authorization)(?s:.){0,80}?(?i:bearer|basic|token|apikey) ",
@@ -182,7 +182,7 @@ def find_secrets(text: str, own: Sequence[str] = ()) -> list[Span]:
     """Where secrets stand in ``text``, in order; the spans may overlap. ``own`` are texts that are secrets anyway."""
     # One byte a character, so that a place is the same number in both.
     plain = text.encode("ascii", "replace")
-    found = {*_own(text, own)}
+    found = {match.span() for secret in own if secret in text for match in re.finditer(re.escape(secret), text)}
     if _may_hold_one(plain):
         found |= {*(_with_known_shape(text) if _may_have_shape(plain) else ()), *_marked(text)}
         found.update(_named(text, plain.lower()))
@@ -217,9 +217,7 @@ def own_secrets(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return tuple(found | {value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for value in found})
 
 
-@lru_cache(maxsize=4096)
-def _secret_variable(name: str) -> re.Match[str] | None:
-    return _SECRET_VARIABLE.search(name)
+_secret_variable = lru_cache(maxsize=4096)(_SECRET_VARIABLE.search)
 
 
 def _with_known_shape(text: str) -> Iterator[Span]:
@@ -245,12 +243,6 @@ def _marked(text: str) -> Iterator[Span]:
     for match in _BEARER.finditer(text):
         if _is_generated(match[1], 16) and not _is_dummy(match[1]):
             yield match.span(1)
-
-
-def _own(text: str, own: Sequence[str]) -> Iterator[Span]:
-    for secret in own:
-        if secret in text:
-            yield from (match.span() for match in re.finditer(re.escape(secret), text))
 
 
 def _named(text: str, lower: bytes) -> Iterator[Span]:
