@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from backports import zstd
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError
+from pydantic_core import from_json
 
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
@@ -713,7 +713,7 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
 
 def pack_document(document: bytes) -> bytes:
     """A JSON document, smaller and checked. Raises ``StorageError`` when it is larger or deeper than can be read."""
-    return _compress(_DOCUMENT, [document])
+    return _compress(_DOCUMENT, [_readable(document)])
 
 
 def unpack_document(blob: bytes) -> bytes:
@@ -724,9 +724,17 @@ def unpack_document(blob: bytes) -> bytes:
 def _without_tokens(node: Node) -> bytes:
     try:
         # By the serializer itself, which ``model_dump_json`` adds as much again to for a small node.
-        return Node.__pydantic_serializer__.to_json(node, exclude={"tokens"}, exclude_defaults=True)
-    except (PydanticSerializationError, RecursionError) as error:
+        return _readable(Node.__pydantic_serializer__.to_json(node, exclude={"tokens"}, exclude_defaults=True))
+    except (ValueError, RecursionError) as error:
         raise StorageError(f"a node cannot be written as JSON: {describe(error)}") from error
+
+
+def _readable(document: bytes) -> bytes:
+    """The document itself. Raises ``ValueError`` for levels that could not be read, wrapped in the 20 of an export."""
+    # Hardly any has so many brackets, also counting those in its texts.
+    if document.count(b"[") + document.count(b"{") > 180:
+        from_json(b"[" * 20 + document + b"]" * 20)
+    return document
 
 
 def _read_nodes(data: memoryview) -> tuple[Node, ...]:
@@ -810,7 +818,7 @@ def packed_json(value: Frozen, without: frozenset[str] = frozenset()) -> bytes:
     """A value as packed JSON. Raises ``StorageError`` for what JSON cannot hold."""
     try:
         return pack_document(value.model_dump_json(exclude=set(without)).encode())
-    except (PydanticSerializationError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise StorageError(f"{type(value).__name__} cannot be written as JSON: {describe(error)}") from error
 
 

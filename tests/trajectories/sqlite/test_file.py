@@ -11,11 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from pydantic_core import from_json
 from stored_samples import play, trajectory
 
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.records import EpisodeEnd, EpisodeGrowth, TrajectoryFilter
-from openhands_rl_plugin.core.types import Message, Node
 from openhands_rl_plugin.testing import sample_episode, sample_score, steps_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
@@ -63,17 +63,17 @@ async def test_calls_that_wait_together_share_a_commit(tmp_path: Path) -> None:
 
 async def test_a_call_that_fails_leaves_those_beside_it_alone(storage: FileTrajectoryStorage) -> None:
     await play(storage, steps_of(sample_episode("open"))[:2])
-    gap = EpisodeGrowth(trajectory_id="open", first=9, nodes=(Node(parent=None, message=Message(role="user")),))
     huge = trajectory("huge").model_copy(update={"usage": trajectory("huge").usage.model_copy(update={"steps": 2**70})})
     results = await asyncio.gather(
         storage.add(trajectory("before")),
-        storage.grow(gap),
+        storage.grow(EpisodeGrowth(trajectory_id="open", first=9, nodes=())),
         storage.add(huge),
+        storage.add(trajectory("deep").model_copy(update={"evidence": {"deep": from_json("[" * 190 + "]" * 190)}})),
         storage.end(EpisodeEnd.model_validate({**steps_of(sample_episode("x"))[-1].model_dump()})),
         storage.add(trajectory("after")),
         return_exceptions=True,
     )
-    assert [type(result) for result in results] == [type(None), StorageError, StorageError, StorageError, type(None)]
+    assert [type(result) for result in results] == [type(None), *[StorageError] * 4, type(None)]
     assert "has 3 nodes and cannot grow from node 9" in str(results[1])
     assert await ids(storage) == ["before", "after"]
     assert await storage.add_scores([sample_score("huge", 1.0)]) is None  # nothing of it was stored
