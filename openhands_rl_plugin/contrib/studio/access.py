@@ -44,7 +44,7 @@ class Tickets:
     @staticmethod
     def same(one: str, other: str) -> bool:
         """Whether two secrets are equal, in a time that tells nothing."""
-        return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode())
+        return hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode())
 
 
 @dataclass(frozen=True)

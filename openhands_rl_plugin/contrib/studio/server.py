@@ -127,7 +127,7 @@ class Entrance:
         """``{"key": ...}``, the key or the link's token, for a cookie."""
         try:
             given = str((await request.json())["key"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             given = ""
         if not any(secret and Tickets.same(given, secret) for secret in (self._key, self._tickets.token)):
             raise HTTPException(401, "The key or token is wrong.")
