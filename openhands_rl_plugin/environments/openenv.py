@@ -71,9 +71,9 @@ async def _connected(options: HttpEnvironmentOptions) -> ClientConnection:
 
 def _raise_error(where: str, data: JsonObject, kind: str) -> Never:
     code, errors = data.get("code"), data.get("errors")
-    found: list[Any] = errors[:3] if isinstance(errors, list) else []
+    found: list[dict[str, Any]] = [*map(_object, errors[:3])] if isinstance(errors, list) else []
     # Those of pydantic: ``action: Input should be 'UP' or 'DOWN'``.
-    reasons = "; ".join(excerpt(f"{'.'.join(map(str, each['loc']))}: {each['msg']}") for each in found)
+    reasons = "; ".join(excerpt(f"{'.'.join(map(str, each.get('loc') or ()))}: {each.get('msg')}") for each in found)
     reasons = reasons or excerpt(str(data.get("message")))
     text = f"{where} answered a {kind} with the error {code}: {reasons}"
     if code == "CAPACITY_REACHED":
