@@ -131,6 +131,8 @@ class TinkerTrainer(Trainer):
                 raise TrainingError(f"step {self.step + 1}: the loss is {total}; no step was made: lower learning_rate")
             decay, most = self.settings.weight_decay, self.settings.max_grad_norm
             norm = self.model.step(self._rate, weight_decay=decay, grad_clip_norm=most)
+            if norm is not None and not math.isfinite(norm):
+                raise TrainingError(f"step {self.step + 1}: the norm of the gradient is {norm}; lower learning_rate")
         except TrainingError:
             self._close()  # a gradient without a step, or a bad one: what comes next begins at the last checkpoint
             raise

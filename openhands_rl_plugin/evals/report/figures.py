@@ -143,8 +143,6 @@ def _pass_at_k(tasks: Sequence[Sequence[bool]]) -> tuple[AtK, ...]:
     )
 
 
-MCNEMAR, PERMUTATION = "exact McNemar", "paired permutation"
-
 _ROUNDS = 10_000
 _EXACT_UP_TO = 14
 _ROUNDING = 1e-12
@@ -194,7 +192,7 @@ def compare(first: Sequence[RunRecord], second: Sequence[RunRecord]) -> Comparis
         rate_second=math.fsum(after) / len(shared),
         difference=paired_difference(before, after),
         p_value=mcnemar(len(gained), len(lost)) if single else sign_permutation(differences),
-        test=MCNEMAR if single else PERMUTATION,
+        test="exact McNemar" if single else "paired permutation",
         gained=gained,
         lost=lost,
     )
@@ -265,9 +263,6 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-JSON = "report.json"
-
-
 class EvaluationReport(Frozen):
     """The content of ``report.json``."""
 
@@ -279,4 +274,4 @@ class EvaluationReport(Frozen):
 def write_json_report(folder: Path, groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
     """Write it into ``folder``, which is made. Raises ``StorageError``."""
     report = EvaluationReport(groups=tuple(groups), comparison=comparison)
-    write_file(folder / JSON, report.model_dump_json(indent=1) + "\n", PRIVATE, parents=True)
+    write_file(folder / "report.json", report.model_dump_json(indent=1) + "\n", PRIVATE, parents=True)
