@@ -25,7 +25,8 @@ def says(content: str | None, *given: tuple[str, str, str]) -> Message:
 HI, LOOK, FORMER = says("Hi"), says(None, ("c1", "look", "{}")), says(None, ("", "look", "{}"))
 OBJECT = says(None, ("c1", "look", '{"a":"ü"}'))
 BOTH = says(None, ("a", "look", '{"path":"a"}'), ("b", "find", '{"path":"b"}'))
-AGAIN_LOOK = says(None, ("", "look", "{}"), ("", "look", "{}"))
+AGAIN = (("look", "{}"), ("look", "{}"), ("find", None), ("look", "{}"))
+AGAIN_LOOK = says(None, *(("", name, "{}") for name, _ in AGAIN))
 TWINS = says(None, ("a", "look", '{"path":"a"}'), ("a", "find", '{"path":"b"}'))
 A, B = call("a", "look", '{"path":"a"}'), call("b", "find", '{"path":"b"}')
 PIECES = (
@@ -71,7 +72,7 @@ STREAMS: dict[str, tuple[list[Json], Message, str | None]] = {
     "no index": ([calls(A, content=None), calls(B)], BOTH, None),
     "index null": ([calls({**A, "index": None}), calls({**B, "index": None})], BOTH, None),
     "index 0 again": ([calls({**A, "index": 0}), calls({**B, "index": 0})], BOTH, None),
-    "index 0 again, empty ids": ([calls(call("", "look", "{}", index=0))] * 2, AGAIN_LOOK, None),
+    "index 0 again, empty ids": ([calls(call("", name, given, index=0)) for name, given in AGAIN], AGAIN_LOOK, None),
     "one id for both": ([calls({**A, "index": 0}), calls({**B, "id": "a", "index": 0})], TWINS, None),
     "null calls as text": ([{"content": "H", "tool_calls": "null"}, {"content": "i"}], HI, None),
     "null as content": ([calls(A, content="null"), calls(B, content="null")], BOTH, None),

@@ -197,8 +197,7 @@ async def test_answers_streams_and_the_histories_that_repeat_them(tmp_path: Path
 
     async with world(tmp_path, Model(behave=behave)) as gateway:
         for name, (given, _, _) in meant.items():
-            stream = isinstance(given, list)
-            repeated = {"content": "Hi"} if stream else given
+            repeated = {"content": "Hi"} if (stream := isinstance(given, list)) else given
             await gateway.ask(user("one"), session=name, stream=stream)
             await gateway.ask(user("one"), {"role": "assistant", **repeated}, user("two"), session=name, stream=stream)
             await gateway.end(session=name)

@@ -413,11 +413,10 @@ def _join_call(calls: list[Json], part: Any) -> None:
     if not isinstance(at, int | None):
         raise ValueError("a tool call has no valid index")
     call = next((each for each in reversed(calls) if at is None or each["index"] == at), None)
-    if call is not None and name and call["function"]["name"]:
-        other = identity not in ("", call["id"]) or (
-            arguments.strip() and is_json_object(call["function"]["arguments"])
-        )
-        call = None if other else call
+    if call is not None and name and (before := call["function"])["name"]:
+        other = identity != call["id"] if identity and call["id"] else name != before["name"]
+        if other or (arguments.strip() and is_json_object(before["arguments"])):
+            call = None
     if call is None:
         empty = {"name": "", "arguments": ""}
         call = {"index": len(calls) if at is None else at, "id": "", "type": "function", "function": empty}
