@@ -41,6 +41,7 @@ from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node
+from openhands_rl_plugin.models.engines.openai_wire import parse_object
 
 PATIENCE, _COMMAND_SECONDS = 35.0, 10.0
 """Seconds after a signal: in all, and for the command to end."""
@@ -224,13 +225,14 @@ async def _executed(words: Sequence[str], folder: Path, environ: dict[str, str])
 
 
 def _show_answer(answer: Message) -> None:
-    """Print its text and its calls."""
-    for text in (
-        answer.content,
-        *(f"[{each.name}: {one_line(each.arguments, _LONGEST)}]" for each in answer.tool_calls),
-    ):
-        if text:
-            _show(text)
+    """Print its text and its calls: the values of their arguments, and of ``finish`` its message."""
+    lines = [answer.content or ""]
+    for call in answer.tool_calls:
+        given = parse_object(call.arguments.encode())
+        what = call.arguments if given is None else " ".join(map(str, given.values()))
+        lines.append(what if call.name == "finish" else f"[{call.name}: {one_line(what, _LONGEST)}]")
+    for line in filter(None, lines):
+        _show(line)
 
 
 def _show(line: str) -> None:

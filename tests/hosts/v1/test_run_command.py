@@ -47,7 +47,7 @@ async def test_a_task_is_worked_on_and_the_last_line_says_what_was_recorded(
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     lines = out.splitlines()
-    assert lines[:3] == ["I look.", "[file_editor: view /workspace/calc.py]", "I correct it."]
+    assert lines[:3] == ["I look.", "[file_editor: view /workspace/calc.py [1, 2]]", "I correct it."]
     assert "done" in lines and (workspace / "calc.py").read_text() == "def add(a, b):\n    return a + b\n"
     [episode] = await stored(tmp_path / "store")
     assert episode.stop is StopReason.TERMINATED
@@ -72,7 +72,7 @@ async def test_ctrl_c_ends_a_completion_at_once_and_what_was_sampled_stays(
     )
     process = start(tmp_path, "run", "-t", "Think.", "--workspace", str(workspace))
     assert process.stdout is not None
-    assert process.stdout.readline() == "(one)\n"
+    assert process.stdout.readline() == "[think: one]\n"
     while not server.at_once:
         time.sleep(0.05)
     pressed, server.delay = time.monotonic(), 0.0
