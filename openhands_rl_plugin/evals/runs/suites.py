@@ -73,7 +73,7 @@ def own_suites() -> tuple[OwnSuite, ...]:
 
 def own_suite_of(instance: Instance) -> OwnSuite | None:
     """The suite whose kind of row this is."""
-    return next((each for each in own_suites() if each.column and each.column in instance.extra), None)
+    return next((each for each in own_suites() if each.column and instance.extra.get(each.column)), None)
 
 
 def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:

@@ -181,6 +181,6 @@ def table_of(instances: Sequence[Instance], lineage: TasksLineage | None) -> Tab
         gate = "yes" if task.check or lineage.checked else "no"
         counts = (str(len(each.fail_to_pass)), str(len(each.pass_to_pass)))
         problem = task.check.problems[0] if task.check and task.check.problems else gate
-        rows.append((each.instance_id, str(each.extra.get("split", "")), kind, *counts, problem))
+        rows.append((each.instance_id, str(each.extra.get("split") or ""), kind, *counts, problem))
     numbers = ("fail", "pass")
     return table(("task", "split", "made by", *numbers, "checked"), rows, numbers=numbers)
