@@ -260,8 +260,8 @@ class HttpUpstream:
         if len(self._key) >= SHORTEST_OWN:
             answer = answer.replace(self._key, b"***")  # some servers repeat it
         if status < 400:  # a client that followed it would leave with its messages
-            other = urlsplit(headers.get("location", "")).netloc[:200]
-            where = "set --upstream or base_url to where it is"
+            place = headers.get("location", "").partition("://")[2].partition("?")[0].partition("/")[0]
+            other, where = place.rpartition("@")[2][:200] or "another path", "set --upstream or base_url"
             return ServerError(421, f"The model server at {self._base} redirects to {other!a}: {where}.")
         shown = parse_object(answer) or answer[:_LONGEST_MESSAGE].decode("utf-8", "replace")
         return ServerError(status, f"Error code: {status} - {shown}"[:_LONGEST_MESSAGE], answer, headers)
@@ -355,7 +355,7 @@ def listed_models(base_url: str, api_key: str | None, timeout: float = 10.0) -> 
         raise ConfigError(f"base_url {base_url!r:.100} is not a URL: {error}") from error
     except ServerError as error:
         if error.status == 401:
-            raise ConfigError(f"{base_url} refuses the API key (401): set [rl.serving] api_key_env") from error
+            raise ConfigError(f"{base_url} refuses the API key: see [rl.serving] api_key_env, [llm] api_key") from error
         if error.headers is not None:  # it answers, and may serve what it does not list
             return None
         # The first words are those of OpenAI's client, for litellm.
