@@ -375,14 +375,15 @@ class Notes(NamedTuple):
 
 
 async def notes_in(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[str, Notes]:
-    """Id -> the notes. Nodes are made only where the columns say that something is missing."""
+    """Id -> the notes. Nodes are made only where the columns say that something is missing, or of several segments:
+    these may be those of answers that a search did not choose."""
     columns = await storage.columns(where)
     scores, rows = await storage.scores(columns.ids), [*zip(columns.ids, columns.segments, columns.whole, strict=True)]
     notes = {each: Notes(Counter(), segments, opinions(scores.get(each, ()))) for each, segments, _ in rows}
-    rest = TrajectoryFilter(ids=tuple(each for each, _, whole in rows if not whole), finished=None)
+    rest = TrajectoryFilter(ids=tuple(each for each, count, whole in rows if not whole or count > 1), finished=None)
     async for each, known in storage.find(rest):
         judged = opinions(known) if each.failure is None else {}
-        notes[each.id] = Notes(Counter(chain(*lacks_of(each).values())), notes[each.id].segments, judged)
+        notes[each.id] = Notes(Counter(chain(*lacks_of(each).values())), len(segment_causes(each)), judged)
     return notes
 
 
