@@ -22,7 +22,7 @@ def on_its_loop(storage: TrajectoryStorage, loop: asyncio.AbstractEventLoop) -> 
     """A storage that calls ``storage`` on its own event loop ``loop``, whatever loop it is used on.
 
     A method that ``storage`` has not, such as a pipe to another process, does nothing. Raises what the storage raises,
-    and ``InfrastructureError`` when that loop is closed before the call ends.
+    and ``InfrastructureError`` when that loop is closed before the call.
     """
     return _StorageOnLoop(storage, loop)
 
