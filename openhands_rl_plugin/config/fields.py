@@ -72,10 +72,10 @@ def checked_path(text: str) -> Path:
 
 def _homes() -> set[Path]:
     """The homes of this user: by ``HOME`` and by the system's list of users."""
-    homes = {os.path.expanduser("~")}
+    homes = {"/", os.path.expanduser("~")}  # a container may have no other home
     with contextlib.suppress(KeyError):  # a container may run as a user that it does not list
         homes.add(pwd.getpwuid(os.getuid()).pw_dir)
-    return {Path(os.path.realpath(home)) for home in homes if home and home != "/"}
+    return {Path(os.path.realpath(home)) for home in homes if home}
 
 
 def _forbidden(path: Path) -> str | None:
