@@ -64,7 +64,7 @@ def undocumented() -> Iterator[str]:
         names += [
             f"openhands_rl_plugin.{module}.{name}"
             for name, each in package[module].members.items()
-            if not name.startswith("_") and not (each.is_alias and module == "core.protocols")
+            if not name.startswith("_") and not each.is_alias
         ]
     for name in names:
         each = package[name.removeprefix("openhands_rl_plugin.")]
