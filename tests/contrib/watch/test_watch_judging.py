@@ -98,7 +98,7 @@ def test_a_verifier_without_calibration_lets_nothing_in(tmp_path: Path) -> None:
     card = VerifierCard(model="m", sha256="0" * 64, max_length=10, yes=1, no=2, trained_on=())
     card.save(tmp_path)
     given = {"name": "verifier", "options": {"adapter": str(tmp_path)}}
-    with pytest.raises(ConfigError, match=r"no calibrated probabilities.*--calibration platt"):
+    with pytest.raises(ConfigError, match=r"no calibrated probabilities.*verifier.calibration=platt"):
         check_calibrated(RLSettings.model_validate({"reward": given}))
     card.model_copy(update={"calibration": Calibration(slope=2.0)}).save(tmp_path)
     check_calibrated(RLSettings.model_validate({"reward": given}))
