@@ -44,7 +44,7 @@ _EXPORTS = {
     "WebEnvClient": "environments.http.client",
     "demo_model": "apps.demo_model:ensure_model",
     "load_settings": "config.toml",
-    "make_template": "core.templates.chat:template_for",
+    "make_template": "core.templates:template_for",
     "play": "apps.rollout.play",
 }
 """Public name -> module, ``module:name`` where the name there differs. ``__init__.pyi`` repeats this for editors."""

@@ -8,7 +8,7 @@ from openhands_rl_plugin.config.toml import load_settings as load_settings
 from openhands_rl_plugin.core.errors import ConfigError as ConfigError
 from openhands_rl_plugin.core.errors import RLError as RLError
 from openhands_rl_plugin.core.records import TrajectoryFilter as TrajectoryFilter
-from openhands_rl_plugin.core.templates.chat import template_for
+from openhands_rl_plugin.core.templates import template_for
 from openhands_rl_plugin.core.tree import EpisodeTree as EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest as EpisodeRequest
 from openhands_rl_plugin.core.types import Frozen as Frozen

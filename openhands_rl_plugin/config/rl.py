@@ -21,7 +21,7 @@ from openhands_rl_plugin.config.fields import HttpUrl, SafeName, Settings, Varia
 from openhands_rl_plugin.config.fields import WorkspaceSettings as WorkspaceSettings
 from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
 from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
-from openhands_rl_plugin.core.errors import ConfigError, Location, instead, problems
+from openhands_rl_plugin.core.errors import ConfigError, Location, available, problems
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Limits, SamplingParams
@@ -340,7 +340,7 @@ def _with_sections(data: Any, model: type[BaseModel]) -> Any:
     found = dict(data) if isinstance(data, Mapping) else {}
     for name in [each for each in found if each not in model.model_fields and not isinstance(found[each], Settings)]:
         if name not in (guests := registry.names("sections")):
-            raise ConfigError(f"[rl] {name}: unknown key;{instead(name, [*model.model_fields, *guests])}")
+            raise ConfigError(f"[rl] {name}: unknown key; {available([*model.model_fields, *guests])}")
         kind: type[Settings] = registry.load("sections", name)
         with _explained(kind, name):
             found[name] = kind.model_validate(found[name])

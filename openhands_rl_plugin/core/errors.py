@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -34,13 +33,8 @@ class UsageError(ConfigError):
 class MissingExtraError(RLError):
     """Optional dependencies are not installed: ``package`` may be several, ``extra`` too, with commas."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(package, extra)
-
     def __str__(self) -> str:
-        package, extra = self.args
-        are, them = ("are", "them") if "," in package else ("is", "it")
-        return f"{package} {are} not installed; install {them} with: pip install 'openhands_rl_plugin[{extra}]'"
+        return "{} is not installed; get it with: pip install 'openhands_rl_plugin[{}]'".format(*self.args)
 
 
 @contextmanager
@@ -144,7 +138,7 @@ def problems(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[L
     for one in error.errors(include_url=False):
         location = tuple(part for part in one["loc"] if isinstance(part, str))
         if one["type"] == "extra_forbidden":
-            yield location, "unknown key;" + instead(location[-1], _model_at(model, location[:-1]).model_fields)
+            yield location, f"unknown key; {available(_fields_at(model, location[:-1]))}"
         elif one["type"] == "value_error":
             yield location, one["msg"].removeprefix("Value error, ")
         elif one["type"] == "missing":
@@ -154,22 +148,16 @@ def problems(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[L
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """``unknown <what> 'nmae'; did you mean 'name'? available: ...``"""
-    return f"unknown {what} {name!r};{instead(name, known)}"
+    """``unknown <what> 'nmae'; available: ...``"""
+    return f"unknown {what} {name!r}; {available(known)}"
 
 
-def instead(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, and all of them."""
-    available = sorted(known)
-    nearest = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
-    hint = f" did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{hint} available: {', '.join(available) or 'none'}"
+def available(known: Iterable[str]) -> str:
+    """All known names."""
+    return f"available: {', '.join(sorted(known)) or 'none'}"
 
 
-def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel]:
+def _fields_at(model: Any, location: Location) -> Iterable[str]:
     for key in location:
-        annotation = model.model_fields[key].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
-        model = annotation
-    return model
+        model = getattr(getattr(model, "model_fields", {}).get(key), "annotation", None)
+    return getattr(model, "model_fields", ())

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import unicodedata
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import StorageError, describe
@@ -55,46 +55,34 @@ def draft_folder(parent: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-_OF_A_PROCESS = "openhands-rl-of-"
-_locks = ExitStack()
-
-
 def temporary_folder(kind: str) -> Path:
-    """A new folder (mode 0700) for what is kept no longer than this process runs.
+    """A new folder (mode 0700) for what is kept no longer than this process runs: its end removes it.
 
-    It is in a folder that this process locks. Those of processes that were killed are removed when another process
-    makes its first. Raises ``OSError``.
+    Raises ``OSError``.
     """
-    own = (os.getpid(), tempfile.gettempdir())
-    if not _of_process(*own).exists():  # such folders are swept
-        _of_process.cache_clear()
-    return Path(tempfile.mkdtemp(prefix=f"openhands-rl-{kind}-", dir=_of_process(*own)))
+    place = _of_process(os.getpid(), tempfile.gettempdir())
+    place.mkdir(0o700, exist_ok=True)  # the system may have swept it
+    return Path(tempfile.mkdtemp(prefix=f"openhands-rl-{kind}-", dir=place))
 
 
 @functools.cache
 def _of_process(pid: int, place: str) -> Path:
-    for old in Path(place).glob(f"{_OF_A_PROCESS}*"):
-        with suppress(OSError), locked_folder(old, wait=False):
-            if old.lstat().st_uid == os.geteuid() and not old.is_symlink():
-                remove_tree(old)
-    while True:
-        made = Path(tempfile.mkdtemp(prefix=_OF_A_PROCESS, dir=place)).resolve()
-        with suppress(FileNotFoundError):
-            # Held until this process has ended, with those that it forked.
-            _locks.enter_context(locked_folder(made))
-        if made.exists():  # else another process took it for that of a killed one
-            atexit.register(lambda folder: pid == os.getpid() and remove_tree(folder), made)
-            return made
+    made = Path(tempfile.mkdtemp(prefix="openhands-rl-of-", dir=place)).resolve()
+    atexit.register(lambda: pid == os.getpid() and remove_tree(made))
+    return made
 
 
 def remove_tree(directory: Path) -> None:
     """Remove a folder that a session wrote to: unreadable directories, and those deeper than ``shutil`` can go. Files
     that cannot be removed are left."""
-    remove = ["rm", "-rf", "--", str(directory)]
-    if subprocess.run(remove, check=False, stdin=subprocess.DEVNULL, capture_output=True).returncode:
-        open_up = ["chmod", "-R", "u+rwX", "--", str(directory)]
-        subprocess.run(open_up, check=False, stdin=subprocess.DEVNULL, capture_output=True)
-        subprocess.run(remove, check=False, stdin=subprocess.DEVNULL, capture_output=True)
+
+    def failed(*command: str) -> int:
+        words = [*command, "--", str(directory)]
+        return subprocess.run(words, check=False, stdin=subprocess.DEVNULL, capture_output=True).returncode
+
+    if failed("rm", "-rf"):
+        failed("chmod", "-R", "u+rwX")
+        failed("rm", "-rf")
 
 
 @contextmanager

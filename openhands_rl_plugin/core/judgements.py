@@ -219,15 +219,9 @@ def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
 
 def patch_of(trajectory: Trajectory) -> str | None:
     """The change that the agent made, as a diff; ``None`` when none was recorded, not even an empty one."""
-    evidence = trajectory.evidence
-    for patch in (
-        evidence.get("git_patch"),
-        _object(evidence.get("test_result")).get("git_patch"),
-        evidence.get("patch"),
-    ):
-        if isinstance(patch, str):
-            return patch
-    return None
+    own, tested = trajectory.evidence, _object(trajectory.evidence.get("test_result"))
+    patches = (own.get("git_patch"), tested.get("git_patch"), own.get("patch"))
+    return next((patch for patch in patches if isinstance(patch, str)), None)
 
 
 def _object(value: JsonValue) -> JsonObject:

@@ -14,7 +14,6 @@ from typing import Any, TypeGuard
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.arrays import Floats
-from openhands_rl_plugin.core.templates.parsing import calls_in_text
 from openhands_rl_plugin.core.types import (
     JsonObject,
     Message,
@@ -405,9 +404,6 @@ def _same(sent: str, kept: str) -> bool:
     return sent == kept or whole_text(sent) == kept
 
 
-FINISH = "finish"
-"""The name of OpenHands' tool that ends an episode; its ``message`` is the answer."""
-
 # Control characters except for tab and line feed, and what turns the direction of writing.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -452,22 +448,6 @@ def _replayed(node: Node) -> Message:
     """The message in the form in which its host repeats it."""
     form = node.metadata.get("replayed_as")
     return Message.model_validate(form) if isinstance(form, dict) else node.message
-
-
-def last_answer(trajectory: Trajectory) -> str | None:
-    """What the agent said last: the message of its ``finish``, also of one in the text, or a reply without a call.
-
-    ``None`` where it said nothing, or where its last message is another call.
-    """
-    last = next((each for each in reversed(trajectory.messages()) if each.role == "assistant"), None)
-    if last is None or not (calls := last.tool_calls or calls_in_text(last.content or "")):
-        return last and last.content
-    try:
-        given = json.loads(next(call.arguments for call in calls if call.name == FINISH))
-    except (ValueError, RecursionError, StopIteration):
-        return None
-    message = given.get("message") if isinstance(given, dict) else None
-    return message if isinstance(message, str) else None
 
 
 def visible(text: str) -> str:

@@ -6,7 +6,6 @@ They are made for this machine and its network. A public server belongs behind n
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import ipaddress
 import json
@@ -16,12 +15,10 @@ import secrets
 import socket
 import threading
 import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openhands_rl_plugin.core.errors import (
@@ -39,13 +36,13 @@ from openhands_rl_plugin.core.types import FailureKind
 if TYPE_CHECKING:
     import uvicorn
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LOG = redacting_logger(__name__)
 API_KEY = "OPENHANDS_RL_API_KEY"
 """The environment variable of the key that clients of a server must send, unless an option names another."""
 HEALTH = "/health"
 MIB = 1024**2
-BACKLOG = 1024
 MOST_CONNECTIONS = 1024
 IDLE_SECONDS = 75
 """How long a connection without a request stays open."""
@@ -57,13 +54,6 @@ _LONG_BODY = 256 * 1024
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 _KEY_REMEDY = "start the server with a key and send it"
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:@/\s]+))(?::\d*)?")
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 
 Refusal = tuple[int, str, str]
 """Why a request is not answered: an HTTP status, one line, and the kind of error."""
@@ -101,12 +91,9 @@ class AccessRules:
         return None
 
     def _has_key(self, headers: Mapping[str, str]) -> bool:
-        expected = self.key.encode()
-        bearer, key = (
-            headers.get(name, "").encode("utf-8", "surrogateescape") for name in ("authorization", "x-api-key")
-        )
-        right = hmac.compare_digest(bearer, b"Bearer " + expected)
-        return hmac.compare_digest(key, expected) or right
+        sent = [headers.get(name, "").encode("utf-8", "surrogateescape") for name in ("authorization", "x-api-key")]
+        wanted = f"Bearer {self.key}".encode(), self.key.encode()
+        return any([*map(hmac.compare_digest, sent, wanted)])
 
 
 def required_key(host: str, variable: str, *, protects: str) -> str:
@@ -170,11 +157,8 @@ def note_failure(error: BaseException) -> str:
 
     The client gets a number that leads to the line, and nothing else.
     """
-    number = secrets.token_hex(4)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
-    shown = error if os.environ.get(DEBUG) else None
-    _LOG.error("request %s failed: %s (%s; %s=1 shows more)", number, describe(error), place, DEBUG, exc_info=shown)
+    number, shown = secrets.token_hex(4), error if os.environ.get(DEBUG) else None
+    _LOG.error("request %s failed: %s (%s=1 shows where)", number, describe(error), DEBUG, exc_info=shown)
     return f"The server failed; its log has the cause under {number}."
 
 
@@ -272,12 +256,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     try:
         # A name such as "localhost" may have both kinds of address; clients that try one only try IPv4.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        remedy = f"{getattr(error, 'strerror', None) or error}; choose another host or port"
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            remedy = "the port is in use; choose another one or stop the server that has it"
-        raise PortUnavailableError(f"cannot listen on {host}:{port}: {remedy}") from error
+        why = getattr(error, "strerror", None) or error
+        raise PortUnavailableError(f"cannot listen on {host}:{port}: {why}; choose another host or port") from error
     with listener:
         # asyncio switches Nagle's algorithm off only where the protocol is named; left on, each answer waits 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -357,7 +339,6 @@ def _server(
         "limit_concurrency": MOST_CONNECTIONS,
         "http": "h11",
         "ws": "none",
-        "backlog": BACKLOG,
         "server_header": False,
         "proxy_headers": False,
         **options,

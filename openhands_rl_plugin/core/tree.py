@@ -243,11 +243,12 @@ class EpisodeTree:
         """The tokens and calls of the nodes: each answer is one call with its whole prompt. Of the rest nothing is
         known: neither cached tokens nor calls whose answers are no part of the tree."""
         usage = Usage()
-        for at, node in ((at, node) for at, node in enumerate(self.nodes) if node.sampled):
-            whole = len(self.context_ids(at)) if node.tokens else 0
-            sampled = len(node.tokens.sampled_ids) if node.tokens else 0
-            made = {"prompt_tokens": whole - sampled, "completion_tokens": sampled}
-            usage += Usage(**made, calls=1, steps=int(node.executed))
+        for at, node in enumerate(self.nodes):
+            if node.sampled:
+                sampled = len(node.tokens.sampled_ids) if node.tokens else 0
+                whole = len(self.context_ids(at)) if node.tokens else 0
+                steps = int(node.executed)
+                usage += Usage(prompt_tokens=whole - sampled, completion_tokens=sampled, calls=1, steps=steps)
         return usage
 
     def _answer(self, parent: int | None, message: Message) -> int | None:
@@ -260,17 +261,11 @@ class EpisodeTree:
     def _delta(self, parent: int | None, tokens: Tokens | None) -> Tokens | None:
         if tokens is None or tokens.extends:
             return tokens
-        previous = self._nearest_sampled(parent)
-        context = self.context_ids(previous)
+        context = self.context_ids(parent)
         if not context or tokens.prompt_ids[: len(context)] != context:
             return tokens
         delta = tokens.prompt_ids[len(context) :]
         return tokens.model_copy(update={"extends": True, "prompt_ids": delta})
-
-    def _nearest_sampled(self, node: int | None) -> int | None:
-        while node is not None and not (self.nodes[node].sampled and self.nodes[node].tokens):
-            node = self.nodes[node].parent
-        return node
 
 
 REPLAYED_AS = "replayed_as"
@@ -410,20 +405,15 @@ def squeezed(text: str | None) -> str:
 def clip(observation: Observation, limits: Limits) -> Observation:
     """Cut every message to ``max_obs_length`` tokens, and say in the text that and how much was cut.
 
-    An environment in this process may say halves of characters, too, which could not be stored.
+    An environment in this process may write halves of characters, too, which could not be stored.
     """
     observation = whole_observation(observation)
     if limits.max_obs_length is None:
         return observation
-    longest = limits.max_obs_length * CHARACTERS_PER_TOKEN
-    return observation.model_copy(
-        update={"messages": tuple(_clip_message(message, longest) for message in observation.messages)}
-    )
-
-
-def _clip_message(message: Message, longest: int) -> Message:
-    content = message.content or ""
-    if message.role == "system" or len(content) <= longest:
-        return message
-    cut = len(content) - longest
-    return message.model_copy(update={"content": f"{content[:longest]}\n[{cut} characters cut]"})
+    longest, messages = limits.max_obs_length * CHARACTERS_PER_TOKEN, list[Message]()
+    for message in observation.messages:
+        content = message.content or ""
+        if message.role != "system" and (cut := len(content) - longest) > 0:
+            message = message.model_copy(update={"content": f"{content[:longest]}\n[{cut} characters cut]"})
+        messages.append(message)
+    return observation.model_copy(update={"messages": tuple(messages)})

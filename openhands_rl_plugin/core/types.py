@@ -82,16 +82,6 @@ def _superseded(nodes: Sequence[Node], executed: set[int]) -> set[int]:
     return {at for at in ends if nodes[at].parent in decided and REWRITTEN not in nodes[at].metadata}
 
 
-def acted_ends(nodes: Sequence[Node], head: int | None) -> tuple[int, ...]:
-    """The last node of every path that was acted on, in order; the last one is ``head``."""
-    if head is None:
-        return ()
-    last = set(path_to(nodes, head))
-    left = [at for at in acted_nodes(nodes, head) if at not in last]
-    inner = {up for at in left for up in path_to(nodes, at)[:-1]}
-    return (*(at for at in left if at not in inner), head)
-
-
 _SESSIONS = frozenset({"gateway", "workspace"})
 
 
@@ -402,11 +392,6 @@ class Trajectory(Frozen):
         """Node indices from the root to ``leaf`` (default: ``head``)."""
         return path_to(self.nodes, self.head if leaf is None else leaf)
 
-    def leaves(self) -> tuple[int, ...]:
-        """Indices of the nodes that have no children, in order."""
-        parents = {node.parent for node in self.nodes}
-        return tuple(index for index in range(len(self.nodes)) if index not in parents)
-
     def messages(self, leaf: int | None = None) -> tuple[Message, ...]:
         """The conversation from the root to ``leaf`` (default: ``head``)."""
         return tuple(self.nodes[index].message for index in self.path(leaf))
@@ -420,7 +405,12 @@ class Trajectory(Frozen):
 
         Several where the history was rewritten: each is the conversation as the model saw it then.
         """
-        return acted_ends(self.nodes, self.head)
+        if self.head is None:
+            return ()
+        last = {*self.path()}
+        left = [at for at in self.acted() if at not in last]
+        inner = {up for at in left for up in self.path(at)[:-1]}
+        return (*(at for at in left if at not in inner), self.head)
 
     def sampled(self, leaf: int | None = None) -> Iterator[Node]:
         """The nodes that the policy sampled, from the root to ``leaf`` (default: all that were acted on)."""
@@ -441,7 +431,7 @@ class Trajectory(Frozen):
         return self.episode_return if rewarded and reported and self.failure is None else None
 
     def _stepped(self) -> list[int]:
-        return sorted({*self.path(), *acted_nodes(self.nodes, self.head)})
+        return sorted({*self.path(), *self.acted()})
 
 
 class Score(Frozen):

@@ -16,6 +16,7 @@ from typing import Annotated
 from urllib.parse import quote, unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.types import Receive, Scope, Send
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import LIMITS
@@ -24,16 +25,7 @@ from openhands_rl_plugin.core.messages import error_in, to_message
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HOST_EVIDENCE
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers import (
-    Receive,
-    Scope,
-    Send,
-    listening,
-    named_key,
-    note_failure,
-    read_body,
-    serving_here,
-)
+from openhands_rl_plugin.core.servers import listening, named_key, note_failure, read_body, serving_here
 from openhands_rl_plugin.core.types import Bounded, FailureKind, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.client import (

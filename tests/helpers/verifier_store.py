@@ -13,7 +13,7 @@ from train_store import store_of, stored
 from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.core.templates.text_form import question
+from openhands_rl_plugin.core.templates import question
 from openhands_rl_plugin.core.types import JsonObject, Message, Node, Score, StopReason, Task, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
 

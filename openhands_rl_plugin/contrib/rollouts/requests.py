@@ -18,7 +18,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.redaction import redact_json, redact_text
 from openhands_rl_plugin.core.servers import API_KEY
-from openhands_rl_plugin.core.templates.parsing import calls_in_text, without_calls
+from openhands_rl_plugin.core.templates import calls_in_text, without_calls
 from openhands_rl_plugin.core.types import Frozen, JsonObject, JsonValue, Message
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from openhands_rl_plugin.core.errors import (
 )
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
-from openhands_rl_plugin.core.templates.chat import template_for
+from openhands_rl_plugin.core.templates import template_for
 from openhands_rl_plugin.core.types import (
     FailureKind,
     Frozen,

@@ -19,9 +19,9 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, RLError, boundary
 from openhands_rl_plugin.core.judgements import OPINION
-from openhands_rl_plugin.core.messages import last_answer
 from openhands_rl_plugin.core.protocols import Reward
 from openhands_rl_plugin.core.records import CHECKED
+from openhands_rl_plugin.core.templates import last_answer
 from openhands_rl_plugin.core.types import FailureKind, JsonObject, Score, StopReason, Trajectory
 from openhands_rl_plugin.hosts.shared.sessions import runtime_of
 from openhands_rl_plugin.hosts.v1.agent import said_finish, stepping

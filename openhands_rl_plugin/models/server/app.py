@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.servers import error_body, listening, read_body, serving
-from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
-from openhands_rl_plugin.core.templates.parsing import RenderError
+from openhands_rl_plugin.core.templates import RenderError, TemplateTokenizer, chat_text
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import (
     DEFAULT_ADAPTERS,

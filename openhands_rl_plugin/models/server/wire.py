@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from openhands_rl_plugin.core.messages import calls_in
 from openhands_rl_plugin.core.servers import error_response
-from openhands_rl_plugin.core.templates.parsing import ParsedAnswer, parse_calls
+from openhands_rl_plugin.core.templates import ParsedAnswer, parse_calls
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
 from openhands_rl_plugin.models.generator.config import ServingError
 

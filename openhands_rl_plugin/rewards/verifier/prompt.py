@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, cast
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.judgements import patch_of
 from openhands_rl_plugin.core.messages import transcript
-from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
-from openhands_rl_plugin.core.templates.parsing import RenderError
-from openhands_rl_plugin.core.templates.text_form import LogSection, joined, log_sections, question
+from openhands_rl_plugin.core.templates import (
+    LogSection,
+    RenderError,
+    TemplateTokenizer,
+    chat_text,
+    joined,
+    log_sections,
+    question,
+)
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 

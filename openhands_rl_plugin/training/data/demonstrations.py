@@ -15,9 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.core.judgements import resolved, score_of
 from openhands_rl_plugin.core.messages import SpokenMessage
-from openhands_rl_plugin.core.templates.chat import TemplateTokenizer, chat_text
-from openhands_rl_plugin.core.templates.parsing import RenderError
-from openhands_rl_plugin.core.templates.text_form import single_call_turns, text_messages
+from openhands_rl_plugin.core.templates import (
+    RenderError,
+    TemplateTokenizer,
+    chat_text,
+    single_call_turns,
+    text_messages,
+)
 from openhands_rl_plugin.core.types import (
     ACTED,
     JsonObject,

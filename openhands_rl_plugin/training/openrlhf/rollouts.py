@@ -23,7 +23,7 @@ from openhands_rl_plugin.config.build import make_environment, make_reward, make
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, ModelError, TrainingError, describe
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.templates.chat import chat_text
+from openhands_rl_plugin.core.templates import chat_text
 from openhands_rl_plugin.core.types import (
     Completion,
     EpisodeRequest,

@@ -27,8 +27,8 @@ from openhands_rl_plugin.core.messages import transcript
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json, redact_trajectory, redact_value
-from openhands_rl_plugin.core.templates.parsing import RenderError
-from openhands_rl_plugin.core.templates.text_form import (
+from openhands_rl_plugin.core.templates import (
+    RenderError,
     joined,
     log_sections,
     question,

@@ -148,7 +148,7 @@ WRONG = [
     (["--set", "training.method=full", "--publish"], "no running server loads"),
     (["--set", "fast"], "--set fast: give KEY=VALUE"),
     (["--from", "9"], "--from 9: policy has no such version"),
-    (["--reward", "retrun"], "unknown reward 'retrun'; did you mean 'return'?"),
+    (["--reward", "retrun"], "unknown reward 'retrun'; available: command, "),
     (["--run", "no-such-run"], "no stored episode of policy or a base model matches"),
     (["--algorithm", "grpo", "--min-reward", "0.5"], "nothing to compare"),
     (["--algorithm", "sft", "--set", "training.imitate_above=1"], "nothing to imitate"),

@@ -11,7 +11,7 @@ from tiny_model import write_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.templates.chat import TEMPLATES, template_for
+from openhands_rl_plugin.core.templates import TEMPLATES, template_for
 from openhands_rl_plugin.models.server.app import PromptRenderer
 from openhands_rl_plugin.models.server.wire import ChatCompletionRequest
 from openhands_rl_plugin.training.data.demonstrations import TokenMaker
@@ -114,5 +114,5 @@ def test_qwen_lists_tools_as_its_own_template_does(family: str) -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'qwen3'"):
+    with pytest.raises(ConfigError, match="unknown chat template 'qwen-3'; available: "):
         template_for("qwen-3")

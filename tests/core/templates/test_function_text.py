@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.templates.parsing import RenderError, calls_in_text, render_call, without_calls
+from openhands_rl_plugin.core.templates import RenderError, calls_in_text, render_call, without_calls
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
 TYPES = ["string", "integer", "number", "boolean", "array", "object", "null"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.templates.parsing import BARE, TAGGED, parse_calls
+from openhands_rl_plugin.core.templates import BARE, TAGGED, parse_calls
 
 pytestmark = pytest.mark.contract
 

@@ -110,9 +110,9 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["swe-bench-light"], "did you mean 'swe-bench-lite'"),
+        (["swe-bench-light"], "unknown suite 'swe-bench-light'; available: "),
         (["ROWS", "--include", "django__*"], "no instance matches 'django__*'"),
-        (["ROWS", "--llm", "evil"], "did you mean 'eval'"),
+        (["ROWS", "--llm", "evil"], "unknown [llm] section 'evil'; available: eval"),
         (["ROWS", "--api-key-env", "NOT_THERE_AT_ALL"], "NOT_THERE_AT_ALL is not set"),
         (["environment", "--agent", "RLAgent"], "--tasks N"),
         (["webshop"], f"webshop is an environment, which only RLAgent supports, not {STOCK}"),

@@ -16,7 +16,7 @@ from openhands_rl_plugin.config.fields import PromptName
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import prompt_of
-from openhands_rl_plugin.core.templates.chat import template_for
+from openhands_rl_plugin.core.templates import template_for
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Task, Trajectory
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.hosts.pool import open_runner

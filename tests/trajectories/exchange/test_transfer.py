@@ -173,7 +173,7 @@ def test_shapes_of_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("export", "STORE", "--format", "sft-txt", "--out", "x"), "did you mean 'sft-text'?"),
+        (("export", "STORE", "--format", "sft-txt", "--out", "x"), "unknown format 'sft-txt'; available: "),
         (("import", "STORE", "--format", "verifier", "--into", "x"), "'verifier' is for export only"),
         (("export", "STORE", "--format", "atif", "--out", "x.parquet"), "has no fixed columns for Parquet"),
         (

@@ -9,7 +9,7 @@ from typing import Any
 from exchange_samples import CODE, SYSTEM, TOOLS
 
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.templates.text_form import text_messages
+from openhands_rl_plugin.core.templates import text_messages
 from openhands_rl_plugin.trajectories.exchange.events import read_completions
 
 

@@ -1,1 +1,0 @@
-"""Templates: conversations as text, and calls read out of text."""
