@@ -136,9 +136,9 @@ async def test_one_task_through_everything(world: ShopWorld, tmp_path: Path) -> 
 
 async def check_trajectories(loop_parts: LoopParts, state: LoopState) -> None:
     where = TrajectoryFilter(run_id="flow/iteration-000")
-    played = [found async for found in loop_parts.storage.find(where)]
-    assert len(played) == 8
-    for trajectory, scores in played:
+    stored = [found async for found in loop_parts.storage.find(where)]
+    assert len(stored) == 8
+    for trajectory, scores in stored:
         assert trajectory.failure is None
         assert trajectory.task == TASK
         assert scores[-1].reward == pytest.approx(trajectory.episode_return)
@@ -146,7 +146,7 @@ async def check_trajectories(loop_parts: LoopParts, state: LoopState) -> None:
         assert {node.policy.version for node in sampled if node.policy} == {1}
         assert all(node.tokens and len(node.tokens.logprobs) == len(node.tokens.sampled_ids) for node in sampled)
         assert all(node.tokens and node.tokens.extends for node in sampled[1:])
-    rewards = {trajectory.episode_return for trajectory, _ in played}
+    rewards = {trajectory.episode_return for trajectory, _ in stored}
     assert len(rewards) > 1, "a group without differing rewards would have nothing to reinforce"
     record = state.record("iteration-000")
     assert record is not None and record.metrics["episodes_used"] == 8

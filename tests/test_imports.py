@@ -73,9 +73,9 @@ def test_every_public_name_can_be_had() -> None:
     assert all(getattr(openhands_rl_plugin, each) for each in names if find_spec("pymongo") or "Mongo" not in each)
 
 
-def test_editors_are_told_the_same_names() -> None:
+def test_editors_see_the_same_names() -> None:
     stub = ast.parse(Path(openhands_rl_plugin.__file__ or "").with_suffix(".pyi").read_text())
-    told = {
+    typed = {
         alias.asname or alias.name: ((node.module or "").removeprefix("openhands_rl_plugin."), alias.name)
         for node in stub.body
         if isinstance(node, ast.ImportFrom)
@@ -86,9 +86,9 @@ def test_editors_are_told_the_same_names() -> None:
     renamed = {
         ast.unparse(node.targets[0]): ast.unparse(node.value) for node in stub.body if isinstance(node, ast.Assign)
     }
-    told |= {name: told[of] for name, of in renamed.items()}
-    told = {name: at for name, at in told.items() if name in exports or name not in renamed.values()}
-    assert told == {name: (module, attribute or name) for name, (module, _, attribute) in exports.items()}
+    typed |= {name: typed[of] for name, of in renamed.items()}
+    typed = {name: at for name, at in typed.items() if name in exports or name not in renamed.values()}
+    assert typed == {name: (module, attribute or name) for name, (module, _, attribute) in exports.items()}
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:

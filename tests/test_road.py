@@ -24,7 +24,7 @@ import openai
 import pytest
 from broken_repository import REPAIR, passes, repository
 from fixing_model import write_chooser
-from scripted_model import ScriptedModel, says, serve
+from scripted_model import ScriptedModel, reply, serve
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory, cli
@@ -97,8 +97,8 @@ def oracle(server: ScriptedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     def wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         parts = ((each["role"], each["content"]) for each in messages)
         return [
-            {"role": role, "content": said if isinstance(said, str) else "\n".join(part["text"] for part in said)}
-            for role, said in parts
+            {"role": role, "content": text if isinstance(text, str) else "\n".join(part["text"] for part in text)}
+            for role, text in parts
         ]
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def oracle(server: ScriptedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         else:
             sessions.append(body)
             name = "good" if len(sessions) % 2 else "bad"
-        return says(texts[name].partition("</function")[0])  # the stop string ends it
+        return reply(texts[name].partition("</function")[0])  # the stop string ends it
 
     def ids(message: dict[str, Any]) -> list[int]:
         return tokenizer(message["content"] + "</function>", add_special_tokens=False).input_ids
@@ -203,7 +203,7 @@ QUESTION = "Shall I keep a backup?"
 YES, NO, BYE = "Yes, always.", "No, never.", "Good bye."
 
 
-def test_sessions_of_the_gateway_that_were_told_their_reward_become_the_adapter_that_answers_the_next_request(
+def test_sessions_of_the_gateway_with_a_reward_become_the_adapter_that_answers_the_next_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_chooser(tmp_path / "model", [YES, NO], BYE)
@@ -212,11 +212,11 @@ def test_sessions_of_the_gateway_that_were_told_their_reward_become_the_adapter_
 
     def session(gateway: str, name: str, seed: int) -> str | None:
         with openai.OpenAI(base_url=f"{gateway}/session/{name}/v1", api_key="k", max_retries=0) as client:
-            said = client.chat.completions.create(model="policy", messages=asked, seed=seed, max_tokens=8)
-        answer = said.choices[0].message.content
-        assert not hasattr(said, "prompt_token_ids"), "the client did not ask for them"
-        told = {"reward": float(answer == YES)}
-        assert httpx.post(f"{gateway}/session/{name}/end", json=told, trust_env=False).status_code == 200
+            response = client.chat.completions.create(model="policy", messages=asked, seed=seed, max_tokens=8)
+        answer = response.choices[0].message.content
+        assert not hasattr(response, "prompt_token_ids"), "the client did not ask for them"
+        ending = {"reward": float(answer == YES)}
+        assert httpx.post(f"{gateway}/session/{name}/end", json=ending, trust_env=False).status_code == 200
         return answer
 
     with served(model) as url:
@@ -255,7 +255,7 @@ def test_an_imported_file_of_swe_gym_becomes_an_adapter_that_does_what_was_done_
         assert "policy-v000001 is in use" in capsys.readouterr().out
         with openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
             for name, likely in (("model", -0.693), ("policy-v000001", 0.0)):
-                said = client.chat.completions.create(
+                response = client.chat.completions.create(
                     model=name,
                     messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "Fix f."}],
                     tools=row["tools"],
@@ -263,9 +263,9 @@ def test_an_imported_file_of_swe_gym_becomes_an_adapter_that_does_what_was_done_
                     max_tokens=8,
                     logprobs=True,
                 )
-                assert said.choices[0].logprobs is not None and said.choices[0].logprobs.content is not None
-                assert said.choices[0].logprobs.content[0].logprob == pytest.approx(likely, abs=0.02)
-            (made,) = said.choices[0].message.tool_calls or ()
+                assert response.choices[0].logprobs is not None and response.choices[0].logprobs.content is not None
+                assert response.choices[0].logprobs.content[0].logprob == pytest.approx(likely, abs=0.02)
+            (made,) = response.choices[0].message.tool_calls or ()
     assert made.type == "function" and (made.function.name, made.function.arguments) == (
         "execute_bash",
         '{"command": "ls"}',

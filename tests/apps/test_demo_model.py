@@ -92,7 +92,7 @@ def test_without_a_network_the_remedy_is_one_line(bare: Path) -> None:
         model.ensure_model(bare / "cache" / "model")
 
 
-def test_the_demo_of_a_bare_installation_says_so_before_anything_else(tmp_path: Path) -> None:
+def test_the_demo_of_a_bare_installation_stops_before_anything_else(tmp_path: Path) -> None:
     program = (
         "import sys\nsys.modules['gguf'] = None\nfrom openhands_rl_plugin.cli import main\nsys.exit(main(['demo']))"
     )

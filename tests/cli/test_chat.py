@@ -78,10 +78,10 @@ class LookUp(ToolBase):
 
 async def test_tools_are_shown_and_notes_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(path: str, body: Any) -> Any:
-        told = [message["content"] for message in body["messages"] if message["role"] == "tool"]
-        if not told:
+        texts = [message["content"] for message in body["messages"] if message["role"] == "tool"]
+        if not texts:
             return respond(answer("", name="think", notes="SECRET"))
-        if told[-1] == "noted":
+        if texts[-1] == "noted":
             return respond(answer("", name="look_up", word="a"))
         return respond(answer("", name="final", answer="It is three."))
 
@@ -128,7 +128,7 @@ async def test_a_policy_with_tools_is_served_until_it_is_stopped() -> None:
         base_url = line.split(" at ")[1].split(";")[0]
         async with httpx.AsyncClient() as client:
             body = {"messages": [{"role": "user", "content": "hi"}]}
-            said = await client.post(f"{base_url}/chat/completions", json=body, timeout=20)
-        assert said.json()["choices"][0]["message"]["content"] == "good"
+            response = await client.post(f"{base_url}/chat/completions", json=body, timeout=20)
+        assert response.json()["choices"][0]["message"]["content"] == "good"
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0

@@ -62,13 +62,13 @@ def busy(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     ("where", "number", "word"), [("here", signal.SIGTERM, "terminated"), ("thread", signal.SIGINT, "interrupted")]
 )
-def test_what_does_not_end_is_cut_short_and_says_how_to_go_on(where: str, number: signal.Signals, word: str) -> None:
+def test_what_does_not_end_is_cut_short_and_prints_how_to_go_on(where: str, number: signal.Signals, word: str) -> None:
     with started("-c", BUSY, where, "0.5") as process:
         busy(process)
         begun = time.monotonic()
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (128 + number, f"{word}; go on so\n")
+        _, printed = process.communicate(timeout=30)
+    assert (process.returncode, printed) == (128 + number, f"{word}; go on so\n")
     assert 0.4 < time.monotonic() - begun < 20
 
 
@@ -78,8 +78,8 @@ def test_a_signal_that_meets_generated_code_has_the_usual_exit_code(number: sign
     met = f"exec('import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(9)')"
     (tmp_path / "busy.py").write_text(BUSY.replace('"here": in_steps', f'"exec": lambda: {met}'))
     with started("-m", "busy", "exec", "5", cwd=tmp_path) as process:
-        _, said = process.communicate(timeout=30)
-    assert (process.returncode, said.endswith("; go on so\n")) == (128 + number, True)
+        _, printed = process.communicate(timeout=30)
+    assert (process.returncode, printed.endswith("; go on so\n")) == (128 + number, True)
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
@@ -90,8 +90,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert process.poll() is None
         begun = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (143, "terminated; go on so\n")
+        _, printed = process.communicate(timeout=30)
+    assert (process.returncode, printed) == (143, "terminated; go on so\n")
     assert time.monotonic() - begun < 20
 
 

@@ -1,4 +1,4 @@
-"""What a new user gets wrong first is said in one line, with cause and remedy, before anything slow begins."""
+"""What a new user gets wrong first is one line, with cause and remedy, before anything slow begins."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def the_line(capsys: pytest.CaptureFixture[str], words: list[str], code: int = 1
     started = time.monotonic()
     assert cli.main(words) == code
     assert time.monotonic() - started < 8
-    said = capsys.readouterr()
-    (line,) = said.err.splitlines()
-    assert said.out == "" and line.startswith("error: ") and "Traceback" not in line
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert printed.out == "" and line.startswith("error: ") and "Traceback" not in line
     return line
 
 

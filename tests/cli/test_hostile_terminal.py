@@ -50,8 +50,8 @@ def hostile(number: int, *, failed: bool = False) -> Trajectory:
     call = ToolCall(id=TEXT, name=TEXT, arguments=TEXT)
     tree = EpisodeTree()
     tree.observe(Observation(messages=(Message(role="system", content=TEXT), Message(role="user", content=TEXT))))
-    said = Message(role="assistant", content=TEXT, tool_calls=(call,))
-    chosen = tree.propose(Completion(message=said, policy=POLICY, finish_reason=TEXT))
+    answer = Message(role="assistant", content=TEXT, tool_calls=(call,))
+    chosen = tree.propose(Completion(message=answer, policy=POLICY, finish_reason=TEXT))
     tree.nodes[chosen].metadata["search"] = {TEXT: TEXT}
     tree.commit(chosen)
     tree.observe(Observation(messages=(Message(role="tool", content=TEXT, tool_call_id=TEXT),), reward=0.5))
@@ -119,9 +119,9 @@ def test_no_command_hands_a_terminal_what_it_would_obey(
     words: list[str] = [places.get(word, word) for word in COMMANDS[name]]
     code = cli.main(words)
     printed = capsys.readouterr()
-    said = printed.out + printed.err
-    assert said.strip() and "Traceback" not in said and (code != 2 or name in WRONG), (code, said)
-    assert not sorted(set(said) & ACTED_UPON), [line for line in said.splitlines() if set(line) & ACTED_UPON][:3]
+    output = printed.out + printed.err
+    assert output.strip() and "Traceback" not in output and (code != 2 or name in WRONG), (code, output)
+    assert not sorted(set(output) & ACTED_UPON), [line for line in output.splitlines() if set(line) & ACTED_UPON][:3]
 
 
 @pytest.mark.parametrize("command", ["report", "compare"])
@@ -138,17 +138,17 @@ def test_reports_of_hostile_names(command: str, tmp_path: Path, capsys: pytest.C
         folders.append(str(tmp_path / name))
     cli.main(["evaluate", f"--{command}", *folders, "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()
-    said = printed.out + printed.err
-    assert said.strip() and "Traceback" not in said
-    assert not sorted(set(said) & ACTED_UPON), said
+    both = printed.out + printed.err
+    assert both.strip() and "Traceback" not in both
+    assert not sorted(set(both) & ACTED_UPON), both
 
 
 def test_progress_shows_hostile_answers() -> None:
-    said = io.StringIO()
+    screen = io.StringIO()
     record = StageRecord(name="evaluate-base", adapter=None, metrics={"success": 0.5}, started=0.0, finished=1.0)
-    with ProgressListener(3, Console(file=said, width=100)) as listener:
+    with ProgressListener(3, Console(file=screen, width=100)) as listener:
         listener.stage_started("evaluate-base")
         listener.noted(TEXT)
         listener.stage_finished(record)
-    assert not sorted(set(said.getvalue()) & ACTED_UPON)
-    assert "\\x1b[2J" in said.getvalue()
+    assert not sorted(set(screen.getvalue()) & ACTED_UPON)
+    assert "\\x1b[2J" in screen.getvalue()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from counted_reward import ASKED, CountedReward
 from needs import needs_contrib
-from scripted_model import says as answer
+from scripted_model import reply as answer
 from scripted_model import serve
 from shopping_loop import MODEL, write_talker
 from small_shop import running_shop
@@ -130,8 +130,8 @@ def test_an_interrupted_run_goes_on_where_it_was(
     watching = interrupt_after("iteration-000", state_file)
     assert cli.main(command) == 130
     watching.join()
-    said = capfd.readouterr()
-    assert "interrupted; finished stages are kept" in said.err
+    output = capfd.readouterr()
+    assert "interrupted; finished stages are kept" in output.err
     finished = LoopState.load(state_file).records
     assert [record.name for record in finished][:2] == STAGES[:2] and len(finished) < len(STAGES)
 
@@ -145,13 +145,13 @@ def test_an_interrupted_run_goes_on_where_it_was(
     adapters = AdapterStore(tmp_path / "adapters")
     assert state.adapter is not None and adapters.get(state.adapter).base_model == MODEL
     assert state.adapter in httpx.get(f"{served[1]}/v1/models").text
-    played = stored(tmp_path / "trajectories")
-    assert len({trajectory.id for trajectory, _ in played}) == len(played) >= 2 + 2 * 6 + 2
-    assert {trajectory.policy.base_model for trajectory, _ in played} == {MODEL}
-    assert not any(off_policy_sampling(trajectory) for trajectory, _ in played), "`train` may learn from them, too"
+    episodes = stored(tmp_path / "trajectories")
+    assert len({trajectory.id for trajectory, _ in episodes}) == len(episodes) >= 2 + 2 * 6 + 2
+    assert {trajectory.policy.base_model for trajectory, _ in episodes} == {MODEL}
+    assert not any(off_policy_sampling(trajectory) for trajectory, _ in episodes), "`train` may learn from them, too"
     learnt = {
         trajectory.id: [score.reward_version for score in scores]
-        for trajectory, scores in played
+        for trajectory, scores in episodes
         if "/evaluate-" not in trajectory.run_id
     }
     taken = [versions for versions in learnt.values() if CountedReward.version in versions]
@@ -215,16 +215,16 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("options", "more", "says"), WRONG, ids=[says[:30] for *_, says in WRONG])
+@pytest.mark.parametrize(("options", "more", "expected"), WRONG, ids=[expected[:30] for *_, expected in WRONG])
 def test_wrong_input_is_one_line(
-    options: list[str], more: str, says: str, talker: Path, tmp_path: Path, capsys: Capture
+    options: list[str], more: str, expected: str, talker: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     config = tmp_path / "config.toml"
     config.write_text(f"[rl]\nreact_format = false\n[rl.loop]\nheld_out = 2\n{more}\n")
     given = [str(talker) if word == "MODEL" else word for word in options]
     assert cli.main([*words(config), *given]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and says in line
+    assert line.startswith("error: ") and expected in line
     assert not (tmp_path / "run").exists()
 
 
@@ -270,14 +270,14 @@ def test_a_server_that_sends_nothing_to_train_on_is_refused_at_the_first_batch(
 
 
 @needs_contrib
-def test_a_dry_run_says_what_would_be_done(talker: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_dry_run_shows_what_would_be_done(talker: Path, tmp_path: Path, capsys: Capture) -> None:
     command = ["loop", "webshop", "--config", str(write_config(tmp_path)), "--model", str(talker), "--dry-run"]
     command += ["--run-dir", str(tmp_path / "run")]
     assert cli.main([*command, "--set", "loop.demonstrations=5", "loop.kind=async"]) == 0
-    said = capsys.readouterr().out
-    assert "1195 tasks to train on, 2 held out, 5 for demonstrations" in said
-    assert "stages: 7, 0 done" in said and "async, at most 1 versions behind" in said
-    assert "by the embedded server" in said and "'counted_reward:CountedReward'" in said
+    printed = capsys.readouterr().out
+    assert "1195 tasks to train on, 2 held out, 5 for demonstrations" in printed
+    assert "stages: 7, 0 done" in printed and "async, at most 1 versions behind" in printed
+    assert "by the embedded server" in printed and "'counted_reward:CountedReward'" in printed
     assert cli.main([*command, "--set", "loop.training_max_turns=4", "loop.evaluation_strategy=BestOfN"]) == 0
     also = "agent: StandardReAct, at most 4 turns; held-out tasks: BestOfN, at most 2 turns\n"
     assert also in capsys.readouterr().out

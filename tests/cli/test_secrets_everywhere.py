@@ -40,8 +40,8 @@ class Echo(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         sent = self.rfile.read(int(self.headers.get("content-length") or 0)).decode(errors="replace")
-        told = f"401 for {self.path} with {dict(self.headers)} and {sent}; every key: {' '.join(KEYS.values())}"
-        body = json.dumps({"error": {"message": told}, "detail": told}).encode()
+        text = f"401 for {self.path} with {dict(self.headers)} and {sent}; every key: {' '.join(KEYS.values())}"
+        body = json.dumps({"error": {"message": text}, "detail": text}).encode()
         self.send_response(401, "Bad key")
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))

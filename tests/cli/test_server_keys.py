@@ -21,6 +21,6 @@ def test_a_public_address_needs_a_key(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENHANDS_RL_API_KEY", raising=False)
     assert main([command, *SERVERS[command], "--host", "0.0.0.0", "--port", "0"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: --host 0.0.0.0: others on the network could use") and said.count("\n") == 1
-    assert "OPENHANDS_RL_API_KEY" in said and not list(tmp_path.iterdir())
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: --host 0.0.0.0: others on the network could use") and printed.count("\n") == 1
+    assert "OPENHANDS_RL_API_KEY" in printed and not list(tmp_path.iterdir())

@@ -50,8 +50,8 @@ def test_openhands_reads_the_file_without_a_complaint(written: Path, caplog: pyt
         finalize_config(config)
     finally:
         openhands_logger.removeHandler(caplog.handler)
-    said = [record.getMessage() for record in caplog.records if "Unknown section [rl]" not in record.getMessage()]
-    assert not said
+    logged = [record.getMessage() for record in caplog.records if "Unknown section [rl]" not in record.getMessage()]
+    assert not logged
     assert config.default_agent == "RLAgent" and config.get_llm_config().base_url == URL
     assert config.workspace_base == str(written.parent / "my repository")
 

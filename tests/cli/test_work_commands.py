@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_model import call, says, serve
+from scripted_model import call, reply, serve
 
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.config.host import installed_hosts
@@ -65,7 +65,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_options_count_more_than_the_file_that_says_the_model_and_the_settings(file: Path) -> None:
+def test_options_count_more_than_the_file_with_the_model_and_the_settings(file: Path) -> None:
     work = work_of(file)
     assert work.llm == {
         "model": "openai/policy",
@@ -92,7 +92,7 @@ def test_a_key_is_read_from_the_environment_and_never_among_the_settings(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["run", "-t", "Think."], "error: which model? give --model NAME --base-url URL"),
         (["run", "-f", "absent.md"], "error: --file: absent.md cannot be read"),
@@ -107,8 +107,8 @@ def test_a_key_is_read_from_the_environment_and_never_among_the_settings(
         (["run", "-t", "Think.", "--model", "m", "--base-url", "http://127.0.0.1:9/v1"], "no model server answers at"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_one_line(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_what_cannot_be_used_is_one_line(
+    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Before the host starts, and before a folder is made."""
     monkeypatch.chdir(tmp_path)
@@ -118,14 +118,14 @@ def test_what_cannot_be_used_is_said_in_one_line(
         where = ["--base-url", server.url] if "--model" in words and "--base-url" not in words else []
         assert main([*words, *where]) == 1
     err = capfd.readouterr().err
-    assert said in err and err.count("\n") == 1, err
+    assert expected in err and err.count("\n") == 1, err
     assert not (tmp_path / "typo").exists() and not server.requests["m"]
 
 
 def counts(body: Any) -> Any:
     if "Yes or No" in body["messages"][-1]["content"]:
-        return says("Yes")
-    return says("two" if "Go on." in str(body["messages"]) else "one")
+        return reply("Yes")
+    return reply("two" if "Go on." in str(body["messages"]) else "one")
 
 
 @pytest.mark.parametrize(("code", "options"), [(7, []), (3, ["--set", "max_turns=2"])])
@@ -170,8 +170,8 @@ async def test_another_agents_command_is_recorded_and_its_exit_code_returned(
 @pytest.mark.shows("openhands-rl run")
 def test_run_rolls_out_a_task_with_openhands_v0(tmp_path: Path) -> None:
     answers = [
-        says("I write.", call("execute_bash", {"command": "echo hello > greeting.txt", "security_risk": "LOW"})),
-        says("Done.", call("finish", {"message": "It is written."})),
+        reply("I write.", call("execute_bash", {"command": "echo hello > greeting.txt", "security_risk": "LOW"})),
+        reply("Done.", call("finish", {"message": "It is written."})),
     ]
     environ = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "MY_KEY": "sk-secret"}
     environ |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

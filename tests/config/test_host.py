@@ -34,7 +34,7 @@ def test_the_host_that_is_used(packages: dict[str, str], installed: dict[str, st
 
 
 @pytest.mark.parametrize(
-    ("installed", "asked", "said"),
+    ("installed", "asked", "expected"),
     [
         ({}, "auto", r"needs openhands-sdk and openhands-tools 1\.15 or newer \(not installed\).*\[sdk\]"),
         (V1, "v0", r"OpenHands V0 needs openhands-ai 1\.6 \(not installed\); in an environment of its own"),
@@ -42,11 +42,11 @@ def test_the_host_that_is_used(packages: dict[str, str], installed: dict[str, st
         (V0, "v1", r"in an environment of its own, in a clone of the package: pip install '\.\[sdk\]'"),
     ],
 )
-def test_a_host_that_is_not_there_is_said_with_the_remedy(
-    packages: dict[str, str], installed: dict[str, str], asked, said: str
+def test_a_missing_host_is_reported_with_the_remedy(
+    packages: dict[str, str], installed: dict[str, str], asked, expected: str
 ) -> None:
     packages.update(installed)
-    with pytest.raises(ConfigError, match=said) as refused:
+    with pytest.raises(ConfigError, match=expected) as refused:
         host.host_of(RLSettings(host=asked))
     assert "\n" not in str(refused.value)
 

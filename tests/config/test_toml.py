@@ -153,7 +153,7 @@ def test_a_key_is_read_from_the_variable_that_is_named(tmp_path: Path, monkeypat
     assert line.startswith("[rl.serving] api_key_env: the environment variable SHOP_KEY is not set; export SHOP_KEY=")
 
 
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing.toml: there is no such file; write one with: openhands-rl doctor"):
         load_settings(tmp_path / "missing.toml")
     assert refusal(tmp_path, "[rl")[0].startswith("is not valid TOML: ")

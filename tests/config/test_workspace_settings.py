@@ -31,7 +31,7 @@ def test_a_folder_of_a_home_is_shown_by_its_real_path(home: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("projects", "must be absolute, or begin with ~"),
         ("/", "holds a whole home"),
@@ -45,9 +45,9 @@ def test_a_folder_of_a_home_is_shown_by_its_real_path(home: Path):
     ],
 )
 @pytest.mark.parametrize("key", ["visible", "writable"])
-def test_what_may_not_be_shown_is_refused_in_one_line(home: Path, key: str, text: str, said: str):
+def test_what_may_not_be_shown_is_refused_in_one_line(home: Path, key: str, text: str, expected: str):
     (home / "self").symlink_to(".")
     with pytest.raises(ConfigError) as caught:
         workspace(**{key: [text.format(home=home)]})
     assert re.fullmatch(rf"\[rl\.workspace\] {key}: '[^']+' .*", str(caught.value)), caught.value
-    assert said.format(home=home) in str(caught.value)
+    assert expected.format(home=home) in str(caught.value)

@@ -21,11 +21,11 @@ def test_every_text_becomes_one_that_a_file_can_hold(text: str) -> None:
 
 def test_halves_are_replaced_and_pairs_are_joined() -> None:
     assert whole_text("a\ud83d") == "a\ufffd" and whole_text("\ud83d\ude00") == "\U0001f600"
-    told = json.loads('{"\\udc00": ["\\ud83d", 1, null, true, {"a": "b"}]}')
-    assert whole_json(told) == {"\ufffd": ["\ufffd", 1, None, True, {"a": "b"}]}
+    parsed = json.loads('{"\\udc00": ["\\ud83d", 1, null, true, {"a": "b"}]}')
+    assert whole_json(parsed) == {"\ufffd": ["\ufffd", 1, None, True, {"a": "b"}]}
 
 
-def test_a_host_that_says_half_a_character_is_understood() -> None:
+def test_half_a_character_from_a_host_is_understood() -> None:
     call = {"id": "1", "function": {"name": "run", "arguments": "\udc80"}}
     wire = {"role": "assistant", "content": "half \ud83d", "tool_calls": [call]}
     message = to_message(wire)
@@ -37,7 +37,7 @@ THOUGHT = [{"type": "thinking", "thinking": "Hm."}]
 
 
 @pytest.mark.parametrize(
-    ("metadata", "said", "text"),
+    ("metadata", "expected", "text"),
     [
         ({"reasoning_content": "Hm."}, "4", "Hm."),
         ({"message": {"reasoning": "Hm."}}, "4", "Hm."),
@@ -48,7 +48,7 @@ THOUGHT = [{"type": "thinking", "thinking": "Hm."}]
         *((empty, "4", None) for empty in ({}, {"reasoning_content": ""}, {"response": {"choices": []}})),
     ],
 )
-def test_reasoning_is_found_wherever_it_stands(metadata: JsonObject, said: str, text: str | None) -> None:
-    node = Node(parent=None, message=Message(role="assistant", content=said), metadata=metadata)
-    assert has_reasoning(node) == ("Hm." in f"{metadata}{said}" or "redacted" in str(metadata))
+def test_reasoning_is_found_wherever_it_stands(metadata: JsonObject, expected: str, text: str | None) -> None:
+    node = Node(parent=None, message=Message(role="assistant", content=expected), metadata=metadata)
+    assert has_reasoning(node) == ("Hm." in f"{metadata}{expected}" or "redacted" in str(metadata))
     assert reasoning_of(node) == text

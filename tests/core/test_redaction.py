@@ -197,16 +197,16 @@ def test_a_whole_episode_is_redacted_but_for_its_ids() -> None:
     assert in_tools.tools == ({"description": f"use {REDACTED}"},) and not any(each.tokens for each in in_tools.nodes)
 
 
-def test_errors_do_not_tell_keys() -> None:
-    said = f"Incorrect API key provided: {KEY}. Find it at ...\nsecond line"
-    assert describe(ValueError(said)) == f"ValueError: Incorrect API key provided: {REDACTED}. Find it at ..."
+def test_errors_do_not_show_keys() -> None:
+    text = f"Incorrect API key provided: {KEY}. Find it at ...\nsecond line"
+    assert describe(ValueError(text)) == f"ValueError: Incorrect API key provided: {REDACTED}. Find it at ..."
     assert KEY[:8] not in describe(ValueError("x" * 480 + " " + KEY))
     with pytest.raises(CaughtFailure) as caught, boundary(FailureKind.MODEL, "engine"):
-        raise ValueError(said)
+        raise ValueError(text)
     assert KEY not in caught.value.failure.message
 
 
-def test_logs_do_not_tell_keys(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_do_not_show_keys(caplog: pytest.LogCaptureFixture) -> None:
     logger = redacting_logger("openhands_rl_plugin.tests.redaction")
     assert redacting_logger(logger.name) is logger and len(logger.filters) == 1
     with caplog.at_level(logging.INFO):
@@ -220,8 +220,8 @@ def test_logs_do_not_tell_keys(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(logger.filters[0], RedactingFilter)
 
 
-@pytest.mark.parametrize("as_played", [False, True], ids=["at once", "as it is played"])
-async def test_no_planted_secret_reaches_the_disk(tmp_path: Path, as_played: bool) -> None:
+@pytest.mark.parametrize("while_running", [False, True], ids=["at once", "as it runs"])
+async def test_no_planted_secret_reaches_the_disk(tmp_path: Path, while_running: bool) -> None:
     tree = EpisodeTree()
     tree.observe(Observation(messages=(Message(role="user", content="Go."),)))
     for text, _ in IN_TEXT:
@@ -240,11 +240,11 @@ async def test_no_planted_secret_reaches_the_disk(tmp_path: Path, as_played: boo
         }
     )
     async with FileTrajectoryStorage(tmp_path) as storage:
-        if as_played:
+        if while_running:
             await storage.begin(EpisodeStart.of(dirty))
             for at, node in enumerate(dirty.nodes):
                 await storage.grow(EpisodeGrowth(trajectory_id=dirty.id, first=at, nodes=(node,), head=at))
-        await (EpisodeJournal.resumed(storage, dirty).end(dirty) if as_played else storage.add(dirty))
+        await (EpisodeJournal.resumed(storage, dirty).end(dirty) if while_running else storage.add(dirty))
         score = Score(trajectory_id=dirty.id, reward=1.0, reward_version="v1", detail={"log": IN_TEXT[0][0]})
         await storage.add_scores([score])
         read = [found async for found, _ in storage.find()]

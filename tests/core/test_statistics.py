@@ -43,7 +43,7 @@ def test_best_at_k_is_the_mean_over_subsets_with_ties_shared(
     assert best_at_k(scores, outcomes, k) == pytest.approx(sum(picked) / len(picked))
 
 
-def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_true_mean_about_as_often_as_it_claims() -> None:
     generator = random.Random(7)
     covered = 0
     for trial in range(100):

@@ -35,7 +35,7 @@ def completion(prompt: tuple[int, ...] | None, sampled: tuple[int, ...] = (1,), 
     return Completion(message=message, tokens=tokens, policy=POLICY, usage=Usage(calls=1, completion_tokens=2))
 
 
-def said(text: str, reward: float = 0.0, **flags: bool) -> Observation:
+def observed(text: str, reward: float = 0.0, **flags: bool) -> Observation:
     return Observation(messages=(Message(role="user", content=text),), reward=reward, **flags)
 
 
@@ -63,10 +63,10 @@ def rebuilt_prompt(trajectory: Trajectory, leaf: int) -> Ids:
 
 def test_the_usage_of_an_unfinished_episode_is_counted_from_its_nodes():
     tree = EpisodeTree()
-    tree.observe(said("state 0"))
+    tree.observe(observed("state 0"))
     tree.propose(completion((5, 6), (1, 1)))
     tree.commit(tree.propose(completion((5, 6), (7,))))
-    tree.observe(said("state 1"))
+    tree.observe(observed("state 1"))
     simulated = tree.propose(completion((5, 6, 7, 8), (9, 9)))
     tree.nodes[simulated].reward, tree.nodes[simulated].simulated = 1.0, True
     tree.propose(completion(None))
@@ -89,7 +89,7 @@ class SearchTree(RuleBasedStateMachine):
 
     @rule(text=st.text(max_size=3))
     def observe(self, text: str) -> None:
-        self.tree.observe(said(text))
+        self.tree.observe(observed(text))
 
     @rule(data=st.data(), new=IDS, sampled=IDS, kind=st.sampled_from(["extends", "rewritten", "no ids"]))
     def propose(self, data: st.DataObject, new: tuple[int, ...], sampled: tuple[int, ...], kind: str) -> None:

@@ -80,7 +80,7 @@ def note(example: Example, name: str) -> list[str]:
     before = example.document.text[: example.region.start]
     found = re.search(r"(?:<!-- \w+: [\w ]+ -->\s*)+$", before)
     return [
-        word for said in re.findall(rf"<!-- {name}: ([\w ]+) -->", found[0] if found else "") for word in said.split()
+        word for noted in re.findall(rf"<!-- {name}: ([\w ]+) -->", found[0] if found else "") for word in noted.split()
     ]
 
 
@@ -144,7 +144,7 @@ class Session:
 
     def play(self, page: Path) -> int:
         """Run a page; the number of blocks that ran."""
-        played = 0
+        blocks_run = 0
         for example in blocks(page):
             if missing(example):
                 continue
@@ -158,8 +158,8 @@ class Session:
                     self.python(example)
                 case _:
                     continue
-            played += 1
-        return played
+            blocks_run += 1
+        return blocks_run
 
     def console(self, text: str, where: str, any_number: bool = False) -> None:
         """Raises ``AssertionError`` where a command fails, or shows something else than the page."""

@@ -1,4 +1,4 @@
-"""What can be told of every block of the documentation without running it: files, settings, commands, imports."""
+"""What can be checked of every block of the documentation without running it: files, settings, commands, imports."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 128
 
 
-def test_every_block_says_what_it_is() -> None:
+def test_every_block_names_its_language() -> None:
     assert [named(each) for each in DOCUMENTED if language_of(each) not in KNOWN] == []
 
 
 def test_a_command_that_is_not_run_has_a_reason() -> None:
     """``console`` blocks run (``test_pages.py``); ``sh`` is for the others, ``text`` for the examples of ``--help``."""
     loose = [each for each in DOCUMENTED if language_of(each) in ("sh", "text") and not each.path.endswith("cli.md")]
-    told = {line: named(each) for each in loose for line in lines_of(each) if re.match(PROGRAMS, line)}
-    reasons = {line: [each for each in NOT_RUN if re.match(rf"(\w+=\S+ )*?({each})", line)] for line in told}
-    assert [(told[line], line) for line, found in reasons.items() if not found] == []
+    places = {line: named(each) for each in loose for line in lines_of(each) if re.match(PROGRAMS, line)}
+    reasons = {line: [each for each in NOT_RUN if re.match(rf"(\w+=\S+ )*?({each})", line)] for line in places}
+    assert [(places[line], line) for line, found in reasons.items() if not found] == []
     assert set(NOT_RUN) == {each for found in reasons.values() for each in found}, "a reason for nothing"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_model import ScriptedModel, says, serve
+from scripted_model import ScriptedModel, reply, serve
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
@@ -36,7 +36,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def server() -> Iterator[ScriptedModel]:
     with serve() as model:
-        model.policies["m"] = lambda body: says("right" if len(body["messages"]) // 2 % 2 else "down")
+        model.policies["m"] = lambda body: reply("right" if len(body["messages"]) // 2 % 2 else "down")
         yield model
 
 

@@ -80,8 +80,8 @@ def repository(folder: Path) -> None:
 
 def learnt(session: Session) -> None:
     """The quickstart's program prints that it does better than before."""
-    said = re.search(r"held-out countries: ([\d.]+) before, ([\d.]+) after", "".join(session.printed))
-    assert said and float(said[2]) >= float(said[1]) + 0.3, said
+    shown = re.search(r"held-out countries: ([\d.]+) before, ([\d.]+) after", "".join(session.printed))
+    assert shown and float(shown[2]) >= float(shown[1]) + 0.3, shown
     assert (session.folder / "capitals/trajectories").is_dir()
 
 
@@ -130,7 +130,7 @@ FAST = {
     "import and export": Story(("howto/import-export.md",), foreign),
     "environments": Story(("howto/environments.md",)),
 }
-TOLD = {page for story in (*STORIES.values(), *FAST.values()) for page in story.pages}
+COVERED = {page for story in (*STORIES.values(), *FAST.values()) for page in story.pages}
 
 
 @pytest.mark.slow
@@ -160,8 +160,8 @@ def play(story: Story, folder: Path) -> int:
 
 
 def test_every_page_with_commands_or_programs_belongs_to_a_story() -> None:
-    told = {(DOCS / page).resolve() for page in TOLD}
+    covered = {(DOCS / page).resolve() for page in COVERED}
     pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
     with_examples = {page for page in pages if any(language_of(each) in RUN for each in blocks(page))}
     # The guide for V1 has tests of its own (tests/hosts/v1/test_guide.py): its programs need servers and editors.
-    assert with_examples - told <= {DOCS / "openhands-v1.md"}
+    assert with_examples - covered <= {DOCS / "openhands-v1.md"}

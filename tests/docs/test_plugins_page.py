@@ -1,4 +1,4 @@
-"""The page about plugins is true for all five seams: its classes, installed as a package, play one episode together."""
+"""The page about plugins is true for all five interfaces: its classes, installed as a package, run one episode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from page_session import DOCS, blocks, title_of
-from scripted_model import ScriptedModel, says, serve
+from scripted_model import ScriptedModel, reply, serve
 
 SECTIONS = ("strategy", "world", "reward", "storage", "engine")
 BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('.'))"
@@ -50,7 +50,7 @@ def settings(files: dict[str, str], names: dict[str, str]) -> dict[str, object]:
 
 def guesses(body: dict) -> dict:
     """Three wrong answers, and then the number of the first task."""
-    return says("9531"[sum(message["role"] == "assistant" for message in body["messages"])])
+    return reply("9531"[sum(message["role"] == "assistant" for message in body["messages"])])
 
 
 @pytest.mark.slow
@@ -75,13 +75,13 @@ def test_five_plugins_of_one_package_play_an_episode(tmp_path: Path) -> None:
         asked["engine_options"] = {"second_url": model.url}
         asked["serving"] = {"base_url": "http://127.0.0.1:9/v1", "model": "model", "adapters_path": "adapters"}
         asked["max_turns"] = 5
-        said = json.loads(python(home, PLAY, str(site), json.dumps(asked)))
-        check(model, said, home)
+        result = json.loads(python(home, PLAY, str(site), json.dumps(asked)))
+        check(model, result, home)
 
 
-def check(model: ScriptedModel, said: dict[str, object], home: Path) -> None:
+def check(model: ScriptedModel, result: dict[str, object], home: Path) -> None:
     """Each of the five had its say."""
-    # The environment ended, and paid, for the number that was said in the fourth turn; the reward wants three.
-    assert said == {"reward": 0.0, "stop": "terminated"}
+    # The environment ended, with a reward, for the number of the fourth turn; the reward function wants three.
+    assert result == {"reward": 0.0, "stop": "terminated"}
     assert len(model.requests["model"]) == 2 * 4  # the strategy asks twice a turn, the engine its second server
     assert (home / "trajectories/shop/trajectories.sqlite").exists()

@@ -42,8 +42,8 @@ def test_a_reward_of_your_own_scores_a_store(tmp_path: Path) -> None:
             await storage.add(example_trajectory(1))
 
     asyncio.run(seed())
-    said = run("own_reward.py", tmp_path, "store")
-    assert re.search(r"^\w{8}: 0\.\d+$", said, re.M) and "has no output of pytest" in said
+    printed = run("own_reward.py", tmp_path, "store")
+    assert re.search(r"^\w{8}: 0\.\d+$", printed, re.M) and "has no output of pytest" in printed
 
 
 @pytest.mark.slow
@@ -58,8 +58,8 @@ def test_a_search_in_your_own_environment_beats_acting(tmp_path: Path) -> None:
 def test_another_agent_is_recorded_and_trained_on_and_two_versions_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     model = str(ensure_model())
-    said = run("record_another_agent.py", tmp_path, model)
-    assert "Peru:" in said and "12 " in said and "policy-v000001: steps" in said
+    printed = run("record_another_agent.py", tmp_path, model)
+    assert "Peru:" in printed and "12 " in printed and "policy-v000001: steps" in printed
     compared = run("evaluate_two_adapters.py", tmp_path, model, "adapters", "base", "1")
     assert re.search(r"tasks of both +6 .*difference .*p-value", compared, re.DOTALL), compared
     assert (tmp_path / "comparison/report.html").exists()

@@ -32,7 +32,7 @@ def test_the_page_has_many_messages() -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_the_source_says_it(message: str) -> None:
+def test_the_source_has_it(message: str) -> None:
     parts = [re.escape(part.strip()) for part in message.replace("``", "`").split("...")]
     pattern = re.compile(".*".join(parts), re.DOTALL)
     assert any(pattern.search(text) for text in texts())

@@ -1,4 +1,4 @@
-"""Gymnasium's own environments, played in this process."""
+"""Gymnasium's own environments, in this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lake(**options: Any) -> GymnasiumEnvironment:
     return GymnasiumEnvironment(GymnasiumOptions.model_validate({"arguments": {"is_slippery": False}, **options}))
 
 
-def said(action: str) -> Message:
+def reply(action: str) -> Message:
     return Message(role="assistant", content=f"Action: {action}")
 
 
@@ -42,7 +42,7 @@ def text(found: Observation) -> str:
 async def play(player: GymnasiumEnvironment, of: Task, actions: list[str]) -> list[Observation]:
     seen = [await player.reset(of)]
     for action in actions:
-        seen.append(await player.step(said(action)))
+        seen.append(await player.step(reply(action)))
     return seen
 
 
@@ -77,8 +77,8 @@ async def test_actions_are_texts_or_json(space: spaces.Space[Any], right: str, w
     player = odd("ok", space=space)
     await player.reset(task("gymnasium/Odd-v0"))
     for each in wrong:
-        assert text(await player.step(said(each))).startswith("Invalid action: it must be")
-    assert text(await player.step(said(right))).endswith(" 1"), "what is refused is not executed"
+        assert text(await player.step(reply(each))).startswith("Invalid action: it must be")
+    assert text(await player.step(reply(right))).endswith(" 1"), "what is refused is not executed"
     await player.close()
 
 
@@ -106,8 +106,8 @@ class Odd(gymnasium.Env):
         if self.mode == "old":
             return "seen", 0.0, False, {}
         reward = {"none": None, "nan": float("nan")}.get(self.mode, 0.5)
-        said = f"{action} {time.monotonic_ns()}" if self.mode == "clock" else f"{action} {self.count}"
-        return said, reward, False, self.count == 2, {"at": numpy.int64(3)}
+        observed = f"{action} {time.monotonic_ns()}" if self.mode == "clock" else f"{action} {self.count}"
+        return observed, reward, False, self.count == 2, {"at": numpy.int64(3)}
 
 
 @pytest.fixture(autouse=True)
@@ -155,10 +155,10 @@ async def test_a_step_that_hangs_ends_typed_and_leaves_the_others_alone():
     await stuck.reset(task("gymnasium/Odd-v0"))
     await other.reset(task("gymnasium/Odd-v0"))
     with pytest.raises(InfrastructureError, match=r"gymnasium/Odd-v0.step did not return within 0.2 s"):
-        await stuck.step(said("go"))
-    assert text(await other.step(said("go"))) == "go 1"
+        await stuck.step(reply("go"))
+    assert text(await other.step(reply("go"))) == "go 1"
     with pytest.raises(InfrastructureError, match="still executes an earlier call"):
-        await stuck.step(said("go"))
+        await stuck.step(reply("go"))
     await stuck.close()
 
 

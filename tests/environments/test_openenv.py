@@ -40,7 +40,7 @@ def client(url: str, **options: Any) -> OpenEnvClient:
     return OpenEnvClient(HttpEnvironmentOptions.model_validate({"base_url": url, "timeout": 5, **options}))
 
 
-def said(action: str) -> Message:
+def reply(action: str) -> Message:
     return Message(role="assistant", content=f"Action: {action}")
 
 
@@ -54,7 +54,7 @@ async def test_the_grid_is_walked_to_its_goal_in_one_connection():
         opening = await player.reset(task())
         assert json.loads(text(opening)) == {"x": 0, "y": 0, "message": "Welcome to Grid World! Goal is at [4, 4]."}
         assert '"required": ["action"]' in (opening.messages[0].content or "")
-        walked = [await player.step(said(move)) for move in PATH]
+        walked = [await player.step(reply(move)) for move in PATH]
         evidence = await player.evidence()
         await player.close()
         assert server.connected == 0, "close waits until the server has let go"
@@ -70,20 +70,20 @@ async def test_it_conforms_and_forks_by_playing_again():
         await check_environment(lambda: client(server.url), task(), actions=actions)
 
 
-async def test_a_refused_action_is_told_and_costs_a_step_but_is_not_executed():
+async def test_a_refused_action_is_reported_and_costs_a_step_but_is_not_executed():
     async with openenv_server() as server:
         player = client(server.url)
         await player.reset(task())
-        told = await player.step(said("SIDEWAYS"))
-        assert text(told) == "Invalid action: action: Input should be 'UP', 'DOWN', 'LEFT' or 'RIGHT'"
-        assert (told.reward, told.terminated) == (0.0, False)
-        assert json.loads(text(await player.step(said('{"action": "RIGHT"}'))))["y"] == 1
+        refused = await player.step(reply("SIDEWAYS"))
+        assert text(refused) == "Invalid action: action: Input should be 'UP', 'DOWN', 'LEFT' or 'RIGHT'"
+        assert (refused.reward, refused.terminated) == (0.0, False)
+        assert json.loads(text(await player.step(reply('{"action": "RIGHT"}'))))["y"] == 1
         evidence = await player.evidence()
         assert (evidence["steps"], evidence["malformed"], evidence["rewards"]) == (2, 1, [0.0, -0.1])
         await player.close()
 
 
-async def test_a_server_of_one_session_plays_one_episode_after_the_other():
+async def test_a_server_of_one_session_runs_one_episode_after_the_other():
     async with openenv_server(sessions=1) as server:
         for _ in range(4):
             player = client(server.url)
@@ -97,7 +97,7 @@ async def test_a_server_of_one_session_plays_one_episode_after_the_other():
         await first.close()
 
 
-async def test_a_reward_that_nobody_told_is_not_a_zero():
+async def test_a_missing_reward_is_not_a_zero():
     def unpaid(at_end: bool) -> Misbehaviour:
         async def answer(to: Socket, message: dict[str, Any]) -> bool:
             if message["type"] != "step":
@@ -167,7 +167,7 @@ async def test_the_tools_of_an_mcp_environment_are_asked_for_offered_and_called(
         shown = await player.step(calls("run", code=CODE))
         assert (text(shown), shown.messages[0].tool_call_id) == (f"ran {CODE}", "c1")
         assert text(await player.step(calls("run"))) == "invalid_args: no code"
-        assert text(await player.step(said("hello"))) == "Invalid action: call one of run, stop"
+        assert text(await player.step(reply("hello"))) == "Invalid action: call one of run, stop"
         twin = await player.fork()
         last = await twin.step(calls("stop"))
         assert (last.reward, last.terminated) == (1.0, True)

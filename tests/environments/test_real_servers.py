@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from real_servers import named, play, said, serving, task, text
+from real_servers import named, play, reply, serving, task, text
 
 from openhands_rl_plugin.environments.http.client import AgentGymClient, HttpEnvironmentOptions
 from openhands_rl_plugin.environments.openenv import OpenEnvClient
@@ -39,7 +39,7 @@ def openenv(url: str) -> OpenEnvClient:
     return OpenEnvClient(HttpEnvironmentOptions(base_url=url, timeout=20))
 
 
-async def test_openenv_conforms_and_tells_its_schema(corridor: str):
+async def test_openenv_conforms_and_returns_its_schema(corridor: str):
     actions = ["Action: RIGHT", 'Action: {"move": "RIGHT", "by": 2}', "Action: up", "Action: LEFT"]
     await check_environment(lambda: openenv(corridor), task(1), actions=actions)
     player = openenv(corridor)
@@ -78,7 +78,7 @@ async def test_agentgym_s_textcraft():
         recipe = next(line for line in opening.splitlines() if re.match(rf"craft \d+ {goal} using ", line))
         needed = recipe.partition(" using ")[2].split(", ")
         actions = [*(f"get {each}" for each in needed), recipe]
-        steps = [await player.step(said(action)) for action in actions]
+        steps = [await player.step(reply(action)) for action in actions]
         assert [text(step) for step in steps[:-1]] == [f"Got {each}" for each in needed]
         assert (steps[-1].reward, steps[-1].terminated) == (1.0, True)
         await player.close()

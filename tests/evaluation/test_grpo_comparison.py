@@ -40,7 +40,7 @@ def _part(side: str, seed: int, **returns: float) -> Part:
     return Part(side=side, seed=seed, minutes=30, returns=returns)
 
 
-def test_differences_are_means_over_goals_that_both_sides_played() -> None:
+def test_differences_are_means_over_goals_that_both_sides_tried() -> None:
     parts = [
         _part("trl", 0, a=0.5, b=1.0, c=0.0),
         _part("ours", 0, a=1.0, b=1.0, d=1.0),
@@ -61,8 +61,8 @@ def test_a_report_over_directories(tmp_path: Path, capsys: pytest.CaptureFixture
             file.parent.mkdir(exist_ok=True)
             file.write_text(_part(side, seed, a=value, b=0.0).model_dump_json())
     report([tmp_path / "0", tmp_path / "1"])
-    told = capsys.readouterr().out
-    assert "ours - trl: +0.500" in told and "trl - sft: +0.000" in told
+    printed = capsys.readouterr().out
+    assert "ours - trl: +0.500" in printed and "trl - sft: +0.000" in printed
     with pytest.raises(SystemExit, match="another sft of seed 0"):
         read_parts([tmp_path / "0", tmp_path / "0"])
     with pytest.raises(SystemExit, match="holds no finished side"):

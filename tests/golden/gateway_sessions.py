@@ -10,7 +10,7 @@ import tempfile
 from typing import Any
 
 import httpx
-from scripted_model import call, refusal, says, serve
+from scripted_model import call, refusal, reply, serve
 from sessions import normal, view
 
 from openhands_rl_plugin.config.build import open_storage
@@ -31,7 +31,7 @@ def user(text: str) -> Message:
 
 
 def bash(number: int, command: str, text: str | None = None) -> Message:
-    return says(text, call("bash", {"command": command}, f"call-{number}"))
+    return reply(text, call("bash", {"command": command}, f"call-{number}"))
 
 
 def seen(number: int, text: str) -> Message:
@@ -46,63 +46,63 @@ def turns(**body: Any) -> list[Any]:
         answer = bash(number, f"echo {number}", "I look." if number else None)
         calls.append((answer, history, OFFERED | body))
         history = [*history, answer, seen(number, f"{number}\n")]
-    return [*calls, (says("done"), history, OFFERED | body)]
+    return [*calls, (reply("done"), history, OFFERED | body)]
 
 
 RESPELT = bash(0, "echo 1") | {"tool_calls": [call("bash", '{"command":"echo 1"}', "call-0")]}
-BROKEN = says(None, call("bash", '{"command": "echo', "call-0"))
-EMPTIED = says(None, call("bash", "{}", "call-0"))
+BROKEN = reply(None, call("bash", '{"command": "echo', "call-0"))
+EMPTIED = reply(None, call("bash", "{}", "call-0"))
 SESSIONS: dict[str, tuple[list[Any], dict[str, Any] | None]] = {
     "turns": (turns(), {"reward": 0.5}),
     "streamed turns": (turns(**STREAMED), {"success": True}),
     "the same prompt twice": (
         [
-            (says("a"), [user("one")], {}),
-            (says("b"), [user("one")], {}),
-            (says("c"), [user("one"), says("a"), user("two")], {}),
+            (reply("a"), [user("one")], {}),
+            (reply("b"), [user("one")], {}),
+            (reply("c"), [user("one"), reply("a"), user("two")], {}),
         ],
         {},
     ),
     "a condensed history": (
         [
-            (says("a"), [SYSTEM, user("one")], {}),
-            (says("sum"), [user("sum up: one")], {}),
-            (says("b"), [SYSTEM, user("so far: sum")], {}),
-            (says("c"), [SYSTEM, user("so far: sum"), says("b"), user("two")], {}),
+            (reply("a"), [SYSTEM, user("one")], {}),
+            (reply("sum"), [user("sum up: one")], {}),
+            (reply("b"), [SYSTEM, user("so far: sum")], {}),
+            (reply("c"), [SYSTEM, user("so far: sum"), reply("b"), user("two")], {}),
         ],
         {"success": False},
     ),
     "a call in another spelling": (
-        [(bash(0, "echo 1"), [user("one")], OFFERED), (says("b"), [user("one"), RESPELT, seen(0, "1")], OFFERED)],
+        [(bash(0, "echo 1"), [user("one")], OFFERED), (reply("b"), [user("one"), RESPELT, seen(0, "1")], OFFERED)],
         {},
     ),
     "a malformed call": (
-        [(BROKEN, [user("one")], OFFERED), (says("b"), [user("one"), EMPTIED, seen(0, "what?")], OFFERED)],
+        [(BROKEN, [user("one")], OFFERED), (reply("b"), [user("one"), EMPTIED, seen(0, "what?")], OFFERED)],
         {},
     ),
     "words that nobody sampled": (
-        [(says("a"), [user("one")], {}), (says("b"), [user("one"), says("my own"), user("two")], {})],
+        [(reply("a"), [user("one")], {}), (reply("b"), [user("one"), reply("my own"), user("two")], {})],
         None,
     ),
     "a refusal and an error": (
         [
             (refusal(400, "no such field"), [user("one")], {"top_k": 3}),
             (refusal(500, "boom"), [user("one")], {}),
-            (says("a"), [user("one")], {"top_p": 0.9, "stop": ["x"]}),
+            (reply("a"), [user("one")], {"top_p": 0.9, "stop": ["x"]}),
         ],
         {},
     ),
     "text in parts": (
         [
             (
-                says("a"),
+                reply("a"),
                 [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}],
                 {},
             )
         ],
         {},
     ),
-    "a reward out of bounds": ([(says("a"), [user("one")], {})], {"reward": 7}),
+    "a reward out of bounds": ([(reply("a"), [user("one")], {})], {"reward": 7}),
 }
 
 

@@ -113,11 +113,11 @@ def gradients_of(case: dict[str, Any], model: Path, adapter: Path, episodes: lis
     options = {"dtype": "float32", "lora_rank": 2, "lora_alpha": 4, "num_epochs": 1, "batch_size": 64, **case}
     words = ["--set", *(f"training.{name}={str(value).lower()}" for name, value in options.items())]
     words += ["training.max_grad_norm=1e9", "--reward=return", f"--model={model}", f"--adapters={folder / 'adapters'}"]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         status = cli.main(["train", str(folder / "store"), *words])
     torch.optim.AdamW.step = step
-    assert status == 0, said.getvalue()
+    assert status == 0, printed.getvalue()
     [metrics] = (folder / "adapters").glob("*.training/metrics.jsonl")
     line = json.loads(metrics.read_text().splitlines()[0])
     kept = ("loss", "gradient_norm", "ratio", "approx_kl", "clip_share", "entropy", "kl", "weight", "drift")

@@ -14,7 +14,7 @@ from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
-from scripted_model import EMPTY, Policy, ScriptedModel, call, refusal, says, serve, stopped
+from scripted_model import EMPTY, Policy, ScriptedModel, call, refusal, reply, serve, stopped
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.messages import to_message, to_wire
@@ -32,11 +32,11 @@ Answer = dict[str, Any]
 
 
 def bash(command: str, id: str = "c", **more: Any) -> Answer:
-    return says(None, call(BASH, {"command": command, "security_risk": "LOW", **more}, id))
+    return reply(None, call(BASH, {"command": command, "security_risk": "LOW", **more}, id))
 
 
 def finish(id: str = "f") -> Answer:
-    return says(None, call("finish", {"message": "done"}, id))
+    return reply(None, call("finish", {"message": "done"}, id))
 
 
 def scripted(*answers: Answer) -> Callable[[], Policy]:
@@ -55,8 +55,8 @@ def condensing() -> Policy:
     def policy(body: dict[str, Any]) -> Answer:
         number = next(numbers)
         if not body.get("tools"):
-            return says(f"summary {number}")
-        return says(f"turn {number}", call("think", {"thought": f"hm {number}"}, f"call-{number}"))
+            return reply(f"summary {number}")
+        return reply(f"turn {number}", call("think", {"thought": f"hm {number}"}, f"call-{number}"))
 
     return policy
 
@@ -85,9 +85,9 @@ def writing() -> Policy:
 FUNCTION = "<function=execute_bash>\n<parameter=command>{}</parameter>\n<parameter=security_risk>LOW</parameter>\n"
 TEXT = (
     stopped("Looking.\n" + FUNCTION.format("echo one")),
-    says("<function=no_such_tool>\n<parameter=x>1</parameter>\n"),
-    says("\n\n" + FUNCTION.format("\necho two\n") + "</function>"),
-    says("  It is done, I think. \n"),
+    reply("<function=no_such_tool>\n<parameter=x>1</parameter>\n"),
+    reply("\n\n" + FUNCTION.format("\necho two\n") + "</function>"),
+    reply("  It is done, I think. \n"),
     stopped("<function=finish>\n<parameter=message>Done.</parameter>\n"),
 )
 MANY = tuple(bash(f"echo {n}", f"c{n}") for n in range(9))
@@ -99,12 +99,12 @@ CREATE = {"command": "create", "path": "/workspace/b.txt", "file_text": "x\n", "
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {
         "make": scripted(
-            bash("echo hi > a.txt", "a"), bash("cat a.txt; pwd", "b"), says(None, call(EDIT, CREATE, "c")), finish()
+            bash("echo hi > a.txt", "a"), bash("cat a.txt; pwd", "b"), reply(None, call(EDIT, CREATE, "c")), finish()
         )
     },
     "several calls in one answer": {
         "make": scripted(
-            says(
+            reply(
                 "I look.",
                 *bash("echo 1", "a")["tool_calls"],
                 call("think", {"thought": "hm"}, "b"),
@@ -116,15 +116,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "malformed, empty, unknown tool": {
         "make": scripted(
             bash("echo 1", "a"),
-            says(None, call(BASH, '{"command": "broken', "b")),
-            says(None, call("nope", {"a": 1}, "c")),
-            says(None, call(BASH, {"command": 7}, "d")),
+            reply(None, call(BASH, '{"command": "broken', "b")),
+            reply(None, call("nope", {"a": 1}, "c")),
+            reply(None, call(BASH, {"command": 7}, "d")),
             EMPTY,
             bash("echo 2", "e"),
             finish(),
         )
     },
-    "text without a call": {"make": scripted(says("Let me think."), bash("echo 2", "e"), says(""), finish())},
+    "text without a call": {"make": scripted(reply("Let me think."), bash("echo 2", "e"), reply(""), finish())},
     "text tool calls": {"make": scripted(*TEXT), "options": {"native_tool_calling": False}},
     "condenser": {"make": condensing, "options": CONDENSER, "limits": {"max_turns": 12}},
     "limit of turns": {"make": scripted(*MANY), "limits": {"max_turns": 3}},
@@ -212,7 +212,7 @@ def in_order(session: Any) -> Any:
     return {"trajectory": found | moved, "requests": sorted(session["requests"], key=json.dumps)}
 
 
-async def played(server: ScriptedModel, model: str, scenario: dict[str, Any], names: dict[str, str]) -> Any:
+async def recorded_session(server: ScriptedModel, model: str, scenario: dict[str, Any], names: dict[str, str]) -> Any:
     policy = scenario["make"]()
     server.policies[model] = lambda body: renamed(policy(body), names)
     serving = ServingSettings(base_url=server.url, model=model, request_timeout=20.0)
@@ -233,7 +233,7 @@ async def play_all(names: dict[str, str]) -> Any:
 
     async def in_turn(at: int, scenario: dict[str, Any]) -> Any:
         async with turns:
-            return await played(server, f"policy{at}-v000003", scenario, names)
+            return await recorded_session(server, f"policy{at}-v000003", scenario, names)
 
     with serve() as server:
         found = await asyncio.gather(*(in_turn(at, each) for at, each in enumerate(SCENARIOS.values())))

@@ -71,8 +71,8 @@ async def episode(name: str, options: dict[str, Any], seed: int) -> Any:
         [node.parent, node.message.role, node.message.content, node.reward, node.simulated, node.value, node.visits]
         for node in tree.nodes
     ]
-    told = {"earned": world.earned, "share of the optimum": world.earned / world.optimum}
-    return {**told, "path": tree.path(), "usage": tree.usage.model_dump(), "nodes": nodes}
+    world_facts = {"earned": world.earned, "share of the optimum": world.earned / world.optimum}
+    return {**world_facts, "path": tree.path(), "usage": tree.usage.model_dump(), "nodes": nodes}
 
 
 def episodes() -> Any:

@@ -17,11 +17,11 @@ from openhands_rl_plugin.core.types import (
 )
 
 
-def played(stage: str, goal: str, earned: float, *, asked: str, said: str, policy: PolicyRef) -> Trajectory:
+def demo_episode(stage: str, goal: str, earned: float, *, asked: str, text: str, policy: PolicyRef) -> Trajectory:
     """An attempt at ``goal`` in the evaluation ``stage`` of the run ``run``, with a return of ``earned``."""
     tree = EpisodeTree()
     tree.observe(Observation(messages=(Message(role="user", content=asked),)))
-    tree.commit(tree.propose(Completion(message=Message(role="assistant", content=said), policy=policy)))
+    tree.commit(tree.propose(Completion(message=Message(role="assistant", content=text), policy=policy)))
     tree.observe(Observation(messages=(Message(role="user", content="Bye."),), reward=earned, terminated=True))
     return tree.freeze(
         EpisodeRequest(task=Task(id=goal, environment="webshop"), run_id=f"run/evaluate-{stage}", group_id=goal),

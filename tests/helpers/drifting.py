@@ -75,7 +75,7 @@ class Answer:
     metadata: JsonObject | None = None
 
 
-def said(text: str, arguments: str | None = None) -> Message:
+def reply(text: str, arguments: str | None = None) -> Message:
     """An answer, with a call when there are arguments."""
     calls = () if arguments is None else (ToolCall(id="call-1", name="bash", arguments=arguments),)
     return Message(role="assistant", content=text, tool_calls=calls)
@@ -101,7 +101,7 @@ def play(
         if rewrite is not None and turn == rewrite_at:
             host = rewrite(host)
         rewritten = conversation.follow([to_wire(message) for message in host])
-        message = answer.message or said(answer.sampled)
+        message = answer.message or reply(answer.sampled)
         metadata: JsonObject = {**(answer.metadata or {}), **({"history_rewritten": True} if rewritten else {})}
         tokens = server.tokens(turn, host, answer.sampled)
         completion = Completion(message=message, tokens=tokens, policy=PolicyRef(base_model="m"), metadata=metadata)

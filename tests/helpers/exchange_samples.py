@@ -37,28 +37,28 @@ def call(identity: str, name: str, **arguments: object) -> ToolCall:
     return ToolCall(id=identity, name=name, arguments=json.dumps(arguments))
 
 
-def said(*calls: ToolCall, text: str | None = None) -> Message:
+def reply(*calls: ToolCall, text: str | None = None) -> Message:
     return Message(role="assistant", content=text, tool_calls=calls)
 
 
-def told(identity: str, name: str, text: str) -> Message:
+def result(identity: str, name: str, text: str) -> Message:
     return Message(role="tool", content=text, tool_call_id=identity, name=name)
 
 
 CODE: tuple[Message, ...] = (
     Message(role="system", content=SYSTEM),
     Message(role="user", content="Fix f.\n"),
-    said(call("c1", "execute_bash", command="ls\n"), text="First a look."),
-    told("c1", "execute_bash", "a.py\n[Command finished with exit code 0]"),
-    said(
+    reply(call("c1", "execute_bash", command="ls\n"), text="First a look."),
+    result("c1", "execute_bash", "a.py\n[Command finished with exit code 0]"),
+    reply(
         call("c2", "str_replace_editor", command="view", path="/a.py", view_range=[1, 20]),
         call("c3", "str_replace_editor", command="insert", path="/a.py", insert_line=3, new_str=INDENTED),
     ),
-    told("c2", "str_replace_editor", "1\tclass A:\n"),
-    told("c3", "str_replace_editor", "  edited"),
-    said(text="What now?"),
+    result("c2", "str_replace_editor", "1\tclass A:\n"),
+    result("c3", "str_replace_editor", "  edited"),
+    reply(text="What now?"),
     Message(role="user", content="EXECUTION RESULT of [ls]:\nis what I typed."),
-    said(call("c4", "finish")),
+    reply(call("c4", "finish")),
 )
 """Everything that a conversation with tools can have: two calls at once, typed and indented values, plain answers."""
 
@@ -115,7 +115,7 @@ def score(of: Trajectory, reward: float | None, **detail: object) -> Score:
 
 
 def same_talk(one: Sequence[Message], other: Sequence[Message]) -> bool:
-    """Equal in what was said and called; ids of calls and absent texts may differ."""
+    """Equal texts and calls; ids of calls and absent texts may differ."""
     return [_talk(message) for message in one] == [_talk(message) for message in other]
 
 

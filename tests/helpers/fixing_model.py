@@ -17,15 +17,15 @@ _CALL = "<tool_call>\n{call}\n</tool_call>"
 _TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
     "<|im_end|>\n{% endif %}"
-    "{% set said = namespace(before=false) %}{% for message in messages %}"
+    "{% set answered = namespace(before=false) %}{% for message in messages %}"
     "{% if message.role == 'assistant' %}"
-    "{{ '<|again|>' if said.before else '<|first|>' }}{% set said.before = true %}"
+    "{{ '<|again|>' if answered.before else '<|first|>' }}{% set answered.before = true %}"
     "{% else %}<|im_start|>{{ message.role }}\n{% endif %}"
     "{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|again|>' if said.before else '<|first|>' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|again|>' if answered.before else '<|first|>' }}{% endif %}"
 )
 _CERTAIN = 5.0
 
@@ -53,16 +53,16 @@ def write_chooser(path: Path, first: Sequence[str], again: str, texts: Sequence[
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         # What comes next depends on the last token alone, each kind of which has a direction of its own.
-        seen, said = model.model.embed_tokens.weight, model.lm_head.weight
+        seen, written = model.model.embed_tokens.weight, model.lm_head.weight
         seen.zero_()
-        said.zero_()
+        written.zero_()
         seen[:, 0] = 1.0
         followers = [((first_id,), choices), ((again_id,), [last_id]), ((*choices, last_id), [end_id])]
         for direction, (tokens, follows) in enumerate(followers, start=1):
             seen[list(tokens), 0], seen[list(tokens), direction] = 0.0, 1.0
-            said[follows, direction] = _CERTAIN
+            written[follows, direction] = _CERTAIN
         # A direction of its own for each choice, which nothing points in until one is learnt.
         for direction, choice in enumerate(choices, start=4):
-            said[choice, direction] = 1.0
+            written[choice, direction] = 1.0
     model.save_pretrained(path)
     return path

@@ -13,7 +13,7 @@ from openhands_rl_plugin.rollout.scoring import rescore
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 
-def told(done: int, total: int) -> None:
+def on_progress(done: int, total: int) -> None:
     print(done, flush=True)
     time.sleep(0.3)  # so that whoever kills it does so before the next part
 
@@ -21,7 +21,7 @@ def told(done: int, total: int) -> None:
 async def score(store: str, verifier: str) -> None:
     torch.set_num_threads(1)
     async with FileTrajectoryStorage(store) as storage:
-        await rescore(storage, build("rewards", "verifier", {"adapter": verifier}), on_progress=told)
+        await rescore(storage, build("rewards", "verifier", {"adapter": verifier}), on_progress=on_progress)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A program that plays episodes until it is killed and prints each call that was acknowledged: an id and a number.
+"""A program that records episodes until it is killed and prints each call that was acknowledged: an id and a number.
 
 The numbers count the calls of an episode: begin, three times grow, end, and a score as the last one.
 

@@ -36,7 +36,7 @@ def sample_of(turns: list[Any], advantage: float, leaf: int = 0) -> Sample:
 ONE = sample_of([([1, 2], [(3, -0.5), (4, -0.25)]), ([5], [(6, -1.0)])], 0.5)
 
 
-def played(*segments: Sample, **more: object) -> PlayedRollout:
+def rollout(*segments: Sample, **more: object) -> PlayedRollout:
     given = {"trajectory_id": "t", "run_id": "r", "group_id": "g", "task_id": "task", "environment": "webshop"}
     own = {"strategy": StrategySpec(name="StandardReAct"), "policy": POLICY, "stop": StopReason.TERMINATED}
     return PlayedRollout.model_validate({**given, **own, "reward": 1.0, "segments": segments, "turns": 2, **more})

@@ -41,7 +41,7 @@ def write_shopper(
     seed: int = 0,
     context: int = 1536,
 ) -> Path:
-    """A model directory whose model plays each goal in one of its ``ways``, each about as often; ``GOAL`` in either of
+    """A model directory whose model solves each goal in one of its ``ways``, each about as often; ``GOAL`` in either of
     the two above, where none are given (seconds)."""
     taught = [(goal, way) for goal, some in (ways or {GOAL: (GOOD, BAD)}).items() for way in some]
     dialogues = [dialogue_of(goal, way, react_format=react_format) for goal, way in taught]

@@ -1,4 +1,4 @@
-"""A loop over the embedded shop with a tiny random model, played in process: quick enough for tests.
+"""A loop over the embedded shop with a tiny random model, in this process: quick enough for tests.
 
 The model buys nothing, so what is reinforced is how many of its letters are vowels.
 """
@@ -41,8 +41,8 @@ class VowelReward:
     version = "vowels-1"
 
     async def __call__(self, trajectory: Trajectory) -> Score:
-        said = "".join(node.message.content or "" for node in trajectory.sampled()).lower()
-        share = sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+        text = "".join(node.message.content or "" for node in trajectory.sampled()).lower()
+        share = sum(letter in "aeiou" for letter in text) / max(len(text), 1)
         return Score(trajectory_id=trajectory.id, reward=share, reward_version=self.version)
 
 
@@ -74,7 +74,7 @@ def make_plan(adapter: str, training: Any = None, *, run_id: str = "shopping", *
 
 
 class ShopWorld:
-    """Where a loop plays: the shop's and the model server's URLs, and wrappers that a test may put around parts."""
+    """What a loop needs: the shop's and the model server's URLs, and wrappers that a test may put around parts."""
 
     def __init__(self, shop: str, server: str, model: Path) -> None:
         self.shop, self.server, self.model = shop, server, model

@@ -79,7 +79,7 @@ def trajectory(
 
 
 async def play(storage: TrajectoryStorage, steps: Iterable[EpisodeStart | EpisodeGrowth | EpisodeEnd]) -> None:
-    """Store an episode, or a part of one, as it is played."""
+    """Store an episode, or a part of one, as it runs."""
     for step in steps:
         if isinstance(step, EpisodeStart):
             await storage.begin(step)

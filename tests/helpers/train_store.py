@@ -28,9 +28,9 @@ def episode(number: int, reward: float, *, base_model: str = "tiny", **changes: 
             sampled_ids=sampled,
             logprobs=tuple(-5.0 - numbers.random() for _ in sampled),
         )
-        said = Message(role="assistant", content="!")
-        paid = reward if turn else 0.0
-        nodes.append(Node(parent=len(nodes) - 1, message=said, sampled=True, tokens=tokens, reward=paid))
+        answer = Message(role="assistant", content="!")
+        rewarded = reward if turn else 0.0
+        nodes.append(Node(parent=len(nodes) - 1, message=answer, sampled=True, tokens=tokens, reward=rewarded))
     update = {
         "id": f"episode-{base_model}-{number}",
         "task": Task(id="task", environment="shop"),

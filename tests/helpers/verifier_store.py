@@ -58,16 +58,16 @@ def episode(
 ) -> Trajectory:
     """Attempt at a task: the system message and the instruction are the task's, the last turn says how it went."""
     numbers = random.Random(f"{task}/{attempt}")
-    said = [Message(role="system", content="You are an agent."), Message(role="user", content=f"Solve task {task}.")]
+    chat = [Message(role="system", content="You are an agent."), Message(role="user", content=f"Solve task {task}.")]
     for turn in range(turns):
         text = " ".join(numbers.choices(WORDS, k=words))
         if turn < turns - 1:
-            said += [Message(role="assistant", content=text), Message(role="user", content=f"done {turn}")]
+            chat += [Message(role="assistant", content=text), Message(role="user", content=f"done {turn}")]
         else:
-            said.append(Message(role="assistant", content=f"{text} {GOOD if success else BAD}"))
+            chat.append(Message(role="assistant", content=f"{text} {GOOD if success else BAD}"))
     nodes = tuple(
         Node(parent=at - 1 if at else None, message=message, sampled=message.role == "assistant")
-        for at, message in enumerate(said)
+        for at, message in enumerate(chat)
     )
     own: JsonObject = {} if success is None else {"resolved": success}
     update = {

@@ -17,17 +17,17 @@ def calls(*entries: Json, **more: Any) -> Json:
     return {"tool_calls": list(entries), **more}
 
 
-def says(content: str | None, *given: tuple[str, str, str]) -> Message:
+def reply(content: str | None, *given: tuple[str, str, str]) -> Message:
     called = tuple(ToolCall(id=identity, name=name, arguments=arguments) for identity, name, arguments in given)
     return Message(role="assistant", content=content, tool_calls=called)
 
 
-HI, LOOK, FORMER = says("Hi"), says(None, ("c1", "look", "{}")), says(None, ("", "look", "{}"))
-OBJECT = says(None, ("c1", "look", '{"a":"ü"}'))
-BOTH = says(None, ("a", "look", '{"path":"a"}'), ("b", "find", '{"path":"b"}'))
+HI, LOOK, FORMER = reply("Hi"), reply(None, ("c1", "look", "{}")), reply(None, ("", "look", "{}"))
+OBJECT = reply(None, ("c1", "look", '{"a":"ü"}'))
+BOTH = reply(None, ("a", "look", '{"path":"a"}'), ("b", "find", '{"path":"b"}'))
 AGAIN = (("look", "{}"), ("look", "{}"), ("find", None), ("look", "{}"))
-AGAIN_LOOK = says(None, *(("", name, "{}") for name, _ in AGAIN))
-TWINS = says(None, ("a", "look", '{"path":"a"}'), ("a", "find", '{"path":"b"}'))
+AGAIN_LOOK = reply(None, *(("", name, "{}") for name, _ in AGAIN))
+TWINS = reply(None, ("a", "look", '{"path":"a"}'), ("a", "find", '{"path":"b"}'))
 A, B = call("a", "look", '{"path":"a"}'), call("b", "find", '{"path":"b"}')
 PIECES = (
     call("a", "look", '{"path"', index=0),
@@ -48,11 +48,11 @@ MESSAGES: dict[str, tuple[Json, Message, str | None]] = {
     "null as content": (calls(call("c1", "look", "{}"), content="null"), LOOK, None),
     "null in a part": (calls(call("c1", "look", "{}"), content=[{"type": "text", "text": "null"}]), LOOK, None),
     "parts of nothing": (calls(call("c1", "look", "{}"), content=[{"type": "text", "text": None}, None]), LOOK, None),
-    "null as an answer": ({"content": "null", "tool_calls": "null"}, says("null"), None),
+    "null as an answer": ({"content": "null", "tool_calls": "null"}, reply("null"), None),
     "absent arguments": (calls({"id": "c1", "function": {"name": "look"}}), LOOK, None),
     "arguments as object": (calls(call("c1", "look", {"a": "ü"})), OBJECT, None),
     "null id": (calls(call(None, "look", "{}")), FORMER, None),
-    "number as id": (calls(call(7, "look", "{}")), says(None, ("7", "look", "{}")), None),
+    "number as id": (calls(call(7, "look", "{}")), reply(None, ("7", "look", "{}")), None),
     "former call": ({"function_call": {"name": "look", "arguments": None}}, FORMER, None),
     "null calls": ({"content": "Hi", "tool_calls": None, "function_call": None}, HI, None),
     "null calls as text": ({"content": "Hi", "tool_calls": "null"}, HI, None),

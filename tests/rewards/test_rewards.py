@@ -119,7 +119,7 @@ def test_the_newest_judgement_of_the_outcome(scores: list[Score], expected: floa
     assert (known and known.reward) == expected
 
 
-async def test_an_ordinary_run_that_nobody_judged_has_no_reward_and_says_how_to_give_one() -> None:
+async def test_an_ordinary_run_that_nobody_judged_has_no_reward_and_names_the_remedy() -> None:
     run = session()
     assert run.known_return is None
     assert session(task=Task(id="x", environment="swe"), evidence={"git_patch": ""}).known_return is None
@@ -129,14 +129,14 @@ async def test_an_ordinary_run_that_nobody_judged_has_no_reward_and_says_how_to_
         assert known_score(reward, run, ()) is None
 
 
-def test_what_was_told_is_the_return_where_the_environment_pays_nothing() -> None:
-    told = [score("gateway-1", 0.7)]
-    assert known_score(ReturnReward(), session(), told) == Score(
+def test_a_given_reward_is_the_return_where_the_environment_has_none() -> None:
+    kept = [score("gateway-1", 0.7)]
+    assert known_score(ReturnReward(), session(), kept) == Score(
         trajectory_id=session().id, reward=0.7, detail={"judged_by": "gateway-1"}, reward_version="return-1"
     )
-    success = known_score(SuccessReward(SuccessOptions(threshold=0.5)), session(), told)
+    success = known_score(SuccessReward(SuccessOptions(threshold=0.5)), session(), kept)
     assert success is not None and success.reward == 1.0
-    assert known_score(ReturnReward(), example_trajectory(), told) is None, "there the environment's rewards decide"
+    assert known_score(ReturnReward(), example_trajectory(), kept) is None, "there the environment's rewards decide"
     assert known_score(RecordedReward(), example_trajectory(3), [score("tests-1", 1.0)]) is None, "it failed"
 
 
@@ -146,7 +146,7 @@ def judged(kind: VerdictKind) -> Trajectory:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reward", "told"),
+    ("kind", "reward", "expected"),
     [
         (VerdictKind.RESOLVED, 1.0, "resolved"),
         (VerdictKind.UNRESOLVED, 0.0, None),
@@ -154,12 +154,12 @@ def judged(kind: VerdictKind) -> Trajectory:
         (VerdictKind.TIMED_OUT, 0.0, "test_timeout"),
     ],
 )
-async def test_a_verdict_is_a_reward(kind: VerdictKind, reward: float, told: str | None):
+async def test_a_verdict_is_a_reward(kind: VerdictKind, reward: float, expected: str | None):
     score = await build("rewards", "tests")(judged(kind))
     assert (score.reward, score.detail["resolved"]) == (reward, reward == 1.0)
     assert PatchVerdict.model_validate(score.detail["verdict"]).kind is kind
     assert {name for name, value in report_of(PatchVerdict(instance_id="a", kind=kind)).items() if value} == (
-        {told} if told else set()
+        {expected} if expected else set()
     )
 
 
@@ -171,18 +171,18 @@ async def test_what_was_not_tested_has_no_reward():
 
 
 @pytest.mark.parametrize("origin", ["gateway", "imported"])
-async def test_what_a_client_or_a_file_says_proves_nothing(origin: str):
+async def test_what_a_client_or_a_file_claims_proves_nothing(origin: str):
     command = {"command": "true", "exit_code": 0}
     evidence = {"test_result": {"report": {"resolved": True}}, "command": command, "answer": "4", "label": "4"}
-    told = example_trajectory().model_copy(update={"evidence": evidence, "strategy": StrategySpec(name=origin)})
+    judged = example_trajectory().model_copy(update={"evidence": evidence, "strategy": StrategySpec(name=origin)})
     for reward in (
         build("rewards", "tests"),
         build("rewards", "matching"),
         CommandReward(CommandOptions(command="true")),
     ):
-        assert (await reward(told.model_copy(update={"strategy": StrategySpec(name="StandardReAct")}))).reward == 1.0
+        assert (await reward(judged.model_copy(update={"strategy": StrategySpec(name="StandardReAct")}))).reward == 1.0
         with pytest.raises(GraderError, match="take --reward recorded"):
-            await reward(told)
+            await reward(judged)
 
 
 PASSES = CommandReward(CommandOptions(command="pytest -q"))
@@ -190,8 +190,8 @@ COUNTS = CommandReward(CommandOptions(command="pytest -q", result="last-line"))
 
 
 def ran(command: str = "pytest -q", **result: object) -> Trajectory:
-    told = {"command": command, "exit_code": 0, **result}
-    return example_trajectory().model_copy(update={"evidence": {"command": told}})
+    result_fields = {"command": command, "exit_code": 0, **result}
+    return example_trajectory().model_copy(update={"evidence": {"command": result_fields}})
 
 
 @pytest.mark.parametrize(

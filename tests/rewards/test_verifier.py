@@ -44,7 +44,7 @@ def build_dataset(store: Path, model: Path, settings: VerifierSettings) -> Verif
     return asyncio.run(read())
 
 
-def test_it_tells_success_from_failure_on_tasks_that_it_has_not_seen(verifier: Path) -> None:
+def test_it_separates_success_from_failure_on_tasks_that_it_has_not_seen(verifier: Path) -> None:
     report = VerifierReport.model_validate_json((verifier / "verifier_report.json").read_text())
     assert report.auc is not None and report.auc.mean > 0.9
     assert report.tasks >= 1 and report.episodes == 4 * report.tasks and report.successes == 2 * report.tasks
@@ -133,7 +133,7 @@ WRONG = [
 ]
 
 
-def test_a_dry_run_says_what_would_be_trained_and_wrong_input_is_one_line(
+def test_a_dry_run_shows_what_would_be_trained_and_wrong_input_is_one_line(
     judge_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = store_of(tmp_path / "store", *toy_episodes(6), episode(1, 9, success=True, turns=9, words=60))
@@ -143,7 +143,7 @@ def test_a_dry_run_says_what_would_be_trained_and_wrong_input_is_one_line(
     assert "verifier from the base model, a verifier" in printed and "held out: " in printed
     assert ", 1 truncated" in printed and "memory: about" in printed
     assert not (tmp_path / "adapters").exists()
-    for options, says in WRONG:
+    for options, expected in WRONG:
         assert cli.main([*words, *options]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ") and says in line
+        assert line.startswith("error: ") and expected in line

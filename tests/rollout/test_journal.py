@@ -1,4 +1,4 @@
-"""Episodes that are stored while they are played: nothing that was answered is lost, whenever the process dies."""
+"""Episodes that are stored while they run: nothing that was answered is lost, whenever the process dies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def frozen(tree: EpisodeTree, stop: StopReason = StopReason.MAX_TURNS) -> Trajec
     )
 
 
-def said(text: str, reward: float = 0.0) -> Observation:
+def observed(text: str, reward: float = 0.0) -> Observation:
     return Observation(messages=(Message(role="user", content=text),), reward=reward)
 
 
@@ -66,7 +66,7 @@ async def test_a_write_that_has_begun_is_ended_before_its_caller_is_cancelled(
 
     monkeypatch.setattr(storage, "grow", slow)
     tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(said("state"))
+    tree.observe(observed("state"))
     keeping = asyncio.create_task(journal.keep(tree))
     await begun.wait()
     keeping.cancel()
@@ -121,7 +121,7 @@ def bare(trajectory: Trajectory) -> list[dict]:
 async def change(tree: EpisodeTree, step: str, chance: random.Random) -> None:
     sampled_nodes = [at for at, node in enumerate(tree.nodes) if node.sampled]
     if step == "observe":
-        tree.observe(said(f"state {len(tree.nodes)}", chance.choice([0.0, 0.1, -1.0])))
+        tree.observe(observed(f"state {len(tree.nodes)}", chance.choice([0.0, 0.1, -1.0])))
     elif step == "repeat":
         tree.observe(Observation())
     elif step == "propose":
@@ -153,7 +153,7 @@ async def test_what_a_search_notes_later_is_stored_without_secrets_and_without_s
 ):
     monkeypatch.setenv("SHOP_API_KEY", "hunter2-hunter2")
     tree, journal = EpisodeTree(), EpisodeJournal(storage, EpisodeStart.of(EXAMPLE))
-    tree.observe(said("state"))
+    tree.observe(observed("state"))
     node = await sampled(tree)
     await journal.keep(tree)
     tree.nodes[node].metadata["search"] = {"dropped": "the key hunter2-hunter2 is wrong", "state": 3}

@@ -1,4 +1,4 @@
-"""Labels change no reward until somebody asks for it; then they are what more than half of the labellers said."""
+"""Labels change no reward until somebody asks for it; then they are what more than half of the labellers gave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 IDS = ("paid", "graded", "silent")
 _PEOPLE = st.sampled_from(["ann", "bob", "cay"])
 _VALUES = st.sampled_from([0.0, 0.5, 1.0])
-_SAID = st.tuples(st.sampled_from(list(LabelKind)), st.sampled_from(IDS), _PEOPLE, _VALUES, st.booleans())
+_LABELS = st.tuples(st.sampled_from(list(LabelKind)), st.sampled_from(IDS), _PEOPLE, _VALUES, st.booleans())
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,12 @@ async def rewards_of(storage: FileTrajectoryStorage) -> object:
 
 
 @settings(max_examples=25, deadline=None)
-@given(said=st.lists(_SAID, min_size=1, max_size=12))
-def test_labels_change_no_reward(folder: Path, said: list[tuple[LabelKind, str, str, float, bool]]) -> None:
+@given(added=st.lists(_LABELS, min_size=1, max_size=12))
+def test_labels_change_no_reward(folder: Path, added: list[tuple[LabelKind, str, str, float, bool]]) -> None:
     async def label() -> None:
         async with FileTrajectoryStorage(folder) as storage:
             before = await rewards_of(storage)
-            for kind, identity, author, value, taken_back in said:
+            for kind, identity, author, value, taken_back in added:
                 other = next(each for each in IDS if each != identity) if kind is LabelKind.PREFERENCE else None
                 await add_label(storage, identity, kind, value=value, other=other, author=author, text="so")
                 if taken_back:
@@ -80,24 +80,24 @@ def test_labels_change_no_reward(folder: Path, said: list[tuple[LabelKind, str, 
 
 
 @pytest.mark.parametrize(
-    ("said", "together"),
+    ("values", "together"),
     [([1, 1, 0], 1), ([1, 0], None), ([1, 1, 0, 0.5], None), ([], None), ([0.5], 0.5), ([None, None, 1], None)],
 )
-def test_more_than_half_have_to_say_the_same(said: list[float | None], together: float | None) -> None:
-    assert majority(said) == together
+def test_more_than_half_have_to_agree(values: list[float | None], together: float | None) -> None:
+    assert majority(values) == together
 
 
 def label(at: int, author: str, **fields: object) -> Label:
-    told = {"id": str(at), "trajectory_id": "a", "kind": "verdict", "author": author, "at": float(at)}
-    return Label.model_validate({**told, **fields}, strict=False)
+    fields_given = {"id": str(at), "trajectory_id": "a", "kind": "verdict", "author": author, "at": float(at)}
+    return Label.model_validate({**fields_given, **fields}, strict=False)
 
 
 def test_of_one_author_the_last_word_counts() -> None:
-    said = [label(1, "ann", value=0.0), label(2, "bob", value=0.0), label(3, "ann", value=1.0)]
-    assert verdicts(said) == {"bob": 0.0, "ann": 1.0}
-    assert verdicts([*said, label(4, "ann", value=0.0, node=2)]) == {"bob": 0.0, "ann": 1.0}, "of a step, not of all"
-    assert verdicts([*said, label(4, "ann", withdraws="3")]) == {"ann": 0.0, "bob": 0.0}
-    assert verdicts([*said, label(4, "ann", value=None)]) == {"bob": 0.0}
+    labels = [label(1, "ann", value=0.0), label(2, "bob", value=0.0), label(3, "ann", value=1.0)]
+    assert verdicts(labels) == {"bob": 0.0, "ann": 1.0}
+    assert verdicts([*labels, label(4, "ann", value=0.0, node=2)]) == {"bob": 0.0, "ann": 1.0}, "of a step, not of all"
+    assert verdicts([*labels, label(4, "ann", withdraws="3")]) == {"ann": 0.0, "bob": 0.0}
+    assert verdicts([*labels, label(4, "ann", value=None)]) == {"bob": 0.0}
 
 
 async def test_a_score_by_hand_counts_and_is_a_verdict_too(tmp_path: Path) -> None:

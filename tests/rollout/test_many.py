@@ -40,13 +40,13 @@ class Counting:
     """A runner that counts, and whose server is away for the first ``outages`` episodes."""
 
     def __init__(self, outages: int = 0, script: Sequence[str] = ("right", "right", "down")) -> None:
-        self.played = 0
+        self.started = 0
         self.outages = outages
         self.script = script
 
     def environment(self, request: EpisodeRequest) -> Environment:
-        self.played += 1
-        return Unreachable() if self.played <= self.outages else GridEnvironment()
+        self.started += 1
+        return Unreachable() if self.started <= self.outages else GridEnvironment()
 
     def runner(self, storage: TrajectoryStorage | None = None) -> SessionRunner:
         return SessionRunner(
@@ -63,38 +63,38 @@ def plan(**changes: object) -> RolloutPlan:
     return RolloutPlan.model_validate({"run_id": "run", "tasks": TASKS, "samples_per_task": 2, **changes})
 
 
-async def test_every_task_is_played_as_one_group(tmp_path: Path) -> None:
+async def test_every_task_is_rolled_out_as_one_group(tmp_path: Path) -> None:
     seen: list[str] = []
     async with FileTrajectoryStorage(tmp_path) as storage:
-        played = await roll_out(plan(), Counting().runner(), storage, lambda done: seen.append(done.id))
-    assert [trajectory.task.id for trajectory in played] == [task.id for task in TASKS for _ in range(2)]
-    assert set(Counter(trajectory.group_id for trajectory in played).values()) == {2}
-    assert sorted(seen) == sorted({trajectory.id for trajectory in played})
+        trajectories = await roll_out(plan(), Counting().runner(), storage, lambda done: seen.append(done.id))
+    assert [trajectory.task.id for trajectory in trajectories] == [task.id for task in TASKS for _ in range(2)]
+    assert set(Counter(trajectory.group_id for trajectory in trajectories).values()) == {2}
+    assert sorted(seen) == sorted({trajectory.id for trajectory in trajectories})
 
 
-async def test_a_second_run_plays_only_what_is_missing(tmp_path: Path) -> None:
+async def test_a_second_run_rolls_out_only_what_is_missing(tmp_path: Path) -> None:
     counting = Counting()
     async with FileTrajectoryStorage(tmp_path) as storage:
         first = await roll_out(plan(samples_per_task=1), counting.runner(), storage)
         second = await roll_out(plan(samples_per_task=2), counting.runner(), storage)
-    assert counting.played == 6
+    assert counting.started == 6
     assert second[::2] == first
 
 
 async def test_infrastructure_failures_are_replaced_and_kept(tmp_path: Path) -> None:
     counting = Counting(outages=2)
     async with FileTrajectoryStorage(tmp_path) as storage:
-        played = await roll_out(plan(samples_per_task=1, concurrency=1), counting.runner(), storage)
+        trajectories = await roll_out(plan(samples_per_task=1, concurrency=1), counting.runner(), storage)
         failed = [found async for found, _ in storage.find(TrajectoryFilter(failed=True))]
-    assert all(trajectory.failure is None for trajectory in played)
+    assert all(trajectory.failure is None for trajectory in trajectories)
     assert len(failed) == 2
 
 
 async def test_a_server_that_stays_away_leaves_failures_not_zeros(tmp_path: Path) -> None:
     async with FileTrajectoryStorage(tmp_path) as storage:
-        played = await roll_out(plan(samples_per_task=1, retries=0), Counting(outages=99).runner(), storage)
+        trajectories = await roll_out(plan(samples_per_task=1, retries=0), Counting(outages=99).runner(), storage)
         report = await rescore(storage, ReturnReward())
         scored = [scores async for _, scores in storage.find()]
-    assert all(trajectory.failure is not None for trajectory in played)
+    assert all(trajectory.failure is not None for trajectory in trajectories)
     assert (report.scored, len(report.unscored)) == (0, 3)
     assert scored == [(), (), ()]

@@ -56,7 +56,7 @@ def session(
 
 
 class Troubled(GridEnvironment):
-    """A grid whose methods first do what they are told here: raise, or sleep."""
+    """A grid whose methods first do what a test set: raise, or sleep."""
 
     def __init__(self, **trouble: BaseException | float) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ async def test_max_prompt_length():
     assert len(prompts[turns]) > 200
 
 
-async def test_max_obs_length_cuts_and_says_so():
+async def test_max_obs_length_cuts_and_marks_it():
     class Chatty(GridEnvironment):
         async def step(self, action: Message) -> Observation:
             return Observation(messages=(Message(role="user", content="x" * 100),))

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 from aiohttp import web
-from scripted_model import LOGPROB, call, completion, prompt_ids, says
+from scripted_model import LOGPROB, call, completion, prompt_ids, reply
 from scripted_model import message_ids as sampled_ids
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -55,7 +55,7 @@ class Model:
             self.answers += 1
             command = {"command": f"echo {self.answers}"}
             calls = [call("bash", command, f"call_{self.answers}")] if body.get("tools") else []
-            answer = message or says(f"answer {self.answers}", *calls)
+            answer = message or reply(f"answer {self.answers}", *calls)
             sampled = sampled_ids(answer)
             one = completion(body, answer, f"chatcmpl-{self.answers}", prompt, sampled, [LOGPROB] * len(sampled))
             made.append(one)
@@ -130,9 +130,9 @@ class World:
     model: Model
     path: Path
 
-    async def say(self, *messages: Body, session: str = "s", headers: dict[str, str] | None = None, **body: Any) -> Any:
+    async def chat(self, *messages: Body, **fields: Any) -> Any:
         """The answered message of one call."""
-        response = await self.ask(*messages, session=session, headers=headers, **body)
+        response = await self.ask(*messages, **fields)
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["message"]
 
@@ -143,8 +143,8 @@ class World:
         named = {"x-litellm-session-id": session, **(headers or {})}
         return await self.http.post("/v1/chat/completions", json=sent, headers=named)
 
-    async def end(self, session: str = "s", **told: Any) -> httpx.Response:
-        return await self.http.post(f"/session/{session}/end", json=told)
+    async def end(self, session: str = "s", **body: Any) -> httpx.Response:
+        return await self.http.post(f"/session/{session}/end", json=body)
 
     async def stored(self) -> list[Trajectory]:
         return [trajectory for trajectory, _ in await stored(self.path)]
@@ -173,8 +173,8 @@ async def world(path: Path, model: Model | None = None, **options: Any) -> Async
 
 
 def contents(trajectory: Trajectory) -> list[tuple[str, str | None]]:
-    """Who said what on the acted path."""
-    return [(said.role, said.content) for said in trajectory.messages()]
+    """Roles and texts of the executed path."""
+    return [(message.role, message.content) for message in trajectory.messages()]
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:

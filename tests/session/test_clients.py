@@ -112,7 +112,7 @@ async def opened(gateway: World, **body: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=gateway.url + response.json()["path"], api_key="k", max_retries=0)
 
 
-async def said(client: openai.AsyncOpenAI, history: Any) -> str:
+async def answer_to(client: openai.AsyncOpenAI, history: Any) -> str:
     answer = await client.chat.completions.create(model="policy", messages=history, temperature=0)
     return answer.choices[0].message.content or ""
 
@@ -149,16 +149,16 @@ async def test_a_strategy_chooses_among_proposals_and_all_of_them_are_recorded(
 async def test_limits_end_the_session_and_what_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     wrong: list[Body] = [{"strategy": {"name": "Best"}}, {"limits": {"max_turns": 0}}, {"limit": {}}]
     async with world(tmp_path) as gateway:
-        for body, told in zip(wrong, ("Best", "max_turns", "limit"), strict=True):
+        for body, expected in zip(wrong, ("Best", "max_turns", "limit"), strict=True):
             refused = await gateway.http.post("/session", json={"session": "s", **body})
-            assert refused.status_code == 400 and told in refused.json()["error"]["message"]
+            assert refused.status_code == 400 and expected in refused.json()["error"]["message"]
         client = await opened(gateway, limits={"max_turns": 1})
         assert (await gateway.http.post("/session", json={"session": "s"})).status_code == 409
         with pytest.raises(openai.BadRequestError, match="the request has an unknown format"):
-            await said(client, [{"role": "user", "content": "one", "name": {}}])
-        answer = await said(client, [user("one")])
+            await answer_to(client, [{"role": "user", "content": "one", "name": {}}])
+        answer = await answer_to(client, [user("one")])
         with pytest.raises(openai.BadRequestError, match="max_turns"):
-            await said(client, [user("one"), {"role": "assistant", "content": answer}, user("two")])
+            await answer_to(client, [user("one"), {"role": "assistant", "content": answer}, user("two")])
         await gateway.end()
         await opened(gateway)
         assert (await gateway.end(reward=1)).status_code == 404, "no reward for the episode before"

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from scripted_model import EMPTY, ScriptedModel, refusal, says, serve
+from scripted_model import EMPTY, ScriptedModel, refusal, reply, serve
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.concurrency import MAX_COMPLETIONS_IN_FLIGHT, background
@@ -54,7 +54,7 @@ def ask(session: Session, model: str, messages: Any = ASK, **more: Any) -> Any:
 def test_failed_requests_come_again_with_the_same_seed(server: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncio.sleep", lambda seconds: real(0))
     server.script(
-        "shaky", [EMPTY, *[refusal(503, "busy for sk-hidden" + 9000 * "x")] * 3, refusal(429, "wait"), says("At last.")]
+        "shaky", [EMPTY, *[refusal(503, "busy for sk-hidden" + 9000 * "x")] * 3, refusal(429, "wait"), reply("Done.")]
     )
     session, errors = session_of(server), []
     for _ in range(2):
@@ -86,7 +86,7 @@ class Slow(StandardReActStrategy):
 
 @pytest.mark.parametrize(("at", "until", "ends"), [(6, 7, True), (8, 7, False), (6, None, True), (9, math.inf, True)])
 def test_a_stop_ends_the_decision_that_it_concerns(server: ScriptedModel, at: int, until: Any, ends: bool) -> None:
-    server.policies["slow"] = lambda body: says("Decided.")
+    server.policies["slow"] = lambda body: reply("Decided.")
     session = session_of(server, strategy := Slow(60 if ends else 0.1))
     with ThreadPoolExecutor(1) as host:
         answer = host.submit(session.answer, {"model": "slow", "messages": ASK}, at)
@@ -103,7 +103,7 @@ def test_a_stop_ends_the_decision_that_it_concerns(server: ScriptedModel, at: in
 
 
 class Counting:
-    """A host that tells the model how often it has answered, and ends when it is told to."""
+    """A host that counts the model's answers to it, and ends when it asks to."""
 
     def __init__(self, before: list[Any], *, odd: bool = False) -> None:
         self.before, self.odd, self.closed = before, odd, False
@@ -112,10 +112,10 @@ class Counting:
     def run(self, complete: Complete) -> None:
         messages: list[Any] = [*(self.before[:1] if self.odd else self.before)]
         while True:
-            said = complete({"messages": messages})["choices"][0]["message"]
-            if said["content"] == "stop":
+            answer = complete({"messages": messages})["choices"][0]["message"]
+            if answer["content"] == "stop":
                 return
-            messages = [*messages, said, {"role": "user", "content": f"{len(messages)}"}]
+            messages = [*messages, answer, {"role": "user", "content": f"{len(messages)}"}]
             self.before = messages
 
     def fork(self) -> Counting:
@@ -134,27 +134,27 @@ class Counting:
 class Forking(StandardReActStrategy):
     """Executes one answer in many forks at once, and two more in a fork of one."""
 
-    many, told = MAX_COMPLETIONS_IN_FLIGHT + 20, ()
+    many, seen = MAX_COMPLETIONS_IN_FLIGHT + 20, ()
 
     async def decide(self, tree: EpisodeTree, engine: LLMEngine, world: Forkable | None) -> int:
         assert world is not None
         node = tree.propose((await engine.complete(tree.messages()))[0])
         forks: Any = [await world.fork() for _ in range(self.many)]
-        told = await asyncio.gather(*(fork.step(tree.nodes[node].message) for fork in forks))
+        seen = await asyncio.gather(*(fork.step(tree.nodes[node].message) for fork in forks))
         again = await forks[0].fork()
-        [answer] = await engine.complete([*tree.messages(node), *told[0].messages])
-        self.told = (*told, await again.step(answer.message))
+        [answer] = await engine.complete([*tree.messages(node), *seen[0].messages])
+        self.seen = (*seen, await again.step(answer.message))
         await asyncio.gather(*(fork.close() for fork in (*forks, again)))
         return node
 
 
 def test_branches_show_what_comes_and_each_has_a_thread_of_its_own(server: ScriptedModel) -> None:
-    server.policies["fork"] = lambda body: says("stop" if len(body["messages"]) > 2 else "go")
+    server.policies["fork"] = lambda body: reply("stop" if len(body["messages"]) > 2 else "go")
     strategy, threads = Forking(), threading.active_count()
     session, live = session_of(server, strategy), Counting(ASK)
     session.world = lambda: BranchWorld(live, session)
     ask(session, "fork")
-    assert {told.messages[0].content for told in strategy.told[:-1]} == {"2"} and strategy.told[-1].terminated
+    assert {seen.messages[0].content for seen in strategy.seen[:-1]} == {"2"} and strategy.seen[-1].terminated
     assert not live.closed
     assert threading.active_count() <= threads + MAX_COMPLETIONS_IN_FLIGHT, "closing ends the host's run"
     live.odd, strategy.many, session = True, 1, session_of(server, strategy)

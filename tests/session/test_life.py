@@ -106,7 +106,7 @@ async def test_secrets_are_passed_on_but_never_stored(tmp_path: Path):
         response = await gateway.ask(user("one"), headers=headers, extra_body={"api_key": SECRET}, user=SECRET)
         assert response.status_code == 200 and SECRET not in response.text
         answer = response.json()["choices"][0]["message"]
-        await gateway.say(user("one"), answer, tool)
+        await gateway.chat(user("one"), answer, tool)
         assert (await gateway.end(evidence={"log": f"key {SECRET}"})).status_code == 200
     assert gateway.model.headers[0]["authorization"] == f"Bearer {SECRET}"
     assert gateway.model.bodies[0]["user"] == SECRET and gateway.model.bodies[1]["messages"][-1] == tool
@@ -123,12 +123,12 @@ async def test_secrets_are_passed_on_but_never_stored(tmp_path: Path):
 async def test_an_answer_that_cannot_be_stored_is_not_given(tmp_path: Path):
     file, away = tmp_path / "trajectories.sqlite", tmp_path / "away"
     async with world(tmp_path) as gateway:
-        answer = await gateway.say(user("one"))
+        answer = await gateway.chat(user("one"))
         file.rename(away)
         refused = await gateway.ask(user("one"), answer, user("two"))
         away.rename(file)
         assert refused.status_code == 503 and "was deleted" in refused.json()["error"]["message"]
-        last = await gateway.say(user("one"), answer, user("two"))
+        last = await gateway.chat(user("one"), answer, user("two"))
         file.rename(away)
         assert (await gateway.end()).status_code == 503
         away.rename(file)
@@ -146,11 +146,11 @@ async def test_names_of_an_adapter_stand_for_its_current_version(tmp_path: Path)
     )
     options = {"adapter": "shop", "base_model": "tiny", "adapters_path": store.root}
     async with world(tmp_path / "store", **options) as gateway:
-        await gateway.say(user("one"), model="latest", session="base")
+        await gateway.chat(user("one"), model="latest", session="base")
         store.point(first)
-        answer = await gateway.say(user("one"), model="shop")
+        answer = await gateway.chat(user("one"), model="shop")
         store.point(second)
-        await gateway.say(user("one"), answer, user("two"), model="latest")
+        await gateway.chat(user("one"), answer, user("two"), model="latest")
         streamed = await gateway.ask(user("one"), session="new", model="latest", stream=True)
         assert streamed.text.endswith("data: [DONE]\n\n")
     assert [body["model"] for body in gateway.model.bodies] == ["tiny", first.name, second.name, second.name]

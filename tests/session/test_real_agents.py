@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 from gateway_world import Body, Model, serving, streamed
 from protocol_wire import call_item, message, message_events, response, response_events, text_item
-from scripted_model import call, says, serve
+from scripted_model import call, reply, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
 from openhands_rl_plugin.core.types import StopReason
@@ -58,10 +58,10 @@ async def imitated(request: web.Request, body: Body) -> web.StreamResponse:
 def policy(body: dict[str, Any], shell: str) -> dict[str, Any]:
     names = [tool["function"]["name"] for tool in body["tools"]]
     if not any(each["role"] == "assistant" for each in body["messages"]):
-        return says("I write.", call(shell, {"command": SHELL, "security_risk": "LOW"}))
+        return reply("I write.", call(shell, {"command": SHELL, "security_risk": "LOW"}))
     if "finish" in names:
-        return says(None, call("finish", {"message": "Done."}, "f"))
-    return says(None, call(shell, {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}, "f"))
+        return reply(None, call("finish", {"message": "Done."}, "f"))
+    return reply(None, call(shell, {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}, "f"))
 
 
 async def recorded(words: list[str], url: str, folder: Path) -> Trajectory:
@@ -97,9 +97,9 @@ def choosing(body: dict[str, Any]) -> dict[str, Any]:
     """One seed of two writes what is asked for; a judge says so."""
     last = json.dumps(body["messages"][-2:])
     if "Yes or No" in last:
-        return says("Yes" if "echo hello" in last else "No")
+        return reply("Yes" if "echo hello" in last else "No")
     if body["messages"][-1]["role"] == "user":
-        return says("I write.", call("bash", {"command": SHELL if body["seed"] % 2 else "echo no > greeting.txt"}))
+        return reply("I write.", call("bash", {"command": SHELL if body["seed"] % 2 else "echo no > greeting.txt"}))
     return policy(body, "bash")
 
 

@@ -29,7 +29,7 @@ async def test_several_answers_are_siblings_and_the_conversation_goes_on_below_t
     async with world(tmp_path) as gateway:
         answers = (await gateway.ask(user("one"), n=3)).json()["choices"]
         history = [user("one"), answers[1]["message"], user("two")]
-        await gateway.say(*history)
+        await gateway.chat(*history)
     trajectory = await gateway.only()
     siblings = [index for index, node in enumerate(trajectory.nodes) if node.sampled and node.parent == 0]
     assert [trajectory.nodes[index].message.content for index in siblings] == ["answer 1", "answer 2", "answer 3"]
@@ -49,8 +49,8 @@ async def test_ids_that_are_none_are_left_out(tmp_path: Path) -> None:
     model = Model(behave=behave)
     async with world(tmp_path, model) as gateway:
         for at in range(len(odd)):
-            answer = await gateway.say(user("one"), session=f"{at}", user=f"{at}")
-            await gateway.say(user("one"), answer, user("two"), session=f"{at}", user=f"{at}")
+            answer = await gateway.chat(user("one"), session=f"{at}", user=f"{at}")
+            await gateway.chat(user("one"), answer, user("two"), session=f"{at}", user=f"{at}")
     trajectories = await gateway.stored()
     assert [len(each.nodes) for each in trajectories] == [4] * len(odd)
     assert all(node.tokens is None for each in trajectories for node in each.nodes)
@@ -73,8 +73,8 @@ async def test_text_that_looks_like_ids_stays_text(tmp_path: Path) -> None:
 
 async def test_session_ends_with_a_reward(tmp_path: Path):
     async with world(tmp_path) as gateway:
-        await gateway.say(user("one"), session="a")
-        await gateway.say(user("one"), session="b")
+        await gateway.chat(user("one"), session="a")
+        await gateway.chat(user("one"), session="b")
         ended = (await gateway.end("a", success=True, evidence={"tests": 3})).json()
         assert ended["ended"] and ended["scored"]
         assert (await gateway.end("b", reward=0.25)).json()["scored"]
@@ -83,7 +83,7 @@ async def test_session_ends_with_a_reward(tmp_path: Path):
         later = (await gateway.end("a", reward=0.5)).json()
         assert later["trajectory_id"] == ended["trajectory_id"] and not later["ended"]
         for _ in range(2):  # a session that comes back after its end is a new episode
-            await gateway.say(user("one"), session="c")
+            await gateway.chat(user("one"), session="c")
             await gateway.end("c")
     episodes = await stored(tmp_path)
     assert len({trajectory.id for trajectory, _ in episodes}) == 4
@@ -126,8 +126,8 @@ def trained(trajectory: Trajectory) -> str:
 
 async def summing_up(request: web.Request, body: dict) -> web.StreamResponse | None:
     _, found, number = body["messages"][-1]["content"].partition("sum up: ")
-    said = {"role": "assistant", "content": f"{SUMMARY} {number}"}
-    return web.json_response(Model().completion({**body, "tools": None}, said)) if found else None
+    summary = {"role": "assistant", "content": f"{SUMMARY} {number}"}
+    return web.json_response(Model().completion({**body, "tools": None}, summary)) if found else None
 
 
 @pytest.mark.parametrize("tools", [[TOOL], None], ids=["tools", "text"])
@@ -136,13 +136,13 @@ async def test_every_turn_of_a_condensed_session_is_trained_and_no_summary(tmp_p
         asked = {"tools": tools} if tools else {}
         history, turns = [SYSTEM, user("mend it")], []
         for number in range(6):
-            answer = await gateway.say(*history, **asked)
+            answer = await gateway.chat(*history, **asked)
             turns.append(answer["content"])
             calls = answer.get("tool_calls")
             result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": f"done {number}"} if calls else None
             history += [answer, result or user(f"done {number}")]
             if number in (2, 4):
-                summary = await gateway.say(user(f"sum up: {len(history)}"))
+                summary = await gateway.chat(user(f"sum up: {len(history)}"))
                 history = [SYSTEM, user("mend it"), user(f"So far: {summary['content']}"), *history[-2:]]
         assert (await gateway.end()).status_code == 200
     (episode,) = [each for each in await gateway.stored() if each.task.id == "s"]
@@ -161,12 +161,12 @@ async def test_a_title_that_was_asked_for_before_the_first_tools_is_no_turn(tmp_
     async with world(tmp_path) as gateway:
         if kind == "searched":
             await gateway.http.post("/session", json={"session": "s", "task": "mend it"})
-        title = await gateway.say(user("A title for `mend it`?"), model="small")
-        topic = await gateway.say(SYSTEM, user("A topic for `mend it`?"), model="small")
+        title = await gateway.chat(user("A title for `mend it`?"), model="small")
+        topic = await gateway.chat(SYSTEM, user("A topic for `mend it`?"), model="small")
         mine = {"role": "system", "content": "You mend code."}
-        first = await gateway.say(mine, user("mend it"), tools=[TOOL])
+        first = await gateway.chat(mine, user("mend it"), tools=[TOOL])
         result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "1"}
-        last = await gateway.say(mine, user("mend it"), first, result, tools=[TOOL])
+        last = await gateway.chat(mine, user("mend it"), first, result, tools=[TOOL])
         assert (await gateway.end()).status_code == 200
     (episode,) = [each for each in await gateway.stored() if each.task.id == "s"]
     kinds = {node.message.content: kind_of(node) for node in episode.nodes if node.sampled}
@@ -204,7 +204,7 @@ async def test_answers_streams_and_the_histories_that_repeat_them(tmp_path: Path
     stored = await gateway.stored()
     assert {trajectory.task.id for trajectory in stored} == set(meant)
     for trajectory in stored:
-        given, said, reasoning = meant[trajectory.task.id]
+        given, reply, reasoning = meant[trajectory.task.id]
         first, last = trajectory.nodes[1], trajectory.nodes[-1]
-        assert (first.message, reasoning_of(first), last.message) == (said, reasoning, said), trajectory.task.id
+        assert (first.message, reasoning_of(first), last.message) == (reply, reasoning, reply), trajectory.task.id
         assert isinstance(given, list) or [node.sampled for node in trajectory.nodes] == [False, True, False, True]

@@ -16,11 +16,11 @@ END = "/session/s/end"
 
 async def test_rewards_out_of_range_and_evidence_that_rewards_read_are_refused(tmp_path: Path) -> None:
     async with world(tmp_path) as gateway:
-        await gateway.say(user("one"))
-        for reward, told in (("-1.5", "gateway_max"), ("1.0000001", "from -1 to 1"), ("1e400", ""), ("NaN", "")):
+        await gateway.chat(user("one"))
+        for reward, expected in (("-1.5", "gateway_max"), ("1.0000001", "from -1 to 1"), ("1e400", ""), ("NaN", "")):
             headers = {"content-type": "application/json"}
             refused = await gateway.http.post(END, content=f'{{"reward": {reward}}}', headers=headers)
-            assert refused.status_code == 400 and told in refused.text
+            assert refused.status_code == 400 and expected in refused.text
         for name in ("test_result", "command", "git_patch", "answer", "label", "report", "resolved", "last_error"):
             refused = await gateway.end(evidence={name: {"report": {"resolved": True}}})
             assert refused.status_code == 400 and name in refused.text
@@ -52,7 +52,7 @@ async def test_deep_json_never_makes_the_store_unreadable(tmp_path: Path, levels
         return web.json_response({**gateway.model.completion(body), "extra": nested(levels)})
 
     async with world(tmp_path, Model(behave=answer)) as gateway:
-        await gateway.say(user("one"), session="good")
+        await gateway.chat(user("one"), session="good")
         sent = [await gateway.ask(user("one"), session="asks", tool_choice=nested(levels))]
         sent.append(await gateway.ask(user("one"), session="tools", tools=[{"type": "function", "x": nested(levels)}]))
         sent.append(await gateway.ask(user("answer deeply"), session="answers"))
@@ -96,12 +96,12 @@ async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monke
         for wrong in ({}, {"authorization": "Bearer wrong"}):
             assert (await gateway.ask(user("one"), headers=wrong)).status_code == 401
         assert (await gateway.end()).status_code == 401 and (await gateway.http.get("/health")).status_code == 200
-        await gateway.say(user("one"), headers=given)
+        await gateway.chat(user("one"), headers=given)
         await gateway.http.post("/v1/embeddings", json={}, headers=given)
     assert len(gateway.model.headers) == 2 and not any(names & {*sent} for sent in gateway.model.headers)
     async with world(tmp_path / "b") as gateway:
-        await gateway.say(user("one"), headers=given)
+        await gateway.chat(user("one"), headers=given)
     assert names & {*gateway.model.headers[0]} == names - {"cookie"}
     async with world(tmp_path / "c", upstream_key_env="MODEL_KEY") as gateway:
-        await gateway.say(user("one"), headers=given)
+        await gateway.chat(user("one"), headers=given)
     assert gateway.model.headers[0]["authorization"] == "Bearer model"

@@ -23,10 +23,10 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 pytestmark = pytest.mark.contract
 
-SAID = {"chat/completions": "content", "messages": "text", "responses": "delta"}
+TEXT_KEYS = {"chat/completions": "content", "messages": "text", "responses": "delta"}
 """Path of a protocol -> the field with the text of its streams."""
 CHAT = "chat/completions"
-PATHS = pytest.mark.parametrize("path", SAID)
+PATHS = pytest.mark.parametrize("path", TEXT_KEYS)
 TEXT = "the whole answer of the model, as it is"
 MIDDLE = 6
 
@@ -41,8 +41,8 @@ JUNK = {
 
 
 def asked(path: str, text: str = "one", **more: Any) -> Body:
-    said: Body = {"input": text} if path == "responses" else {"messages": [user(text)]}
-    return {"model": "policy", "stream": True, **({"max_tokens": 9} if path == "messages" else {}), **said, **more}
+    prompt: Body = {"input": text} if path == "responses" else {"messages": [user(text)]}
+    return {"model": "policy", "stream": True, **({"max_tokens": 9} if path == "messages" else {}), **prompt, **more}
 
 
 def events_of(path: str, body: Body, model: Model) -> list[bytes]:
@@ -57,7 +57,7 @@ def events_of(path: str, body: Body, model: Model) -> list[bytes]:
 
 def text_in(path: str, stream: str) -> str:
     """The text of a stream in any of the protocols."""
-    return "".join(re.findall(rf'"{SAID[path]}": ?"([^"]*)"', stream))
+    return "".join(re.findall(rf'"{TEXT_KEYS[path]}": ?"([^"]*)"', stream))
 
 
 def model_of(change: Callable[[list[bytes]], list[bytes]] = list, middle: Any = None) -> Model:
@@ -244,12 +244,12 @@ async def test_what_is_missing_is_shown_to_who_looks_at_the_store(
         assert await asyncio.to_thread(cli.main, ["show", str(tmp_path), stored.id]) == 0
     shown = capsys.readouterr().out
     assert await asyncio.to_thread(cli.main, ["list", str(tmp_path), "--by"]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for gap in (
         "no logprobs: the client turned logprobs off",
         "no token ids: the stream left some token ids out",
         "no token ids: POST /v1/messages reports none",
         "not recorded whole: the request refers to what the model server holds",
     ):
-        assert gap in shown and f"1 x {gap}\n" in told
-    assert told.count("serve the model with vLLM") == 1
+        assert gap in shown and f"1 x {gap}\n" in printed
+    assert printed.count("serve the model with vLLM") == 1

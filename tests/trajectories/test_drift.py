@@ -14,7 +14,7 @@ from drifting import (
     decode,
     play,
     rendered,
-    said,
+    reply,
     trimmed,
     with_spaces_in_json,
     without_thinking,
@@ -33,9 +33,9 @@ from openhands_rl_plugin.trajectories.view import (
 THOUGHT = "<think>I should list the files first.</think>Let me look at it."
 PLAIN = [Answer("Let me look at the files."), Answer("Now I know what to do."), Answer("It is done as you said.")]
 THINKING = [Answer(THOUGHT), Answer(THOUGHT), Answer("It is done.")]
-CALL = said("I look.", '{"command":"ls"}')
+CALL = reply("I look.", '{"command":"ls"}')
 CALLING = [Answer('I look.<call>bash {"command":"ls"}</call>', CALL), *PLAIN]
-SPACED = said("I look.", '{"command": "ls"}')
+SPACED = reply("I look.", '{"command": "ls"}')
 
 
 def parsed_reasoning() -> list[Answer]:
@@ -43,7 +43,7 @@ def parsed_reasoning() -> list[Answer]:
     apart: JsonObject = {
         "response": {"choices": [{"message": {"reasoning_content": "I should list the files first."}}]}
     }
-    return [Answer(THOUGHT, said("Let me look at it."), metadata=apart), *PLAIN]
+    return [Answer(THOUGHT, reply("Let me look at it."), metadata=apart), *PLAIN]
 
 
 def restyled(message: Message) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def test_the_cause_of_a_break_is_named(cause: Cause, trajectory: Trajectory, cou
     assert [each.cause for each in breaks_of(trajectory)] == [cause] * count
 
 
-def test_a_tokenizer_tells_other_tokens_from_another_text() -> None:
+def test_a_tokenizer_separates_other_tokens_from_another_text() -> None:
     _, trajectory, _ = CASES["other tokens for the same text"]
 
     def text(ids: object) -> str:

@@ -87,8 +87,8 @@ def test_the_tree_marks_what_was_acted_on(store: Path, capsys: pytest.CaptureFix
 
 def test_a_longer_beginning_is_asked_for_when_several_fit(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["show", str(store), "0000"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {EPISODES} episodes") and example_trajectory(3).id in told
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {EPISODES} episodes") and example_trajectory(3).id in printed
     assert cli.main(["show", str(store), example_trajectory(3).id]) == 0
     assert "failed (infrastructure, environment.step): the server went away" in capsys.readouterr().out
 

@@ -90,7 +90,7 @@ def mean_reward(episodes: Sequence[EpisodeResult]) -> float:
     return sum(episode["reward"] or 0.0 for episode in episodes) / len(episodes)
 
 
-def test_a_run_tells_what_happened(model: Path, config: RLAgentConfig) -> None:
+def test_a_run_reports_what_happened(model: Path, config: RLAgentConfig) -> None:
     with RLAgent(model=str(model), tokenizer=None, config=config) as agent:
         episodes = agent.run(task_description=INSTRUCTION, task_indices=[GOAL, 4], batch_size=2)
         assert agent.run(INSTRUCTION, task_indices=[]) == []
@@ -122,9 +122,9 @@ def test_parallel_episodes_do_not_share_a_world_and_a_seed_repeats_them(model: P
     assert len(episodes) == 18
     for at, episode in enumerate(episodes):
         session = ShopSession(GOALS[at // 3])
-        told = [message["value"] for message in episode["conversation"] if message["from"] == "human"]
+        human_turns = [message["value"] for message in episode["conversation"] if message["from"] == "human"]
         replayed = [session.observation, *(session.step(action).state for action in actions(episode))]
-        assert told[1:] == replayed
+        assert human_turns[1:] == replayed
 
 
 def test_training_reinforces_and_the_next_run_uses_it(model: Path, config: RLAgentConfig) -> None:

@@ -49,14 +49,14 @@ def reply(path: str, body: Any) -> bytes:
     if question in FAILURES:
         return respond({"error": {"message": f"the model is {question}"}}, FAILURES[question])
     done, seed = body["messages"][-1]["role"] == "tool" and question != "think", body.get("seed", 0)
-    said = (
+    calls_made = (
         [("final", f'{{"answer": "{ANSWER}"}}')]
         if done
         else [("think", f'{{"notes": "{NOTES}"}}'), ("add", '{"a": 17, "b": 25}')]
     )
     calls = [
         {"id": f"c{at}", "type": "function", "function": {"name": name, "arguments": given}}
-        for at, (name, given) in enumerate(said)
+        for at, (name, given) in enumerate(calls_made)
     ]
     choice = {
         "index": 0,

@@ -77,7 +77,7 @@ def test_what_passes_the_tests_is_learnt(tmp_path: Path, capsys: pytest.CaptureF
     words = ["loop", str(rows), "--config", str(config), "--model", str(model), "--run-dir", str(tmp_path / "run")]
     where = ["--mirror", str(tmp_path / "mirror"), "--cache", str(tmp_path / "cache"), "--processes", "1"]
     assert cli.main([*words, *where]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     state = LoopState.load(tmp_path / "run" / "state.json")
     assert [record.name for record in state.records] == [
         "evaluate-base",
@@ -92,4 +92,4 @@ def test_what_passes_the_tests_is_learnt(tmp_path: Path, capsys: pytest.CaptureF
         assert [score.reward for score in scores] == [float("sed" in first.arguments)]
         assert all(node.tokens is not None for node in trajectory.sampled())
     last = [scores[0].reward for trajectory, scores in found if trajectory.run_id.endswith("evaluate-final")]
-    assert last == [1.0, 1.0], said
+    assert last == [1.0, 1.0], printed

@@ -20,7 +20,7 @@ def settings(**sections: Any) -> RLSettings:
 
 
 @pytest.mark.parametrize(
-    ("sections", "says"),
+    ("sections", "expected"),
     [
         ({"reward": {"name": "human"}}, "nobody labels while a loop runs"),
         ({"training": {"algorithm": "dpo"}}, '"dpo" learns from pairs, which a loop does not make'),
@@ -29,8 +29,8 @@ def settings(**sections: Any) -> RLSettings:
         (SEARCH, "chooses among what the policy sampled"),
     ],
 )
-def test_what_a_loop_would_train_wrongly_is_refused(sections: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_a_loop_would_train_wrongly_is_refused(sections: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         check_trainable(settings(**sections))
     check_trainable(settings(**PROPOSALS, **SEARCH))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from needs import needs_bubblewrap, needs_contrib
-from scripted_model import ScriptedModel, says, serve, with_prompt_ids
+from scripted_model import ScriptedModel, reply, serve, with_prompt_ids
 from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
@@ -30,8 +30,8 @@ SEARCH = "Thought:\nI look.\n\nAction:\nsearch[socks]"
 def model() -> Iterator[ScriptedModel]:
     with serve() as server:
         server.context = 4096
-        server.policies |= {"base": lambda _: says(SEARCH), "trl-policy-v3": lambda _: says(SEARCH)}
-        server.policies["blind"] = lambda _: with_prompt_ids(says(SEARCH), None)
+        server.policies |= {"base": lambda _: reply(SEARCH), "trl-policy-v3": lambda _: reply(SEARCH)}
+        server.policies["blind"] = lambda _: with_prompt_ids(reply(SEARCH), None)
         server.scripts["base"].clear()
         server.adapters["trl-policy-v3"] = "base"
         yield server
@@ -57,28 +57,28 @@ Options = Callable[..., PlayOptions]
 @pytest.fixture
 def options(model: ScriptedModel, shop: Path) -> Options:
     def given(name: str = "base", **more: object) -> PlayOptions:
-        told = {"base_url": model.url, "model": name, "max_turns": 2, "config": shop}
-        return PlayOptions.model_validate({**told, **more})
+        fields = {"base_url": model.url, "model": name, "max_turns": 2, "config": shop}
+        return PlayOptions.model_validate({**fields, **more})
 
     return given
 
 
 async def test_an_episode_of_the_shop(options: Options, store: FileTrajectoryStorage):
-    played = await play("webshop-3", options("trl-policy-v3"), storage=store)
-    assert (played.reward, played.failure, played.turns, played.cut_short) == (0.0, None, 2, True)
-    assert played.policy == PolicyRef(base_model="base", adapter="trl-policy", version=3)
-    assert played.policy.served_name == "trl-policy-v3" and not played.off_policy
-    (segment,) = played.segments
+    result = await play("webshop-3", options("trl-policy-v3"), storage=store)
+    assert (result.reward, result.failure, result.turns, result.cut_short) == (0.0, None, 2, True)
+    assert result.policy == PolicyRef(base_model="base", adapter="trl-policy", version=3)
+    assert result.policy.served_name == "trl-policy-v3" and not result.off_policy
+    (segment,) = result.segments
     sampled = [*SEARCH.encode(), 260]
     assert [each for each, own in zip(segment.input_ids, segment.mask, strict=True) if own] == sampled * 2
     assert {each for each, own in zip(segment.logprobs, segment.mask, strict=True) if own} == {-0.5}
-    assert segment.policy == played.policy
-    assert PlayedRollout.model_validate_json(played.model_dump_json()) == played
+    assert segment.policy == result.policy
+    assert PlayedRollout.model_validate_json(result.model_dump_json()) == result
     (kept,) = [trajectory async for trajectory, _ in store.find()]
-    assert kept.id == played.trajectory_id and kept.messages() == played.messages
+    assert kept.id == result.trajectory_id and kept.messages() == result.messages
 
 
-async def test_an_episode_with_a_name_is_played_once(
+async def test_an_episode_with_a_name_is_rolled_out_once(
     model: ScriptedModel, options: Options, store: FileTrajectoryStorage
 ):
     named = {"run_id": "step-7", "group_id": "webshop-3"}
@@ -87,15 +87,15 @@ async def test_an_episode_with_a_name_is_played_once(
     again = await play("webshop-3", options(**named), storage=store)
     other = await play("webshop-3", options(**named, sample=1), storage=store)
     assert again == first and other.trajectory_id != first.trajectory_id and other.group_id == first.group_id
-    played = model.requests["base"][before:]
-    assert len(played) == 4 and played[0]["seed"] != played[2]["seed"]
+    sent = model.requests["base"][before:]
+    assert len(sent) == 4 and sent[0]["seed"] != sent[2]["seed"]
     await play("webshop-3", options(**named | {"group_id": "webshop-3 again"}), storage=store)
     seeds = [each["seed"] for each in model.requests["base"][before:]]
     assert len(seeds) == len(set(seeds)) == 6, "a trainer's next epoch is not sampled like this one"
 
 
 async def test_no_token_ids(model: ScriptedModel, options: Options, store: FileTrajectoryStorage):
-    """An endpoint that has none is a failed episode, unless it is said to record them itself."""
+    """An endpoint that has none is a failed episode, unless it is set to record them itself."""
     model.scripts["blind"].clear()
     failed = await play("webshop-3", options("blind"), storage=store)
     assert failed.failure is not None and (failed.failure.kind, failed.reward) == (FailureKind.MODEL, None)
@@ -111,14 +111,14 @@ async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
 
     instance = repair_instances(1, "heldout")[0]
     mend = f"git apply <<'EOF'\n{instance.patch}\nEOF"
-    said = script([{"bash": mend}, {"finish": "done"}])
-    row = row_of(instance.model_copy(update={"problem_statement": said}))
+    answers = script([{"bash": mend}, {"finish": "done"}])
+    row = row_of(instance.model_copy(update={"problem_statement": answers}))
     with instant_model() as url:
         asked = PlayOptions(base_url=url, model="instant", max_turns=6, command_timeout=30)
-        played = await play(row, asked, storage=store)
-    assert played.failure is None, played.failure
-    assert (played.reward, played.reward_version, played.resolved) == (1.0, "tests-1", True)
-    assert played.stop is StopReason.TERMINATED and len(played.segments) == 1 and sum(played.segments[0].mask) > 0
+        result = await play(row, asked, storage=store)
+    assert result.failure is None, result.failure
+    assert (result.reward, result.reward_version, result.resolved) == (1.0, "tests-1", True)
+    assert result.stop is StopReason.TERMINATED and len(result.segments) == 1 and sum(result.segments[0].mask) > 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
@@ -136,13 +136,13 @@ def test_the_command_prints_one_object_and_one_line_for_bad_input(
     model: ScriptedModel, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     there = ["--base-url", model.url, "--model", "base"]
-    for words, kind, said in (
+    for words, kind, expected in (
         (["3", "--base-url", "http://127.0.0.1:1/v1", "--model", "base"], "infrastructure", "no model server"),
         (["3"], "configuration", "give --base-url URL and --model NAME"),
         (["sdist__Unidecode-1.4.0-edf4db8", *there], "configuration", "swe-local has no task sdist__Unidecode-1.4.0"),
     ):
         found = refused(capsys, "--task", *words)
-        assert found[0] == kind and said in found[1], found
+        assert found[0] == kind and expected in found[1], found
     words = ["--task", "webshop-3", *there, "--config", str(shop), "--max-turns", "1"]
     assert rollout.main([*words, "--store", str(tmp_path / "store")]) == 0
     (line,) = capsys.readouterr().out.splitlines()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_model import ScriptedModel, says, serve
+from scripted_model import ScriptedModel, reply, serve
 
 from openhands_rl_plugin.apps.rollout import rollout
 from openhands_rl_plugin.apps.rollout.rollout import VARIABLE, PlayedRollout, roll_out
@@ -25,7 +25,7 @@ SHOP = {"model": "policy", "native_tool_calling": False, "max_turns": 1}
 @pytest.fixture
 def model() -> Iterator[ScriptedModel]:
     with serve() as server:
-        server.policies["policy"] = lambda body: says(SEARCH)
+        server.policies["policy"] = lambda body: reply(SEARCH)
         yield server
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_model import ScriptedModel, says, serve, with_prompt_ids
+from scripted_model import ScriptedModel, reply, serve, with_prompt_ids
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.cli.doctor import Finding, check_all
@@ -19,8 +19,8 @@ def model() -> Iterator[ScriptedModel]:
     """Serves ``base`` and ``bare``, which gives no token ids."""
     with serve() as server:
         server.context = 16_384
-        server.script("base", [says("Yes")])
-        server.script("bare", [with_prompt_ids(says("Yes"), None)])
+        server.script("base", [reply("Yes")])
+        server.script("bare", [with_prompt_ids(reply("Yes"), None)])
         yield server
 
 

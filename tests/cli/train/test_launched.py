@@ -32,9 +32,9 @@ def launch(launcher: str, command: list[str], adapters: Path) -> str:
     launched = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_port()), "-m", "openhands_rl_plugin.cli", *command]
     launched += ["--adapters", str(adapters), "--set", "training.sharding=layers"]  # which a process alone refuses
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    said = subprocess.run(launched, env=environment, capture_output=True, text=True, timeout=200)
-    assert said.returncode == 0, said.stderr
-    return said.stdout
+    printed = subprocess.run(launched, env=environment, capture_output=True, text=True, timeout=200)
+    assert printed.returncode == 0, printed.stderr
+    return printed.stdout
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -73,7 +73,7 @@ def test_versions_follow_each_other(store: Path, model: Path, tmp_path: Path, ca
     assert [json.loads(line)["done"] for line in lines] == [1]
 
 
-def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
+def test_a_dry_run_shows_what_would_be_trained_and_leaves_nothing(
     store: Path, model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), "--dry-run"]
@@ -94,7 +94,7 @@ def test_the_reward_comes_from_the_configuration_or_from_options(
     config.write_text('[rl.reward]\nname = "success"\noptions = { threshold = 2.0 }\n')
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY]
     assert cli.main([*words, "--config", str(config)]) == 1
-    assert "nothing to compare" in _said(capsys) and scores_in(store) == ["success-1@2"] * 5
+    assert "nothing to compare" in _printed(capsys) and scores_in(store) == ["success-1@2"] * 5
     assert cli.main([*words, "--config", str(config), "--set", "reward.options.threshold=0.5"]) == 0, "over the file"
     assert cli.main([*words, "--config", str(config), "--reward", "return"]) == 0
     assert sorted(set(scores_in(store))) == ["return-1", "success-1@0.5", "success-1@2"]
@@ -138,8 +138,8 @@ def test_what_only_measures_is_not_learnt_from_unless_it_is_named(
     printed = capsys.readouterr().out
     assert all(f"\n    {cause}" in printed for cause in ("4 held out", "1 by other models", "1 failed: infra"))
     assert cli.main([*words, "--dry-run", "--split", "heldout"]) == 0
-    said = capsys.readouterr().out
-    assert f"episodes: {2 if algorithm == 'reinforce++' else 1} used" in said and "held out" not in said
+    output = capsys.readouterr().out
+    assert f"episodes: {2 if algorithm == 'reinforce++' else 1} used" in output and "held out" not in output
 
 
 WRONG = [
@@ -181,8 +181,8 @@ def test_an_interrupted_training_ends_at_once_and_goes_on(model: Path, store: Pa
         while len(steps()) < 12 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=20)[1]
-    assert process.returncode == 130 and "interrupted; the same command continues" in said
+        printed = process.communicate(timeout=20)[1]
+    assert process.returncode == 130 and "interrupted; the same command continues" in printed
     before = steps()
     assert len(before) < 200, "it ended where it was"
     assert cli.main(words) == 0
@@ -206,11 +206,11 @@ def test_episodes_of_two_models_are_not_mixed(model: Path, tmp_path: Path, capsy
 def test_labels_are_trained_on_where_they_are_asked_for_only(model: Path, tmp_path: Path, capsys: Capture) -> None:
     task = Task(id="s", environment="workspace", instruction="Mend it.")
     store = store_of(tmp_path / "store", *(episode(at, 0.0, task=task, id=f"run-{at}") for at in range(4)))
-    said = {"ann": (1.0, 0.0, 1.0), "bob": (1.0, 0.0, 0.0)}
+    by_author = {"ann": (1.0, 0.0, 1.0), "bob": (1.0, 0.0, 0.0)}
 
     async def label() -> None:
         async with FileTrajectoryStorage(store) as storage:
-            for author, values in said.items():
+            for author, values in by_author.items():
                 for at, value in enumerate(values):
                     await add_label(storage, f"run-{at}", LabelKind.VERDICT, value=value, author=author)
 
@@ -233,5 +233,5 @@ def test_labels_are_trained_on_where_they_are_asked_for_only(model: Path, tmp_pa
     assert "pairs: 1, 1 of them chosen by people" in capsys.readouterr().out, "though nobody rewarded it"
 
 
-def _said(capsys: Capture) -> str:
+def _printed(capsys: Capture) -> str:
     return " ".join(capsys.readouterr().err.split())

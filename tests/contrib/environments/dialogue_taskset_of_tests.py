@@ -34,9 +34,9 @@ class DialogueEnv(vf.Env[DialogueConfig]):
             segment = await interaction.turn()
             while not segment.terminated:
                 tries += 1
-                said = "".join(each for each in segment.last_reply if each.isdigit())
-                if said == str(task.data.secret) or tries == 4:
+                text = "".join(each for each in segment.last_reply if each.isdigit())
+                if text == str(task.data.secret) or tries == 4:
                     break
-                segment = await interaction.turn("higher" if said and int(said) < task.data.secret else "lower")
-        won = said == str(task.data.secret)
+                segment = await interaction.turn("higher" if text and int(text) < task.data.secret else "lower")
+        won = text == str(task.data.secret)
         interaction.trace.record_reward("won", 1.0 / tries if won else 0.0, 1.0)

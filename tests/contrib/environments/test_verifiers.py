@@ -31,11 +31,11 @@ def make(**options: Any) -> VerifiersEnvironment:
     return VerifiersEnvironment(VerifiersOptions.model_validate({"path": (str(HERE),), "timeout": 120, **options}))
 
 
-async def played(taskset: str, *answers: str, idx: int = 0, **options: Any) -> Trajectory:
+async def rolled_out(taskset: str, *answers: str, idx: int = 0, **options: Any) -> Trajectory:
     return await one_episode(make(**options), answers, task(taskset, idx), limits=Limits(max_turns=10))
 
 
-def test_without_verifiers_it_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_verifiers_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(
         ConfigError, match=r"in a Python of its own: `uv venv VERIFIERS .*python = \"VERIFIERS/bin/python\""
@@ -75,7 +75,7 @@ def scores(found: Trajectory) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("idx", "answer", "correct"), [(1, "It is 2.", 1.0), (2, "5", 0.0)])
 async def test_an_answer_is_worth_its_weighted_functions(python: str, idx: int, answer: str, correct: float):
-    found = await played("tasksets_of_tests", answer, idx=idx)
+    found = await rolled_out("tasksets_of_tests", answer, idx=idx)
     assert found.failure is None and found.stop is StopReason.TERMINATED
     short = 1 / len(answer)
     assert scores(found) == {"correct": correct, "short": short}
@@ -84,8 +84,8 @@ async def test_an_answer_is_worth_its_weighted_functions(python: str, idx: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", ["5", "6"])
-async def test_tools_are_offered_called_and_scored(python: str, told: str):
+@pytest.mark.parametrize("seen", ["5", "6"])
+async def test_tools_are_offered_called_and_scored(python: str, seen: str):
     environment = make()
     opening = await environment.reset(task("tool_taskset_of_tests"))
     name = environment._tools[0]["function"]["name"]  # type: ignore[index,call-overload]
@@ -94,33 +94,31 @@ async def test_tools_are_offered_called_and_scored(python: str, told: str):
     )
     await environment.close()
     call = json.dumps({"name": name, "arguments": {"what": "books"}})
-    found = await played("tool_taskset_of_tests", f"<tool_call>\n{call}\n</tool_call>", f"There are {told}.")
-    assert (found.failure, found.episode_return) == (None, float(told == "5"))
+    found = await rolled_out("tool_taskset_of_tests", f"<tool_call>\n{call}\n</tool_call>", f"There are {seen}.")
+    assert (found.failure, found.episode_return) == (None, float(seen == "5"))
     assert "<tool_response>\n5 books\n</tool_response>" in [m.content for m in found.messages()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("guesses", "worth"), [(("5", "please 2", "3"), 0.5 + 1 / 3), (("9", "9", "9", "9"), 0.0)])
-async def test_an_environment_that_talks_back_is_played_turn_by_turn(
-    python: str, guesses: tuple[str, ...], worth: float
-):
-    found = await played("dialogue_taskset_of_tests", *guesses)
+async def test_an_environment_that_talks_back_goes_turn_by_turn(python: str, guesses: tuple[str, ...], worth: float):
+    found = await rolled_out("dialogue_taskset_of_tests", *guesses)
     assert found.failure is None and found.episode_return == pytest.approx(worth)
-    told = [m.content for m in found.messages() if m.role == "user"]
-    assert told == ["Guess a number from 1 to 9.", *["lower", "higher", "lower", "lower"][: len(guesses) - 1]] or told[
+    seen = [m.content for m in found.messages() if m.role == "user"]
+    assert seen == ["Guess a number from 1 to 9.", *["lower", "higher", "lower", "lower"][: len(guesses) - 1]] or seen[
         1:
     ] == ["lower"] * (len(guesses) - 1)
 
 
 @pytest.mark.slow
 async def test_limits_are_verifiers_own_and_a_cut_episode_is_scored(python: str):
-    limited = await played("dialogue_taskset_of_tests", "please 5", max_turns=1)
+    limited = await rolled_out("dialogue_taskset_of_tests", "please 5", max_turns=1)
     assert (limited.failure, limited.stop, limited.episode_return) == (None, StopReason.TRUNCATED, 0.5)
     environment = make()
     await environment.reset(task("dialogue_taskset_of_tests"))
     await environment.step(Message(role="assistant", content="please 5"))
-    paid = await environment.cut_short()
-    assert paid is not None and paid.reward == 0.5 and (await environment.evidence())["return"] == 0.5
+    rewarded = await environment.cut_short()
+    assert rewarded is not None and rewarded.reward == 0.5 and (await environment.evidence())["return"] == 0.5
     await environment.close()
 
 
@@ -140,5 +138,5 @@ async def test_what_is_wrong_is_typed(python: str):
     environment._process.process.kill()
     with pytest.raises(InfrastructureError, match="the process of verifiers ended"):
         await environment.step(Message(role="assistant", content="2"))
-    again = await played("tasksets_of_tests", "2", idx=1, start_timeout=170)
+    again = await rolled_out("tasksets_of_tests", "2", idx=1, start_timeout=170)
     assert again.failure is None, "a new process takes the place of one that died"

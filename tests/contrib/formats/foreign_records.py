@@ -19,7 +19,7 @@ CHAT: list[dict[str, Any]] = [
     {"role": "tool", "content": "a.py", "tool_call_id": "c1", "name": "bash"},
     {"role": "assistant", "content": "Done."},
 ]
-_SAID = {"assistant": "ai"}
+_ROLES = {"assistant": "ai"}
 TEXTS: list[dict[str, Any]] = [
     *CHAT[:2],
     {"role": "assistant", "content": "A look.\n\n```bash\nls\n```"},
@@ -53,7 +53,7 @@ ATIF: dict[str, Any] = {
 }  # fmt: skip
 _STEP = {"action": "ls", "observation": "a.py", "response": "A look.\n```\nls\n```", "thought": "A look."}
 _THINKING = {"type": "thinking", "thinking": "I should look.", "signature": "x"}
-_TOLD = {"class_": "text_observation", "name": None}
+_OBSERVATION = {"class_": "text_observation", "name": None}
 _PAGE = {"class_": "web_observation", "html": None, "axtree": "tree", "url": "x", "viewport_size": None}
 
 RECORDS: dict[str, list[Any]] = {
@@ -93,7 +93,7 @@ RECORDS: dict[str, list[Any]] = {
             "generated_patch": "diff --git a b", "eval_logs": "1 passed",
             "trajectory": [
                 {"role": "system", "text": None, "system_prompt": "Rules.", "mask": False},
-                *({"role": _SAID.get(each["role"], each["role"]), "text": each["content"], "system_prompt": None,
+                *({"role": _ROLES.get(each["role"], each["role"]), "text": each["content"], "system_prompt": None,
                    "mask": False} for each in TEXTS[1:]),
             ],
         },
@@ -103,9 +103,9 @@ RECORDS: dict[str, list[Any]] = {
         },
     ],
     "agent-data-protocol": [{"id": "t1", "details": {"resolved": True}, "content": [
-        {**_TOLD, "source": "user", "content": "Fix f."},
+        {**_OBSERVATION, "source": "user", "content": "Fix f."},
         {"class_": "code_action", "language": "bash", "content": "ls", "description": "A look."},
-        {**_TOLD, "source": "environment", "content": "a.py"},
+        {**_OBSERVATION, "source": "environment", "content": "a.py"},
         {"class_": "api_action", "function": "goto", "kwargs": {"url": "x"}, "description": None},
         _PAGE,
         {"class_": "message_action", "content": "Done.", "description": None},

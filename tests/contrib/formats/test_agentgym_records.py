@@ -18,9 +18,9 @@ def plain(row: JsonObject) -> JsonObject:
 
 
 def test_agentgym_records_go_both_ways() -> None:
-    played = trajectory(SHOP, environment="webshop", task_id="6", reward=0.75, unsampled=(1,))
-    (row,) = agentgym.rows(played, ())
-    assert row["env_name"] == "webshop" and row["task_id"] == "6" and row["id"] == played.id
+    episode = trajectory(SHOP, environment="webshop", task_id="6", reward=0.75, unsampled=(1,))
+    (row,) = agentgym.rows(episode, ())
+    assert row["env_name"] == "webshop" and row["task_id"] == "6" and row["id"] == episode.id
     held = plain(row)["trajectory"]
     assert isinstance(held, dict) and held["reward"] == 0.75
     assert held["conversation"][:2] == [  # pyright: ignore
@@ -30,10 +30,10 @@ def test_agentgym_records_go_both_ways() -> None:
     assert str(held["text"]).startswith("\nHuman: You are web shopping.\nAssistant: Ok.\nHuman: WebShop")
     read = agentgym.read(Record(plain(row)))
     found, scores = read.trajectory, read.scores
-    assert found.messages() == played.messages() and found.id == played.id and not scores
-    assert [node.sampled for node in found.nodes] == [node.sampled for node in played.nodes]
+    assert found.messages() == episode.messages() and found.id == episode.id and not scores
+    assert [node.sampled for node in found.nodes] == [node.sampled for node in episode.nodes]
     assert found.episode_return == 0.75 and found.run_id == "night-3"
-    assert found.times.finished == played.times.finished
+    assert found.times.finished == episode.times.finished
     with pytest.raises(LeftOutError, match="tool calls"):
         list(agentgym.rows(trajectory(), ()))
 

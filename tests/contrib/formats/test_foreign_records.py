@@ -52,9 +52,9 @@ def test_a_record_is_recognised_and_read(
     if name == "output-jsonl":
         return
     for trajectory, _ in found:
-        said = [(message.role, message.content) for message in trajectory.messages()]
-        assert ("user", "Fix f.") in said
-        assert said[-1] in (("assistant", "Done."), ("assistant", "No."))
+        texts = [(message.role, message.content) for message in trajectory.messages()]
+        assert ("user", "Fix f.") in texts
+        assert texts[-1] in (("assistant", "Done."), ("assistant", "No."))
         assert trajectory.task.instruction == "Fix f."
         assert "[thinking]" not in trajectory.model_dump_json()
     text = json.dumps(record)
@@ -113,9 +113,9 @@ def test_a_folder_of_mixed_formats(tmp_path: Path, capsys: pytest.CaptureFixture
     for name, content in broken.items():
         (folder / name).write_bytes(content)
     assert run("import", folder, "--into", tmp_path / "other") == 1
-    told = capsys.readouterr().err
-    assert "metadata.json: is in none of the formats" in told and "zzz.json: not valid JSON" in told
-    assert all(name in told for name in broken) and "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert "metadata.json: is in none of the formats" in printed and "zzz.json: not valid JSON" in printed
+    assert all(name in printed for name in broken) and "Traceback" not in printed
     assert len(stored(tmp_path / "other")) == len(RECORDS) + 2
 
 

@@ -46,15 +46,15 @@ def swe_agent(*history: dict[str, Any]) -> dict[str, Any]:
     return {"trajectory": steps, "history": [*history], "info": {"exit_status": "submitted", "submission": "diff"}}
 
 
-def nebius(*said: tuple[str, str, bool]) -> dict[str, Any]:
-    messages = [{"role": role, "text": text, "mask": mask, "system_prompt": None} for role, text, mask in said]
+def nebius(*turns: tuple[str, str, bool]) -> dict[str, Any]:
+    messages = [{"role": role, "text": text, "mask": mask, "system_prompt": None} for role, text, mask in turns]
     return {"instance_id": "t1", "trajectory": messages}
 
 
 def adp(*content: dict[str, Any], **more: Any) -> dict[str, Any]:
     asked = {"class_": "text_observation", "source": "user", "content": "Fix f.", "name": None}
-    said = {"class_": "message_action", "content": "Done.", "description": None}
-    return {"schema_version": "1.5.0", "id": "t1", "details": {}, "content": [asked, *content, said], **more}
+    last = {"class_": "message_action", "content": "Done.", "description": None}
+    return {"schema_version": "1.5.0", "id": "t1", "details": {}, "content": [asked, *content, last], **more}
 
 
 DEMO = ({**USER, "content": "Another.", "is_demo": True}, {**HELD, "is_demo": True})
@@ -86,7 +86,7 @@ BOTH = calling(*(call("read", each, {"path": each}) for each in "ab"))
 ASKED = [
     {"type": "function_call", "call_id": each, "name": "read", "arguments": f'{{"path": "{each}"}}'} for each in "ab"
 ]
-TOLD = [{"type": "function_call_output", "call_id": each, "output": each.upper()} for each in "ba"]
+OUTPUTS = [{"type": "function_call_output", "call_id": each, "output": each.upper()} for each in "ba"]
 MINI = {"info": {"exit_status": "Submitted"}, "trajectory_format": "mini-swe-agent-1.1"}
 ACTIONS = [
     {"class_": "api_action", "function": "read", "kwargs": {"path": each, "text": None}, "tool_call_id": each}
@@ -117,7 +117,7 @@ def results(*links: dict[str, Any]) -> list[dict[str, Any]]:
         {"messages": [USER, calling(*(call(each, f"c{each}", {"path": each}) for each in "ab")),
                       *results({"name": "b"}, {"name": "a"}), ANSWER]},
         {"messages": [USER, *legacy("b"), *legacy("a"), ANSWER]},
-        {**MINI, "messages": [USER, {"object": "response", "output": ASKED}, *TOLD, ANSWER]},
+        {**MINI, "messages": [USER, {"object": "response", "output": ASKED}, *OUTPUTS, ANSWER]},
         swe_agent(USER, BOTH, *results({"tool_call_ids": ["b"]}, {"tool_call_ids": ["a"]}), ANSWER),
         adp(*ACTIONS, *SEEN),
         {"conversations": [
@@ -131,10 +131,10 @@ def results(*links: dict[str, Any]) -> list[dict[str, Any]]:
 def test_every_result_belongs_to_its_call(row: Any, tmp_path: Path) -> None:
     (found,) = read([row], tmp_path)
     calls = {each.id: json.loads(each.arguments) for message in found.messages() for each in message.tool_calls}
-    told = [
+    called = [
         (message.content, calls[message.tool_call_id or ""]) for message in found.messages() if message.role == "tool"
     ]
-    assert sorted(told, key=str) == [("A", {"path": "a"}), ("B", {"path": "b"})]
+    assert sorted(called, key=str) == [("A", {"path": "a"}), ("B", {"path": "b"})]
     assert run("export", tmp_path / "store", "--format", "sft-native", "--out", tmp_path / "out.jsonl") == 0
     (out,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert {each["tool_call_id"] for each in out["messages"] if each["role"] == "tool"} == {*calls}
@@ -218,9 +218,9 @@ def test_a_bad_row_never_ends_the_file(tmp_path: Path, capsys: pytest.CaptureFix
     ]
     found = read(b"\n".join(lines), tmp_path, rc=1)
     assert [each.task.id for each in found] == ["\ufffd", "b", "c"] and found[1].messages()[1].content == "byte \ufffd"
-    told = capsys.readouterr()
-    assert "rows.jsonl:1: not valid JSON" in told.err and "--skip-bad leaves such records out" in told.err
-    assert "3 new trajectories of 3 records, 0 scores; 10 bad records skipped" in told.out
-    assert "rows.jsonl:7: score: must be a finite number" in told.err
-    assert "rows.jsonl:9: score: must be less than or equal to 1000000000" in told.err
+    printed = capsys.readouterr()
+    assert "rows.jsonl:1: not valid JSON" in printed.err and "--skip-bad leaves such records out" in printed.err
+    assert "3 new trajectories of 3 records, 0 scores; 10 bad records skipped" in printed.out
+    assert "rows.jsonl:7: score: must be a finite number" in printed.err
+    assert "rows.jsonl:9: score: must be less than or equal to 1000000000" in printed.err
     assert run("import", tmp_path / "rows.jsonl", "--into", tmp_path / "store", "--skip-bad") == 0

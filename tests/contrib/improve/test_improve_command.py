@@ -108,15 +108,15 @@ def test_what_is_no_gym_is_refused_in_one_line(model: Path, tmp_path: Path, caps
     plain.mkdir()
     subprocess.run(["git", "init", "--quiet", str(empty)], check=True)
     units = units_repository(tmp_path / "units")
-    for repository, more, says in (
+    for repository, more, expected in (
         (tmp_path / "nowhere", [], "is no folder of a git repository"),
         (empty, [], "has no commit HEAD"),
         (units, ["--commit", "v9"], "has no commit v9"),
         (units, ["--model", str(plain)], "this is not the folder of a model"),
         (units, ["--model", str(model), "--held-out", "1"], "--held-out: must be greater than or equal to 4"),
     ):
-        assert cli.main(words(repository, tmp_path, *more)) == (2 if "must be" in says else 1)
-        assert says in error_of(capsys)
+        assert cli.main(words(repository, tmp_path, *more)) == (2 if "must be" in expected else 1)
+        assert expected in error_of(capsys)
     assert not (tmp_path / "run/tasks").exists(), "nothing is begun"
 
 
@@ -130,18 +130,18 @@ def test_prompt_and_lengths_follow_from_the_context(tmp_path: Path) -> None:
     assert not long.workspace.is_compact and long.max_prompt_length < 65_536
 
 
-def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
+def test_a_dry_run_shows_the_price_and_existing_tasks_are_kept(
     server: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository = gym_repository(tmp_path / "gym")
     made_gym(tmp_path / "run", repository)
     given = ["--config", str(config(tmp_path, server)), "--dry-run"]
     assert cli.main(words(repository, tmp_path, *given)) == 0
-    said = capsys.readouterr().out
-    assert "4 to train on (1 past fixes; they change 2 files), 4 held out" in said
-    assert "dropped: 4: its tests come out differently" in said
-    assert "prompt: compact; tool calls in the text" in said
-    assert "24 to train on, 8 to evaluate" in said and f"{32 * 7000:,} read" in said
+    printed = capsys.readouterr().out
+    assert "4 to train on (1 past fixes; they change 2 files), 4 held out" in printed
+    assert "dropped: 4: its tests come out differently" in printed
+    assert "prompt: compact; tool calls in the text" in printed
+    assert "24 to train on, 8 to evaluate" in printed and f"{32 * 7000:,} read" in printed
 
     commit(repository, "later", shapes=(repository / "shapes.py").read_text() + "\n\nPI = 3\n")
     assert cli.main(words(repository, tmp_path, *given)) == 0
@@ -161,7 +161,7 @@ def test_a_dry_run_says_the_price_and_tasks_that_are_there_are_kept(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @needs_bubblewrap
-def test_what_is_learnt_is_published_and_how_to_use_it_is_said(
+def test_what_is_learnt_is_published_and_its_use_is_printed(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a model that begins with the fix of one of the training tasks, so that some of its attempts succeed."""
@@ -178,11 +178,11 @@ def test_what_is_learnt_is_published_and_how_to_use_it_is_said(
     fixer = write_chooser(tmp_path / "fixer", fixes, _call("finish", message="done"))
     capsys.readouterr()
     assert cli.main([*run, "--model", str(fixer)]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     (version,) = AdapterStore(tmp_path / "run/adapters").versions("gym")
-    assert f"adapter: {version.name} in {tmp_path / 'run/adapters'}" in said
-    assert f"openhands-rl serve --model {fixer} --port 8100" in said
-    assert "12 to train on" in said
+    assert f"adapter: {version.name} in {tmp_path / 'run/adapters'}" in printed
+    assert f"openhands-rl serve --model {fixer} --port 8100" in printed
+    assert "12 to train on" in printed
     current = AdapterStore(tmp_path / "run/adapters").current("gym")
     assert current is not None and current.name == version.name, "it was in use on the server of the run"
 

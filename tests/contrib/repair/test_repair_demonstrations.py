@@ -69,5 +69,5 @@ async def test_the_oracle_repairs_inside_the_host(tmp_path: Path):
         assert episode.failure is None and episode.policy.served_name == ORACLE
         report = episode.evidence["test_result"]
         assert isinstance(report, dict) and report["report"]["resolved"], episode.messages()
-        said = [str(message) for message in episode.messages() if message.role == "assistant"]
-        assert "finish" in said[-1] and "run_tests.py" in said[-2]
+        texts = [str(message) for message in episode.messages() if message.role == "assistant"]
+        assert "finish" in texts[-1] and "run_tests.py" in texts[-2]

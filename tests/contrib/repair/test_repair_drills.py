@@ -21,7 +21,7 @@ V0 = TOOLS["v0"]
 EDIT = re.compile(r"python3 run_tests.py --edit (\S+) <<'E'\n((\d+).*)\nE\n</parameter>")
 
 
-def played(instance: Instance, seed: int = 0) -> Trajectory:
+def rolled_out(instance: Instance, seed: int = 0) -> Trajectory:
     """The oracle's episode, with answers of the tools that have the file in them."""
     spec = spec_of(instance)
     nodes = [
@@ -45,7 +45,7 @@ def instances() -> tuple[Instance, ...]:
 
 
 def test_errors_are_context_and_what_follows_is_learnt(instances: tuple[Instance, ...]) -> None:
-    found = lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=0)
+    found = lessons([*map(rolled_out, instances)], instances, tools=V0, seed=0, drills=0)
     assert len(found) == len(instances)
     left = 0
     for lesson, instance in zip(found, instances, strict=True):
@@ -58,7 +58,7 @@ def test_errors_are_context_and_what_follows_is_learnt(instances: tuple[Instance
 
 
 def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]) -> None:
-    episodes = [played(each, 3) for each in instances]
+    episodes = [rolled_out(each, 3) for each in instances]
     found = lessons(episodes, instances, tools=V0, seed=3, drills=30)[12:]
     assert len({each.id for each in found}) == 30
     paths: Counter[str] = Counter()
@@ -66,17 +66,17 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
     ended = 0
     for drill in found:
         learnt = [at for at, node in enumerate(drill.nodes) if node.sampled]
-        _, told, *seen, edit = (str(node.message.content) for node in drill.nodes[: learnt[0] + 1])
+        _, task, *seen, edit = (str(node.message.content) for node in drill.nodes[: learnt[0] + 1])
         [[file, script, line]] = re.findall(EDIT, edit)
         # After it the tests pass and the episode ends, or there is nothing.
         end = drill.nodes[learnt[0] + 1 :]
         assert [node.sampled for node in end] in ([], [False, True])
         assert not end or "<function=finish>" in str(end[-1].message.content)
         ended += bool(end)
-        assert file in told and not any(spec_of(each).path in told for each in instances)
+        assert file in task and not any(spec_of(each).path in task for each in instances)
         paths[file] += 1
-        # The line is told: nothing else is needed. What was tried before is not what is tried now.
-        [reads] = re.findall(rf"The bug is in line {line} of {re.escape(file)}(?:, in def .*\):|:)\n(.*)\n", told)
+        # The line is given: nothing else is needed. What was tried before is not what is tried now.
+        [reads] = re.findall(rf"The bug is in line {line} of {re.escape(file)}(?:, in def .*\):|:)\n(.*)\n", task)
         again = f"RESULT:\n2 failed, 3 passed\nUndone. Line {line} of {file}:\n{reads}\n[exit code 1]"
         assert all(text == again for text in seen[1::2])
         tried = [found for text in seen[::2] for _, found, _ in re.findall(EDIT, text)]
@@ -87,23 +87,23 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
 
 def test_drills_show_no_function_that_is_held_out() -> None:
     instances = repair_instances(1, "train")[:2]
-    shown = functions_of(lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8)[2:])
+    shown = functions_of(lessons([*map(rolled_out, instances)], instances, tools=V0, seed=0, drills=8)[2:])
     strange = frozenset(sorted(shown - {"init"})[::2])  # a test has the name of its function without underscores
     others = functions_of(
-        lessons([*map(played, instances)], instances, tools=V0, seed=0, drills=8, strange=strange)[2:]
+        lessons([*map(rolled_out, instances)], instances, tools=V0, seed=0, drills=8, strange=strange)[2:]
     )
     assert min(len(others), len(shown), 2 * len(strange)) > 3 and not others & strange
 
 
 def test_a_short_drill_is_a_line_and_the_script_that_mends_it(instances: tuple[Instance, ...]) -> None:
-    episodes = [played(each, 3) for each in instances[:2]]
+    episodes = [rolled_out(each, 3) for each in instances[:2]]
     found = lessons(episodes, instances[:2], tools=V0, seed=3, drills=6, short_drills=20)
     short, edits = found[8:], set[tuple[str, str]]()
     assert len(short) == len({each.id for each in short}) == 20
     for drill in short:
-        _, told, answer = (str(node.message.content) for node in drill.nodes)
+        _, task, answer = (str(node.message.content) for node in drill.nodes)
         assert [node.sampled for node in drill.nodes] == [False, False, True]
-        [[number, head, line]] = re.findall(r"The bug is in line (\d+)(?:, in (def .*\):)|:)\n(.*)\n", told)
+        [[number, head, line]] = re.findall(r"The bug is in line (\d+)(?:, in (def .*\):)|:)\n(.*)\n", task)
         [[script, place]] = re.findall(r"<<'E'\n((\d+)s.*)\nE", answer)
         assert place == number and (head or line.startswith("def "))
         mended = subprocess.run(["sed", script[len(place) :]], input=line, capture_output=True, text=True, check=True)

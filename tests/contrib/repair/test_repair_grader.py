@@ -185,7 +185,7 @@ def test_this_package_is_hidden_where_it_is_installed_in_a_prefix(tmp_path: Path
     (own / "fixes.jsonl").write_text("the fix")
     shown = ["--ro-bind", str(tmp_path), str(tmp_path)]
     read = ["--", "/bin/cat", str(own / "fixes.jsonl")]
-    for hiding, says in (([], "the fix"), (hidden_package([str(tmp_path / "prefix")], own), "")):
+    for hiding, expected in (([], "the fix"), (hidden_package([str(tmp_path / "prefix")], own), "")):
         command = [find_bubblewrap(), *empty_root(), *system_mounts(), *shown, *hiding, *read]
-        assert subprocess.run(command, capture_output=True, text=True, check=False).stdout == says
+        assert subprocess.run(command, capture_output=True, text=True, check=False).stdout == expected
     assert not hidden_package(["/elsewhere"], own)

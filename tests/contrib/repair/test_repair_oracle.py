@@ -64,7 +64,7 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "expected"),
     [
         ("2s/2/1/", "0 failed, 1 passed\n"),
         ("2s/2/3/", "1 failed, 0 passed\nUndone. Line 2 of m.py:\nreturn a + 2\n"),
@@ -73,7 +73,7 @@ def test_an_edit_that_does_not_repair_is_undone(instances: tuple[Instance, ...],
         ("1,2s/2/3/", "1 failed, 0 passed\nUndone. Line 1 of m.py:\ndef f(a):\nLine 2 of m.py:\nreturn a + 2\n"),
     ],
 )
-def test_an_edit_says_what_came_of_it_and_shows_its_lines_again(script: str, said: str, tmp_path: Path):
+def test_an_edit_reports_its_result_and_shows_its_lines_again(script: str, expected: str, tmp_path: Path):
     runner = repository_files(spec_of(repair_instances(1, "train")[0]))[RUN_TESTS]
     text = "def f(a):\n    return a + 2\n"
     (tmp_path / RUN_TESTS).write_text(runner.replace("alarm(20)", "alarm(1)"))
@@ -83,8 +83,8 @@ def test_an_edit_says_what_came_of_it_and_shows_its_lines_again(script: str, sai
     done = subprocess.run(
         command, cwd=tmp_path, input=script + "\n", capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout == said.format(tmp_path) and done.returncode == ("Undone" in said)
-    assert ((tmp_path / "m.py").read_text() == text) == ("Undone" in said)
+    assert done.stdout == expected.format(tmp_path) and done.returncode == ("Undone" in expected)
+    assert ((tmp_path / "m.py").read_text() == text) == ("Undone" in expected)
 
 
 def test_it_is_served_as_a_model_is(instances: tuple[Instance, ...]):
@@ -93,7 +93,7 @@ def test_it_is_served_as_a_model_is(instances: tuple[Instance, ...]):
         kind = {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{url}/chat/completions", body.encode(), kind)
         with urllib.request.urlopen(asked, timeout=20) as answer:
-            said = json.load(answer)["choices"][0]["message"]["content"]
-    assert said == oracle_plan(instances[0], V0, 0)[0].text
+            content = json.load(answer)["choices"][0]["message"]["content"]
+    assert content == oracle_plan(instances[0], V0, 0)[0].text
     with pytest.raises(ConfigError, match="does not know the task"):
         RepairOracle((), V0).answer([{"role": "user", "content": "hello"}])

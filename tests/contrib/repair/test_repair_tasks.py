@@ -52,7 +52,7 @@ def test_the_published_tasks_are_split_by_package_and_function(published: tuple[
         assert (node.end_lineno or 0) - node.lineno < LONGEST_FUNCTION + 1
 
 
-def test_a_statement_says_less_at_every_level(published: tuple[Instance, ...]):
+def test_a_statement_has_less_at_every_level(published: tuple[Instance, ...]):
     entry = swe_tasks(find_suite("repair-1"))[0]
     assert entry.instance is not None
     spec, test = spec_of(entry.instance), entry.instance.fail_to_pass[0].partition("::")[2]

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_model import ScriptedModel, says, serve
+from scripted_model import ScriptedModel, reply, serve
 from starlette.testclient import TestClient
 
 from openhands_rl_plugin import FileTrajectoryStorage, cli
@@ -143,7 +143,7 @@ class TestCluster:
     def model(self) -> Iterator[ScriptedModel]:
         with serve() as model:
             model.context = 4096
-            model.policies["base"] = lambda _: says(SEARCH)
+            model.policies["base"] = lambda _: reply(SEARCH)
             model.scripts["base"].clear()
             yield model
 

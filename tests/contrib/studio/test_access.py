@@ -69,7 +69,7 @@ def test_pages_of_others_are_refused_with_the_cookie_too(tmp_path: Path, headers
         assert browser.post("/api/session", json={}, headers=headers).status_code == 403
 
 
-def test_what_is_sent_has_to_say_where_it_comes_from(tmp_path: Path) -> None:
+def test_what_is_sent_has_to_name_its_origin(tmp_path: Path) -> None:
     with studio(tmp_path) as running, httpx.Client(base_url=running.url) as browser:
         token = {"key": running.tickets.token}
         own = {"Origin": running.url}

@@ -64,8 +64,8 @@ def scored(opener: Opener) -> ScoreReport:
 def test_a_comment_is_no_reward_and_no_secret(opener: Opener, client: Client) -> None:
     fill(opener, [sample_episode("one", reward=0.5)])
     browser = client(opener())
-    said = {"episode": "one", "kind": "comment", "text": f"it prints {SECRET}", "node": 1, "tokens": [0, 2]}
-    assert browser.post("/api/labels", json=said).status_code == 201
+    comment = {"episode": "one", "kind": "comment", "text": f"it prints {SECRET}", "node": 1, "tokens": [0, 2]}
+    assert browser.post("/api/labels", json=comment).status_code == 201
     scores, labels = stored(opener, "one")
     assert scores == () and SECRET not in labels[0].text and labels[0].tokens == (0, 2)
     assert browser.get("/api/episodes?min_reward=0.4").json()["total"] == 1
@@ -75,10 +75,10 @@ def test_a_comment_is_no_reward_and_no_secret(opener: Opener, client: Client) ->
 def test_a_preference_is_what_training_reads(opener: Opener, client: Client) -> None:
     fill(opener, [sample_episode("one"), sample_episode("two"), sample_episode("other", task="another")])
     browser = client(opener())
-    said = {"episode": "two", "kind": "preference", "value": 1, "other": "one"}
-    assert browser.post("/api/labels", json=said).status_code == 201
+    preference = {"episode": "two", "kind": "preference", "value": 1, "other": "one"}
+    assert browser.post("/api/labels", json=preference).status_code == 201
     assert preferences(stored(opener, "two")[1]) == {frozenset({"one", "two"}): "two"}
-    assert "two tasks" in browser.post("/api/labels", json={**said, "other": "other"}).json()["error"]["message"]
+    assert "two tasks" in browser.post("/api/labels", json={**preference, "other": "other"}).json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

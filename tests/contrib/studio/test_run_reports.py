@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from demo_episodes import played
+from demo_episodes import demo_episode
 from report_data import data_of
 from shopping_loop import make_plan
 
@@ -24,7 +24,7 @@ ADAPTERS = ("shop-v000001", "shop-v000002", "shop-v000003")
 
 def attempt(stage: str, goal: str, earned: float) -> Trajectory:
     policy = PolicyRef.from_served_name("base", ADAPTERS[-1] if stage == "final" else "base")
-    return played(stage, goal, earned, asked=f"Buy {goal}.", said=f"click[{stage} & {goal}]", policy=policy)
+    return demo_episode(stage, goal, earned, asked=f"Buy {goal}.", text=f"click[{stage} & {goal}]", policy=policy)
 
 
 def record(name: str, adapter: str | None, success: float, reward: float) -> StageRecord:

@@ -22,7 +22,7 @@ import httpx
 import pytest
 import yaml
 from launchers import free_port
-from scripted_model import call, says, serve
+from scripted_model import call, reply, serve
 
 from openhands_rl_plugin.apps.rollout.rollout import VARIABLE
 from openhands_rl_plugin.cli import rollout
@@ -37,21 +37,21 @@ AGENT = f"{OpenHandsAgent.__module__}:{OpenHandsAgent.__name__}"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ({}, "configuration: the environment variable 'AGL_OPENAI_BASE_URL' is not set"),
         ({**RUNNER, TASK: "webshop-99999"}, "configuration: environment has no task webshop-99999"),
         ({**RUNNER, TASK: "webshop-3"}, "infrastructure: no model server answers at http://127.0.0.1:1/v1"),
     ],
 )
-def test_what_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str) -> None:
+def test_what_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str) -> None:
     for name in ("AGL_OPENAI_BASE_URL", "AGL_EVENT_URL", "AGL_KEY", TASK, OPTIONS, VARIABLE):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
         OpenHandsAgent().run()
-    assert said in str(ended.value) and "\n" not in str(ended.value)
+    assert expected in str(ended.value) and "\n" not in str(ended.value)
 
 
 def test_the_configurations_name_what_is_there() -> None:
@@ -92,11 +92,11 @@ def play(body: dict[str, Any]) -> dict[str, Any]:
     text = "\n".join(_text_of(each["content"]) for each in body["messages"])
     instance = next((each for each in repair_instances(1, "heldout") if each.problem_statement in text), None)
     if instance is None:
-        return says(SEARCH)
+        return reply(SEARCH)
     if sum(each["role"] == "assistant" for each in body["messages"]):
-        return says(None, call("finish", {"message": "Done.", "task_completed": "true"}))
+        return reply(None, call("finish", {"message": "Done.", "task_completed": "true"}))
     mend = f"git apply <<'EOF'\n{instance.patch}\nEOF"
-    return says(None, call("execute_bash", {"command": mend, "security_risk": "LOW"}))
+    return reply(None, call("execute_bash", {"command": mend, "security_risk": "LOW"}))
 
 
 def _text_of(content: Any) -> str:
@@ -142,8 +142,8 @@ def ended(api: httpx.Client, task: Any, *options: str, train: bool = True) -> tu
     where = f"/api/rollouts/{made['rollout_id']}"
 
     def state() -> str:
-        said = api.get(where).json()["rollout"]["status"]["state"]
-        return said if said in ("succeeded", "failed") else ""
+        state = api.get(where).json()["rollout"]["status"]["state"]
+        return state if state in ("succeeded", "failed") else ""
 
     return until(state), api.get(f"{where}/events", params={"format": "triplet"}).json()
 
@@ -152,7 +152,7 @@ def ended(api: httpx.Client, task: Any, *options: str, train: bool = True) -> tu
 @pytest.mark.skipif(not PYTHON, reason="needs OPENHANDS_RL_AGENT_LIGHTNING_PYTHON: .ci/peers agent-lightning")
 @pytest.mark.timeout(900)
 class TestRealServer:
-    def test_every_call_of_an_episode_is_recorded_and_its_reward_told(self, api: httpx.Client) -> None:
+    def test_every_call_of_an_episode_is_recorded_and_its_reward_reported(self, api: httpx.Client) -> None:
         state, events = ended(api, "webshop-3", "--max-turns", "2", "--native-tool-calling", "false")
         assert state == "succeeded"
         assert [each["event_type"] for each in events] == ["model_request", "model_request", "reward"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from needs import needs_bubblewrap
-from scripted_model import ScriptedModel, call, says, serve, with_prompt_ids
+from scripted_model import ScriptedModel, call, reply, serve, with_prompt_ids
 
 from openhands_rl_plugin.contrib.repair.rows import repair_instances
 from openhands_rl_plugin.core.errors import ConfigError
@@ -72,11 +72,11 @@ def repairs(body: dict[str, Any]) -> Any:
     if sum(each["role"] == "assistant" for each in body["messages"]):
         return gives_up(body)
     mend = f"git apply <<'EOF'\n{INSTANCE.patch}\nEOF"
-    return says(None, call("execute_bash", {"command": mend, "security_risk": "LOW"}))
+    return reply(None, call("execute_bash", {"command": mend, "security_risk": "LOW"}))
 
 
 def gives_up(body: dict[str, Any]) -> Any:
-    return says(None, call("finish", {"message": "Done.", "task_completed": "true"}))
+    return reply(None, call("finish", {"message": "Done.", "task_completed": "true"}))
 
 
 def without_ids(body: dict[str, Any]) -> Any:
@@ -132,14 +132,14 @@ async def test_a_batch_has_the_advantages_of_its_valid_episodes(model: ScriptedM
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ((), "set generator.step_wise_trajectories=true"),
         ((*STEPWISE, "generator.sampling_params.temperature=0.7"), "vLLM gives logprobs at temperature 1"),
     ],
 )
-def test_what_would_be_trained_wrongly_is_refused(words: tuple[str, ...], said: str):
+def test_what_would_be_trained_wrongly_is_refused(words: tuple[str, ...], expected: str):
     from openhands_rl_plugin.contrib.trainers.skyrl import check_config
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected):
         check_config(configured(*words))

@@ -102,8 +102,8 @@ def _cosine(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def test_it_is_the_release_of_the_table(server: TinkerSettings) -> None:
-    told = "from importlib.metadata import version; print(version('skyrl'))"
-    found = run([os.environ[PYTHON], "-c", told], check=True, capture_output=True, text=True).stdout.strip()
+    program = "from importlib.metadata import version; print(version('skyrl'))"
+    found = run([os.environ[PYTHON], "-c", program], check=True, capture_output=True, text=True).stdout.strip()
     assert {"tinker": version("tinker"), "skyrl": found} == SHOWS.packages
 
 

@@ -1,4 +1,4 @@
-"""``vf-eval`` of the real verifiers plays OpenHands: every turn of what it saves has ids, a mask and logprobs.
+"""``vf-eval`` of the real verifiers runs OpenHands: every turn of what it saves has ids, a mask and logprobs.
 
 OPENHANDS_RL_VERIFIERS_PYTHON    has verifiers and this package (``.ci/peers verifiers`` makes it)
 OPENHANDS_RL_V1_PYTHON           has OpenHands V1 and this package; by default .venv-v1, which `make test-v1` makes
@@ -43,7 +43,7 @@ def mender() -> Policy:
     """Says the patch of the task that the prompt shows, looks at what it did, and is done."""
     instances = [*read_instances(local_rows())]
 
-    def say(prompt: str, turn: int) -> str:
+    def reply(prompt: str, turn: int) -> str:
         (task,) = (each for each in instances if each.problem_statement.strip() in prompt)
         if turn == 0:
             return "I mend it.\n" + call(
@@ -53,7 +53,7 @@ def mender() -> Policy:
             return call("terminal", command="git status --short", security_risk="LOW")
         return call("finish", message="Done.")
 
-    return say
+    return reply
 
 
 def shopper(prompt: str, turn: int) -> str:
@@ -103,8 +103,8 @@ def evaluation(tmp_path: Path):
 
 
 def check_tokens(trace: dict[str, Any], server: GenerateServer) -> list[str]:
-    """Every answer has its ids, masks and logprobs, and was sampled after exactly the ids before it. What was said."""
-    nodes, said = trace["nodes"], []
+    """Every answer has ids, masks and logprobs, and was sampled after exactly the ids before it. Returns the texts."""
+    nodes, texts = trace["nodes"], []
     asked = [each["token_ids"] for each in server.requests]
     for number, node in enumerate(nodes):
         ids, mask = node["token_ids"], node["mask"]
@@ -115,13 +115,13 @@ def check_tokens(trace: dict[str, Any], server: GenerateServer) -> list[str]:
             assert node["logprobs"] == [logprob_of(token) for token in sampled]
             before = [token for each in nodes[:number] for token in each["token_ids"]]
             assert [*before, *ids[: mask.index(True)]] in asked
-            said.append(server.tokenizer.decode(sampled))
-    return said
+            texts.append(server.tokenizer.decode(sampled))
+    return texts
 
 
 @needs_bubblewrap
 @pytest.mark.skipif(not V1.exists(), reason=f"{V1} is not there: make test-v1 makes .venv-v1")
-def test_openhands_v1_plays_ten_tasks_of_swe_local(evaluation: Callable[[Policy], Evaluation]) -> None:
+def test_openhands_v1_works_on_ten_tasks_of_swe_local(evaluation: Callable[[Policy], Evaluation]) -> None:
     run = evaluation(mender())
     traces = run.run("-n", "10", "-c", "2", python=str(V1))
     assert len(traces) == 10 and len(run.server.requests) == 30
@@ -135,7 +135,7 @@ def test_openhands_v1_plays_ten_tasks_of_swe_local(evaluation: Callable[[Policy]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("--env.agent.max-turns", "1"), "verifiers ended the episode (max_turns) before it was graded"),
         (("--env.agent.harness.python", VERIFIERS), "configuration: "),
@@ -145,9 +145,9 @@ def test_openhands_v1_plays_ten_tasks_of_swe_local(evaluation: Callable[[Policy]
     ids=["cut by verifiers", "no OpenHands", "a search", "no such file"],
 )
 def test_what_is_no_sample_has_an_error_and_no_reward(
-    evaluation: Callable[[Policy], Evaluation], words: tuple[str, ...], said: str
+    evaluation: Callable[[Policy], Evaluation], words: tuple[str, ...], expected: str
 ) -> None:
     shop = ("--env.taskset.suite", "webshop", "-n", "1", "--env.agent.harness.episode.max-turns", "2")
     (trace,) = evaluation(shopper).run(*shop, *words).values()
-    assert [each["message"] for each in trace["errors"] if said in each["message"]], trace["errors"]
+    assert [each["message"] for each in trace["errors"] if expected in each["message"]], trace["errors"]
     assert trace["rewards"] in ({}, {"episode": None}) and not trace["ok"] and "openhands_rl" not in trace["info"]

@@ -65,7 +65,7 @@ LOOP = """
 @pytest.mark.timeout(600)
 class TestRealAgentLoop:
     @pytest.fixture
-    def played(self, servers: Servers, tmp_path: Path) -> Any:
+    def rolled_out(self, servers: Servers, tmp_path: Path) -> Any:
         """Runs an agent loop as verl's worker makes one, from the registered configuration."""
         import hydra  # pyright: ignore[reportMissingImports]
         from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
@@ -98,10 +98,10 @@ class TestRealAgentLoop:
 
         return run
 
-    async def test_an_episode_is_what_verl_trains_on(self, played: Any, servers: Servers):
+    async def test_an_episode_is_what_verl_trains_on(self, rolled_out: Any, servers: Servers):
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput  # pyright: ignore[reportMissingImports]
 
-        rows = await asyncio.gather(*(played({"task": "webshop-3", "uid": "a"}) for _ in range(4)))
+        rows = await asyncio.gather(*(rolled_out({"task": "webshop-3", "uid": "a"}) for _ in range(4)))
         for row in (each for episode in rows for each in episode):
             assert isinstance(row, AgentLoopOutput) and row.reward_score == 0.0
             assert len(row.response_ids) == len(row.response_mask) == len(row.response_logprobs)
@@ -115,7 +115,7 @@ class TestRealAgentLoop:
         assert all(tuple(row.prompt_ids) in prompts for episode in rows for row in episode)
 
     @pytest.mark.parametrize(
-        ("row", "changes", "said"),
+        ("row", "changes", "expected"),
         [
             ({}, {}, "needs a column 'task'"),
             ({"task": "webshop-3"}, {"use_v1": False}, "set trainer.use_v1=True"),
@@ -124,8 +124,8 @@ class TestRealAgentLoop:
         ],
     )
     async def test_what_would_be_trained_wrongly_is_refused(
-        self, played: Any, row: dict[str, Any], changes: dict[str, Any], said: str
+        self, rolled_out: Any, row: dict[str, Any], changes: dict[str, Any], expected: str
     ):
-        with pytest.raises(Exception, match=said) as refused:
-            await played(row, **changes)
+        with pytest.raises(Exception, match=expected) as refused:
+            await rolled_out(row, **changes)
         assert isinstance(refused.value.__cause__ or refused.value, ConfigError)

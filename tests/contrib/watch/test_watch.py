@@ -34,7 +34,7 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
 ) -> None:
     config = write_config(tmp_path, shop=served[0], server=served[1])
     settings = load_settings(config)
-    played = asyncio.run(play(settings, "users", 16))
+    trajectories = asyncio.run(play(settings, "users", 16))
     deaths = asyncio.run(killed_all_the_time(config, shopper))
 
     entries = journal_of(config)
@@ -46,7 +46,7 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
     assert version.name in httpx.get(f"{served[1]}/v1/models").text
 
     gathered = next(entry for entry in entries if entry.step is WatchStep.GATHERED).figures
-    good = {each.id for each in played if each.episode_return >= 0.5}
+    good = {each.id for each in trajectories if each.episode_return >= 0.5}
     assert isinstance(gathered["episodes"], dict) and gathered["episodes"].keys() == good
     before, after = (entry.figures["success"] for entry in entries if entry.step is WatchStep.MEASURED)
     assert isinstance(before, dict) and isinstance(after, dict) and len(before) == len(after) == 8
@@ -56,7 +56,7 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
             return [each.id async for each in storage.summaries(TrajectoryFilter())]
 
     kept = asyncio.run(stored())
-    assert len(kept) == len(set(kept)) == 16 + 8 + 8, "no episode was played twice"
+    assert len(kept) == len(set(kept)) == 16 + 8 + 8, "no episode was rolled out twice"
 
     where = ["--config", str(config)]
     capsys.readouterr()
@@ -67,8 +67,8 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
     (line,) = capsys.readouterr().err.splitlines()
     assert "there is nothing to roll back from" in line
     asyncio.run(play(settings, "after", 8, served=version.name))
-    said = asyncio.run(look(config, shopper))
-    assert said == [], "what a version did that was taken back is not learnt from"
+    lines = asyncio.run(look(config, shopper))
+    assert lines == [], "what a version did that was taken back is not learnt from"
     assert cli.main(["watch", "rollback", *where, "--to", "1"]) == 0
     assert current(settings) == version.name
     assert cli.main(["watch", "status", *where]) == 0
@@ -79,14 +79,14 @@ def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopp
     """People say that the bad way is the good one: what they say counts, and the held-out suite does not let it in."""
     config = write_config(tmp_path, shop=served[0], server=served[1], watch="max_episodes = 16")
     settings = load_settings(config)
-    played = asyncio.run(play(settings, "users", 16))
-    verdicts = [(each.id, float(each.episode_return < 0.5), "ann") for each in played]
+    trajectories = asyncio.run(play(settings, "users", 16))
+    verdicts = [(each.id, float(each.episode_return < 0.5), "ann") for each in trajectories]
     divided = verdicts[0][0]
     asyncio.run(label(settings, [*verdicts, (divided, 1 - verdicts[0][1], "bob")]))
-    said = asyncio.run(look(config, shopper))
-    assert [each.step for each in said] == [*ALL[:6], WatchStep.HELD, WatchStep.JUDGED]
-    assert "1 wait: labels contradict each other" in said[1].said
-    assert "was held back: held-out suite" in said[6].said
+    lines = asyncio.run(look(config, shopper))
+    assert [each.step for each in lines] == [*ALL[:6], WatchStep.HELD, WatchStep.JUDGED]
+    assert "1 wait: labels contradict each other" in lines[1].lines
+    assert "was held back: held-out suite" in lines[6].lines
     assert current(settings) is None
     (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
     assert version.name not in httpx.get(f"{served[1]}/v1/models").text, "it is not served any more"
@@ -114,7 +114,7 @@ def test_trouble_is_one_line_and_the_next_look_goes_on(
         assert cli.main(words) == 1, "nor two of different adapters on one store"
         capsys.readouterr()
 
-    for more, says in (
+    for more, expected in (
         ('[rl.watch]\nsuite = ""', "[rl.watch] suite: there is nothing to measure candidates on"),
         (f'[rl.serving]\nbase_url = "{away}/v1"', "127.0.0.1:9"),
         ('[rl.serving]\nbase_url = ""', "[rl.serving] base_url: no model server is named"),
@@ -124,5 +124,5 @@ def test_trouble_is_one_line_and_the_next_look_goes_on(
         other.write_text(f"{config.read_text()}\n{more.replace('[rl', '[extended.rl')}\n")
         assert cli.main([*words[:2], str(other), *words[3:]]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert says in line
+        assert expected in line
     assert journal_of(config) == before and before[0].step is WatchStep.FROZEN

@@ -29,7 +29,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 
 class Opinion:
-    """A verifier as far as a watch sees it: it thinks what the episode was paid."""
+    """A verifier as far as a watch sees it: it repeats the episode's return."""
 
     version = "verifier-1@test/9/2,0"
 
@@ -67,15 +67,15 @@ async def found(
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[FileTrajectoryStorage]:
     async with FileTrajectoryStorage(tmp_path, durable=False) as opened:
-        for number, paid in enumerate((1.0, 0.0, 0.5, 1.0)):
-            await opened.add(episode(number, paid))
+        for number, rewarded in enumerate((1.0, 0.0, 0.5, 1.0)):
+            await opened.add(episode(number, rewarded))
         yield opened
 
 
 async def test_people_come_first_and_contradictions_wait(store: FileTrajectoryStorage) -> None:
     names = [f"episode-tiny-{number}" for number in range(4)]
-    said = [(names[0], 0.0, "ann"), (names[1], 1.0, "ann"), (names[3], 1.0, "ann"), (names[3], 0.0, "bob")]
-    await store.add_labels([label(name, LabelKind.VERDICT, value, who) for name, value, who in said])
+    votes = [(names[0], 0.0, "ann"), (names[1], 1.0, "ann"), (names[3], 1.0, "ann"), (names[3], 0.0, "bob")]
+    await store.add_labels([label(name, LabelKind.VERDICT, value, who) for name, value, who in votes])
     answer = await judged(store, settings())
     assert answer.known == {
         names[0]: Judgement(0.0, False, "people"),

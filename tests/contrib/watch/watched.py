@@ -117,7 +117,7 @@ async def play(settings: RLSettings, run_id: str, tasks: int = 8, served: str | 
         return await roll_out(plan, runner, storage)
 
 
-async def label(settings: RLSettings, said: Sequence[tuple[str, float, str]]) -> None:
+async def label(settings: RLSettings, labels: Sequence[tuple[str, float, str]]) -> None:
     """Verdicts: (episode, value, author)."""
     async with FileTrajectoryStorage(settings.storage.directory) as storage:
         await storage.add_labels(
@@ -130,14 +130,14 @@ async def label(settings: RLSettings, said: Sequence[tuple[str, float, str]]) ->
                     author=author,
                     at=time.time(),
                 )
-                for identity, value, author in said
+                for identity, value, author in labels
             ]
         )
 
 
 @asynccontextmanager
 async def watching(
-    config: Path, model: Path, said: list[Entry] | None = None, kind: type[Watch] = Watch
+    config: Path, model: Path, journal: list[Entry] | None = None, kind: type[Watch] = Watch
 ) -> AsyncIterator[Watch]:
     """A watch of the config's store, measured on ``SUITE``."""
     settings = load_settings(config)
@@ -148,17 +148,17 @@ async def watching(
         FileTrajectoryStorage(settings.storage.directory) as storage,
         publisher_for(settings.serving, adapters) as publisher,
     ):
-        watch = kind(job, storage, adapters, publisher, (said if said is not None else []).append)
+        watch = kind(job, storage, adapters, publisher, (journal if journal is not None else []).append)
         watch.check()
         yield watch
 
 
 async def look(config: Path, model: Path) -> list[Entry]:
     """What one look noted."""
-    said: list[Entry] = []
-    async with watching(config, model, said) as watch:
+    journal: list[Entry] = []
+    async with watching(config, model, journal) as watch:
         await watch.look()
-    return said
+    return journal
 
 
 class Killed(BaseException):
@@ -170,15 +170,15 @@ class Dying(Watch):
 
     doomed: set[tuple[int, str]]
 
-    def _note(self, step: WatchStep, said: str, **more: object) -> None:
+    def _note(self, step: WatchStep, line: str, **more: object) -> None:
         number = len(self._journal.read()) + 1
         for when in ("before", "after"):
             if (number, when) not in self.doomed:
                 self.doomed.add((number, when))
                 if when == "after":
-                    super()._note(step, said, **more)  # type: ignore[arg-type]
+                    super()._note(step, line, **more)  # type: ignore[arg-type]
                 raise Killed
-        super()._note(step, said, **more)  # type: ignore[arg-type]
+        super()._note(step, line, **more)  # type: ignore[arg-type]
 
 
 async def killed_all_the_time(config: Path, model: Path) -> int:

@@ -20,7 +20,7 @@ def task(idx: Any = 0, instruction: str = "buy the red lamp", environment: str =
     return Task(id=f"task-{idx}", environment=environment, instruction=instruction, data={"idx": idx})
 
 
-def said(text: str | None) -> Message:
+def reply(text: str | None) -> Message:
     return Message(role="assistant", content=text)
 
 
@@ -59,10 +59,10 @@ async def test_an_episode_from_reset_to_close():
         opening = await client.reset(task(7))
         assert [message.role for message in opening.messages] == ["system", "user"]
         assert opening.messages[1].content == "start of 7"
-        first = await client.step(said("Thought: look.\nAction: search[lamp]"))
+        first = await client.step(reply("Thought: look.\nAction: search[lamp]"))
         assert (first.messages[0].content, first.reward, first.terminated) == ("count 1", 0.5, False)
-        await client.step(said("Action: click[a]"))
-        last = await client.step(said("Action: click[b]"))
+        await client.step(reply("Action: click[a]"))
+        last = await client.step(reply("Action: click[b]"))
         assert last.terminated and not last.truncated
         evidence = await client.evidence()
         await client.close()
@@ -90,7 +90,7 @@ async def test_without_sessions_one_index_is_one_episode_at_a_time():
         await other.reset(task(4))
         with pytest.raises(InfrastructureError, match="has no sessions and an episode of idx 3 is running already"):
             await second.reset(task(3))
-        assert server.paths() == ["/reset", "/reset"], "the refused episode must not touch the one being played"
+        assert server.paths() == ["/reset", "/reset"], "the refused episode must not touch the running one"
         await second.close()
         await first.close()
         third = WebEnvClient(options(server.url))
@@ -124,7 +124,7 @@ async def test_a_malformed_action_is_answered_here_and_counts(react_format: bool
     async with raw_server(CountingServer(sessions=True)) as server:
         client = WebEnvClient(options(server.url, react_format=react_format))
         await client.reset(task())
-        answer = await client.step(said(text))
+        answer = await client.step(reply(text))
         assert complaint in (answer.messages[0].content or "")
         assert (answer.reward, answer.terminated, answer.truncated) == (0.0, False, False)
         evidence = await client.evidence()

@@ -95,7 +95,7 @@ async def test_answers_nonsense(where: str, answer: bytes, kind: FailureKind, wo
 
 
 @pytest.mark.parametrize("missing", ["reward", "done"])
-async def test_a_step_says_what_it_was_worth_and_whether_it_was_the_last(missing: str):
+async def test_a_step_has_its_reward_and_whether_it_was_the_last(missing: str):
     answer = {name: value for name, value in GOOD.items() if name != missing}
     async with raw_server(on_step(respond(answer))) as server:
         await assert_failed(await play(server.url), ENVIRONMENT, f"no '{missing}'")

@@ -8,7 +8,7 @@ import pytest
 from one_episode import one_episode
 from raw_server import raw_server, respond
 from small_shop import running_shop
-from test_client import CountingServer, options, said, task
+from test_client import CountingServer, options, reply, task
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError
 from openhands_rl_plugin.core.protocols import Forkable
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.contract
 
 
 def react(action: str) -> Any:
-    return said(f"Thought: go on\nAction: {action}")
+    return reply(f"Thought: go on\nAction: {action}")
 
 
 async def test_the_webshop_copies_an_episode_itself_and_the_copies_go_their_own_ways():
@@ -48,7 +48,7 @@ async def test_a_server_that_cannot_copy_gets_the_same_actions_again():
         client = WebEnvClient(options(server.url))
         await client.reset(task(7))
         await client.step(react("one"))
-        await client.step(said("nothing to act on in here"))
+        await client.step(reply("nothing to act on in here"))
         twin = await client.fork()
         assert server.paths() == ["/reset", "/step", "/fork", "/reset", "/step"]
         assert (await twin.step(react("two"))).messages[0].content == "count 2"
@@ -73,15 +73,15 @@ async def test_a_server_that_answers_otherwise_the_second_time_is_refused():
         await client.step(react("one"))
         with pytest.raises(BadEnvironmentError, match="cannot be forked: it answered the same actions differently"):
             await client.fork()
-        assert (await client.step(react("two"))).messages, "the original plays on"
+        assert (await client.step(react("two"))).messages, "the original goes on"
         await client.close()
 
 
-async def test_a_search_on_a_server_without_sessions_fails_once_and_says_what_to_do():
-    """It is the environment's failure, which no retry mends: candidates would be paid for again."""
+async def test_a_search_on_a_server_without_sessions_fails_once_with_the_remedy():
+    """It is the environment's failure, which no retry mends: candidates would be sampled again."""
     async with raw_server(CountingServer(sessions=False)) as server:
         engine, strategy = ScriptedEngine(["Action: one", "Action: two"] * 8), BestOfNStrategy(n=2, value="rollout")
-        played = await one_episode(WebEnvClient(options(server.url)), engine, task(7), strategy=strategy)
-        assert played.failure is not None and played.failure.kind is FailureKind.ENVIRONMENT
-        assert "has no sessions" in played.failure.message and '"StandardReAct"' in played.failure.message
+        trajectory = await one_episode(WebEnvClient(options(server.url)), engine, task(7), strategy=strategy)
+        assert trajectory.failure is not None and trajectory.failure.kind is FailureKind.ENVIRONMENT
+        assert "has no sessions" in trajectory.failure.message and '"StandardReAct"' in trajectory.failure.message
         assert server.paths() == ["/reset"]

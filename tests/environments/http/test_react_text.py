@@ -76,7 +76,7 @@ def test_a_line_of_code_is_no_action_line():
         ("Action: " + "x" * (MAX_ACTION_CHARACTERS + 1), "longer than"),
     ],
 )
-def test_what_is_wrong_is_said(text: str | None, complaint: str):
+def test_what_is_wrong_is_reported(text: str | None, complaint: str):
     parsed = parse_react(text)
     assert parsed.action is None
     assert parsed.error is not None and complaint in parsed.error

@@ -72,10 +72,10 @@ def native(*calls: tuple[str, Any], content: str | None = None) -> Message:
 
 def text(*calls: tuple[str, Any]) -> Message:
     made = [f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls]
-    return said("\n".join(made))
+    return reply("\n".join(made))
 
 
-def said(words: str | None) -> Message:
+def reply(words: str | None) -> Message:
     return Message(role="assistant", content=words)
 
 
@@ -86,7 +86,7 @@ async def opened(*given: ToolBase, template: str = "", task: Task = TASK, **opti
 
 
 def codes(observation: Observation) -> list[str]:
-    """The feedback codes in what the model is told."""
+    """The feedback codes in the model's observation."""
     found = []
     for message in observation.messages:
         body = (message.content or "").replace("<tool_response>", "").replace("</tool_response>", "")
@@ -137,7 +137,7 @@ async def test_calls_are_executed_until_the_answer(template: str, write: Any) ->
 async def test_a_malformed_answer_is_feedback_and_never_an_answer(words: str | None, code: str, ending: bool) -> None:
     given = tools() if ending else (ThinkTool(), LookUp())
     environment = await opened(*given, template="qwen3")
-    observation = await environment.step(said(words))
+    observation = await environment.step(reply(words))
     if not ending and words == "I think it is three.":
         assert observation.terminated and await answer_of(environment) == words
         return
@@ -166,7 +166,7 @@ async def test_arguments_are_checked_against_the_schema(arguments: str, code: st
 # Defects that tool agents are known for, one test each.
 
 
-async def test_notes_are_told_to_nobody() -> None:
+async def test_notes_are_shown_to_nobody() -> None:
     heard: list[ToolEvent] = []
     environment = ToolEnvironment(tools=tools(), listener=heard.append)
     await environment.reset(TASK)

@@ -112,8 +112,8 @@ def test_processes_of_the_session_go_on_after_its_patch_was_taken(session: Sandb
 async def scored(session: SandboxedWorkspace, **more: object) -> Score:
     asked = {"command": "sh run.sh", "timeout": 20, "protected": PROTECTED, **more}
     reward = CommandReward(CommandOptions.model_validate(asked))
-    told = {"command": session.check(reward.options).model_dump(mode="json")}
-    return await reward(example_trajectory().model_copy(update={"evidence": told}))
+    checked = {"command": session.check(reward.options).model_dump(mode="json")}
+    return await reward(example_trajectory().model_copy(update={"evidence": checked}))
 
 
 @pytest.mark.parametrize("tried", WAYS["command"], ids=lambda tried: tried["name"])

@@ -107,7 +107,7 @@ def texts(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
-def test_large_changes_are_cut_and_say_so(changed: Changed, monkeypatch: pytest.MonkeyPatch):
+def test_large_changes_are_cut_and_marked(changed: Changed, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(changes, "MAX_PATCH_BYTES", 1000)
     monkeypatch.setattr(changes, "MAX_NAMES_BYTES", 50)
     evidence = changed(lambda root: [(root / f"file{n}").write_text("é" * 300 + "\n") for n in range(9)])

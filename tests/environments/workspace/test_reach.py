@@ -65,9 +65,9 @@ def swe_setup(folder: Path, lines: list[str]) -> str:
 
 
 def checks_of_a_task(folder: Path, lines: list[str]) -> str:
-    caught = "import contextlib, io, sys\ndef f():\n    sys.argv[1:], said = ['plants'], io.StringIO()\n"
-    module = f"{caught}    with contextlib.redirect_stdout(said):\n        exec({REACH!r}, {{}})\n"
-    module += "    return said.getvalue()\n"
+    caught = "import contextlib, io, sys\ndef f():\n    sys.argv[1:], printed = ['plants'], io.StringIO()\n"
+    module = f"{caught}    with contextlib.redirect_stdout(printed):\n        exec({REACH!r}, {{}})\n"
+    module += "    return printed.getvalue()\n"
     files = {"m.py": module, "plants": "".join(f"{line}\n" for line in lines)}
     spec = {"path": "m.py", "function": "f", "files": files, "calls": [[[], {}]], "expected": [repr("TRIED\n")]}
     known = {**spec, "line": 1, "shown": 1, "package": "", "license": "", "kind": ""}
@@ -86,8 +86,8 @@ def test_nothing_of_the_host_is_reached(attempt: Attempt, tmp_path: Path, monkey
     with planted(beside, Path.cwd()) as lines, abstract_sockets() as abstract:
         assert len(lines) >= _FEWEST
         # Who installs packages shares the network of the host, and with it the sockets that have no file.
-        said = attempt(tmp_path, [*lines, *([] if attempt is swe_setup else abstract)])
-    assert said == "TRIED\n"
+        reported = attempt(tmp_path, [*lines, *([] if attempt is swe_setup else abstract)])
+    assert reported == "TRIED\n"
 
 
 def test_without_isolation_all_of_it_is_reached(tmp_path: Path):
@@ -95,10 +95,10 @@ def test_without_isolation_all_of_it_is_reached(tmp_path: Path):
     root = tmp_path / "work"
     root.mkdir()
     with planted(tmp_path) as lines, abstract_sockets() as abstract:
-        said = in_shell(SubprocessSandbox(root, tmp_path / "private"), root, [*lines, *abstract])
+        reported = in_shell(SubprocessSandbox(root, tmp_path / "private"), root, [*lines, *abstract])
     # Root owns the kernel's settings, without any capability; some in /proc/pressure are everybody's.
-    assert said.count("REACHED kernel") == 1 or os.geteuid() != 0
-    assert {*lines, *abstract} - {line.removeprefix("REACHED ") for line in said.splitlines()} == set()
+    assert reported.count("REACHED kernel") == 1 or os.geteuid() != 0
+    assert {*lines, *abstract} - {line.removeprefix("REACHED ") for line in reported.splitlines()} == set()
 
 
 def test_files_of_the_system_with_secrets_are_not_there(tmp_path: Path):

@@ -89,14 +89,14 @@ def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureF
 
     stock, plain = side("CodeActAgent"), side("RLAgent", strategy="StandardReAct")
     best, noted = side("RLAgent", strategy="BestOfN", strategy_options={"n": 4}), side("CodeActAgent", "v2")
-    for one, other, said in (
+    for one, other, expected in (
         (plain, best, ("StandardReAct", 'BestOfN {"n": 4}')),
         (stock, noted, ("qwen_maxiter_50_N_v1", "qwen_maxiter_50_N_v2")),
     ):
         assert main(["evaluate", "--compare", str(one), str(other), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         named = (found["comparison"]["first"], found["comparison"]["second"])
-        assert all(part in name for name, part in zip(named, said, strict=True)), named
+        assert all(part in name for name, part in zip(named, expected, strict=True)), named
         assert [group["label"] for group in found["groups"]] == list(named)
 
 
@@ -127,8 +127,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
             ]
             write(tmp_path / name / f"m_maxiter_5_N_{name}-run_{number}", rows, metadata)
     assert main(["evaluate", "--report", str(tmp_path / "a"), "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert "0.333" in said and "pass@1" in said and "4 unresolved" in said
+    compared = capsys.readouterr().out
+    assert "0.333" in compared and "pass@1" in compared and "4 unresolved" in compared
     page = data_of(tmp_path / "out" / "report.html")
     (group,) = page["evaluations"]["groups"]
     assert dict(group["rows"])["pass@1"] == "0.333" and dict(group["rows"])["model"] == "m"
@@ -141,12 +141,12 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["evaluate", "--compare", *sides, "--json", "--out", str(tmp_path / "both")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["comparison"]["gained"] == ["<t0>", "<t1>"] and found["comparison"]["test"] == "paired permutation"
-    said = dict(data_of(tmp_path / "both" / "report.html")["evaluations"]["comparison"])
-    assert said["solved more often"] == "2: <t0>, <t1>" and "paired permutation" in said["p-value"]
+    compared = dict(data_of(tmp_path / "both" / "report.html")["evaluations"]["comparison"])
+    assert compared["solved more often"] == "2: <t0>, <t1>" and "paired permutation" in compared["p-value"]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ('{"instance_id": "a", "test_result": {}}\n{broken\n', "line 2 is not JSON"),
         (None, "no run of an evaluation"),
@@ -154,10 +154,10 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_bad_files_are_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, expected: str
 ):
     if content is not None:
         (tmp_path / "output.jsonl").write_text(content)
     assert main(["evaluate", "--report", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1
+    assert expected in error and len(error.splitlines()) == 1

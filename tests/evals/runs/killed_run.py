@@ -108,7 +108,7 @@ async def main(folder: Path, count: int) -> None:
 
     @asynccontextmanager
     async def sessions(settings: RLSettings, options: HostOptions, *, storage: TrajectoryStorage, workers: int):
-        yield SessionsInPlaces(options.strategy_spec(settings), storage, folder / "played.log")
+        yield SessionsInPlaces(options.strategy_spec(settings), storage, folder / "finished.log")
 
     evaluate.open_runner = sessions
     tasks = [swe_task(instance, SUITE) for instance in read_instances(rows)]

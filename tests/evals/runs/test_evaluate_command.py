@@ -1,4 +1,4 @@
-"""The command and the scripts: what they say before anything is played, and their bad inputs."""
+"""The command and the scripts: what they print before anything is rolled out, and their bad inputs."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def rows(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_dry_run_says_what_would_be_done(
+def test_a_dry_run_shows_what_would_be_done(
     rows: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["evaluate", str(rows), "--llm", "llm.eval", "--config", str(config), "--out", str(tmp_path / "out")]
     assert main([*words, "--agent", "RLAgent", "--runs", "2", "--include", "*-1", "*-3", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "2 instances, 2 runs" in said and "RLAgent with BestOfN" in said and "org/qwen at http://127.0.0.1:1" in said
-    assert "rows-test/RLAgent/qwen_maxiter_50_N_v1-run_1" in said and "temperature 1, 0 done" in said
-    assert not (tmp_path / "out").exists() and "sk-planted" not in said
+    seen = capsys.readouterr().out
+    assert "2 instances, 2 runs" in seen and "RLAgent with BestOfN" in seen and "org/qwen at http://127.0.0.1:1" in seen
+    assert "rows-test/RLAgent/qwen_maxiter_50_N_v1-run_1" in seen and "temperature 1, 0 done" in seen
+    assert not (tmp_path / "out").exists() and "sk-planted" not in seen
     assert main([*words, "--dry-run"]) == 0
     assert "temperature 0.25, 0 done" in capsys.readouterr().out, "a stock agent samples as the model's section says"
 
@@ -65,7 +65,7 @@ SAME = ["--set", "rollout_strategy=BestOfN", "strategy.n=4"]
 
 
 @pytest.mark.parametrize(
-    ("details", "words", "said"),
+    ("details", "words", "seen"),
     [
         (NOTED, SAME, ""),
         (NOTED, [], '(strategy_options: {"n": 4}, now {})'),
@@ -74,7 +74,7 @@ SAME = ["--set", "rollout_strategy=BestOfN", "strategy.n=4"]
     ],
 )
 def test_results_are_not_shown_as_those_of_other_settings(
-    details: dict, words: list[str], said: str, rows: Path, config: Path, tmp_path: Path, capsys
+    details: dict, words: list[str], seen: str, rows: Path, config: Path, tmp_path: Path, capsys
 ):
     directory = tmp_path / "out/rows-test/RLAgent/qwen_maxiter_50_N_v1-run_0"
     directory.mkdir(parents=True)
@@ -82,11 +82,11 @@ def test_results_are_not_shown_as_those_of_other_settings(
     (directory / "metadata.json").write_text(json.dumps(metadata))
     (directory / "output.jsonl").write_text('{"instance_id": "owner__adder-1"}\n')
     command = ["evaluate", str(rows), "--llm", "eval", "--config", str(config), "--out", str(tmp_path / "out")]
-    assert main([*command, "--agent", "RLAgent", *words, "--dry-run"]) == (1 if said else 0)
+    assert main([*command, "--agent", "RLAgent", *words, "--dry-run"]) == (1 if seen else 0)
     printed = capsys.readouterr()
-    if said:
+    if seen:
         (line,) = printed.err.splitlines()
-        assert said in line and str(directory) in line and "--note or another --out" in line
+        assert seen in line and str(directory) in line and "--note or another --out" in line
     else:
         assert "1 done" in printed.out
 
@@ -96,19 +96,19 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
     config.write_text(CONFIG + '[rl.serving]\nmodel = "org/base"\n')
     words = ["evaluate", str(rows), "--agent", "RLAgent", "--out", str(tmp_path / "out"), "--dry-run"]
     words += ["--base-url", "http://127.0.0.1:1/v1", "--api-key-env", ""]
-    for options, said in (
+    for options, seen in (
         (["--model", "policy-v000007", "--config", str(config)], "policy-v000007 on org/base at"),
         (["--model", "policy-v000007", "--base-model", "other"], "policy-v000007 on other at"),
         (["--model", "org/sgl:policy-v000007", "--config", str(config)], "policy-v000007 on org/sgl at"),
     ):
         assert main([*words, *options]) == 0
-        assert said in capsys.readouterr().out
+        assert seen in capsys.readouterr().out
     assert main([*words, "--model", "policy-v000007"]) == 1
     assert "policy-v000007 is a version of an adapter: give its base model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "seen"),
     [
         (["swe-bench-light"], "unknown suite 'swe-bench-light'; available: "),
         (["ROWS", "--include", "django__*"], "no instance matches 'django__*'"),
@@ -120,12 +120,12 @@ def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, ca
     ],
 )
 def test_wrong_options_are_clear_lines(
-    rows: Path, config: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    rows: Path, config: Path, capsys: pytest.CaptureFixture[str], words: list[str], seen: str
 ):
     given = [str(rows) if word == "ROWS" else word for word in words]
     llm = [] if "--llm" in words else ["--llm", "eval"]
     assert main(["evaluate", *given, *llm, "--config", str(config), "--dry-run"]) in (1, 2)
-    assert said in capsys.readouterr().err
+    assert seen in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -156,7 +156,7 @@ def test_an_environment_is_evaluated_within_the_bounds_of_training(
     words = ["evaluate", "environment", "--tasks", "2", "--config", str(own), "--llm", "eval", "--agent", "RLAgent"]
     words += ["--out", str(tmp_path / "out"), "--dry-run"]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "3 at a time" in said and "at most 7 iterations" in said
-    assert "in tokens: prompt 1,500, answer 90, observation 300" in said
-    assert "resolved by a return of at least 0.5" in said
+    seen = capsys.readouterr().out
+    assert "3 at a time" in seen and "at most 7 iterations" in seen
+    assert "in tokens: prompt 1,500, answer 90, observation 300" in seen
+    assert "resolved by a return of at least 0.5" in seen

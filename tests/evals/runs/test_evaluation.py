@@ -59,7 +59,7 @@ def plan_for(model: str, out: Path, **more) -> EvaluationPlan:
     return EvaluationPlan(suite=given.pop("suite", SUITE), settings=settings, out=out, llm_retries=1, **given)
 
 
-async def played(
+async def judged(
     plan: EvaluationPlan, entries: Sequence[EvalTask], backend: GitBackend | None, **more
 ) -> list[Outcome]:
     """What a run of the plan does, in the order in which it ends."""
@@ -82,7 +82,7 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     instances = make_instances(tmp_path, 4)
     entries = entries_of(instances, [FIXED, SPOILT, NOTHING, LOOPING])
     plan = plan_for(model, tmp_path / "out")
-    outcomes = {each.instance_id[-1]: each for each in await played(plan, entries, GitBackend(tmp_path / "grade"))}
+    outcomes = {each.instance_id[-1]: each for each in await judged(plan, entries, GitBackend(tmp_path / "grade"))}
     assert [outcomes[name].kind.value for name in "0123"] == ["resolved", "unresolved", "empty_patch", "empty_patch"]
     assert outcomes["1"].flags == ("exit",) and outcomes["2"].turns == 3
     first = outcomes["0"]
@@ -112,13 +112,13 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     assert not any("a + b" in json.dumps(each.task.data) for each, _ in await stored(plan)), "tasks hold no solution"
 
 
-async def test_a_finished_run_is_not_played_again(model: str, tmp_path: Path):
+async def test_a_finished_run_is_not_rolled_out_again(model: str, tmp_path: Path):
     entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
     plan = plan_for(model, tmp_path / "out", runs=2, temperatures=(0.0, 0.5))
     backend = GitBackend(tmp_path / "grade")
-    assert len(await played(plan, entries[:1], backend)) == 2
-    assert len(await played(plan, entries, backend)) == 2
-    assert len(await played(plan, entries, backend)) == 0
+    assert len(await judged(plan, entries[:1], backend)) == 2
+    assert len(await judged(plan, entries, backend)) == 2
+    assert len(await judged(plan, entries, backend)) == 0
     assert len(backend.checked_out) == len(backend.graded) == 4
     runs = read_runs((plan.out,))
     assert [(run.index, len(run.outcomes)) for run in runs] == [(0, 2), (1, 2)]
@@ -133,7 +133,7 @@ async def test_infrastructure_never_counts_as_unresolved_and_is_tried_again_on_d
     entries = entries_of(make_instances(tmp_path, 2), [FIXED, FIXED])
     plan = plan_for(model, tmp_path / "out", max_workers=1, graders=1)
     broken = GitBackend(tmp_path / "grade", lost_checkouts=1, outages=1)
-    outcomes = await played(plan, entries, broken)
+    outcomes = await judged(plan, entries, broken)
     assert [each.kind for each in outcomes] == [VerdictKind.INFRASTRUCTURE] * 2
     assert {each.resolved for each in outcomes} == {None}
     assert {each.reason for each in outcomes} == {"InfrastructureError: the mirror is away", "the disk is full"}
@@ -141,15 +141,15 @@ async def test_infrastructure_never_counts_as_unresolved_and_is_tried_again_on_d
     report = json.loads(run.read_text())
     assert (report["error_instances"], report["unresolved_instances"]) == (2, 0)
     again = GitBackend(tmp_path / "grade")
-    assert await played(plan, entries, again) == []
-    assert [each.kind for each in await played(plan, entries, again, retry_failed=True)] == [VerdictKind.RESOLVED] * 2
+    assert await judged(plan, entries, again) == []
+    assert [each.kind for each in await judged(plan, entries, again, retry_failed=True)] == [VerdictKind.RESOLVED] * 2
     assert len(again.checked_out) == 1, "the episode whose grading failed is graded, not rolled out again"
 
 
 async def test_rl_agent_with_a_strategy_and_without_grading(model: str, tmp_path: Path):
     entries = entries_of(make_instances(tmp_path, 1), [FIXED])
     plan = plan_for(model, tmp_path / "out", agent="RLAgent", rollout_strategy="StandardReAct")
-    (outcome,) = await played(plan, entries, GitBackend(tmp_path / "grade"), grade=False)
+    (outcome,) = await judged(plan, entries, GitBackend(tmp_path / "grade"), grade=False)
     assert (outcome.kind, outcome.turns) == (VerdictKind.UNGRADED, 2)
     (row,) = lines(next(plan.out.rglob("output.jsonl")))
     assert "+    return a + b" in row["test_result"]["git_patch"] and "report" not in row["test_result"]
@@ -159,29 +159,29 @@ async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
     suite = find_suite("webshop")
     entries = environment_tasks(suite, "webshop", None)[:3]
     plan = plan_for(model, tmp_path / "out", agent="RLAgent", max_turns=3, suite=suite)
-    outcomes = await played(plan, entries, None)
+    outcomes = await judged(plan, entries, None)
     assert [(each.kind, each.reward) for each in outcomes] == [(VerdictKind.UNRESOLVED, 0.0)] * 3
     assert {each.stop for each in outcomes} == {"max_turns"}
     (row, *_) = lines(next(plan.out.rglob("output.jsonl")))
     assert row["test_result"]["report"] == {"resolved": False} and row["instance"]["environment"] == "webshop"
     with pytest.raises(ConfigError, match="only RLAgent supports"):
-        await played(plan.model_copy(update={"agent": STOCK}), entries, None)
+        await judged(plan.model_copy(update={"agent": STOCK}), entries, None)
 
 
 async def test_two_processes_do_not_write_the_same_run(model: str, tmp_path: Path):
     plan = plan_for(model, tmp_path / "out")
     files = RunFolder(plan, plan.each_run()[0])
     with pytest.raises(ConfigError, match="another process"):
-        await played(plan, (), GitBackend(tmp_path / "grade"))
+        await judged(plan, (), GitBackend(tmp_path / "grade"))
     files.close()
-    assert await played(plan, (), GitBackend(tmp_path / "grade")) == []
+    assert await judged(plan, (), GitBackend(tmp_path / "grade")) == []
 
 
 async def test_a_row_that_cannot_be_set_up_costs_itself_only(model: str, tmp_path: Path):
     good, bad, large = make_instances(tmp_path, 3)
     much = [{"bash": "seq 1 300000 > new.txt"}, {"finish": "done"}]
     entries = entries_of([bad.model_copy(update={"extra": {}}), good, large], [FIXED, FIXED, much])
-    outcomes = await played(plan_for(model, tmp_path / "out"), entries, GitBackend(tmp_path / "grade"))
+    outcomes = await judged(plan_for(model, tmp_path / "out"), entries, GitBackend(tmp_path / "grade"))
     assert {each.instance_id[-1]: (each.kind, each.reason) for each in outcomes} == {
         "0": (VerdictKind.RESOLVED, ""),
         "1": (VerdictKind.FAILED, "nothing is known about this row"),
@@ -216,6 +216,6 @@ async def test_the_local_back_end_sets_up_shows_and_grades(agent: str, model: st
     wanted = (VerdictKind.RESOLVED, VerdictKind.UNRESOLVED, VerdictKind.INFRASTRUCTURE)
     assert tuple(kinds[name] for name in ("fixed", "spoilt", "odd")) == wanted, run.outcomes
     rows = {row["instance_id"].rpartition("-")[2]: row for row in lines(next(plan.out.rglob("output.jsonl")))}
-    said = json.dumps(rows["fixed"]["history"])
-    assert "/envs/testbed/bin/python" in said and "adder.py" in said
+    history_text = json.dumps(rows["fixed"]["history"])
+    assert "/envs/testbed/bin/python" in history_text and "adder.py" in history_text
     assert rows["fixed"]["test_result"]["verdict"]["fail_to_pass"]["success"] == ["check.py::adds"]

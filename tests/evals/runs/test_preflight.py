@@ -41,10 +41,10 @@ def test_an_environment_that_is_away(closed: str, tmp_path: Path, capsys: pytest
     assert f"no server of the environment openenv/echo answers at {closed}" in line and "[rl]" in line
 
 
-def test_a_run_that_says_nothing_fails_and_tells_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_verdict_fails_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serve() as model:
         model.script("m", [refusal(400, "this model is out of order")] * 50)
         words = [*WORDS, "--model", "m", "--base-url", model.url, "--out", str(tmp_path)]
         assert main(words) == 1
-    said = capsys.readouterr().err
-    assert "2 of 2 attempts say nothing about the agent: " in said and "this model is out of order" in said
+    printed = capsys.readouterr().err
+    assert "2 of 2 attempts say nothing about the agent: " in printed and "this model is out of order" in printed

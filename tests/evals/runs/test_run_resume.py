@@ -71,14 +71,14 @@ async def test_killed_at_any_moment(tmp_path: Path, kills: int, instances: int):
     assert not [trajectory for trajectory, _ in stored if trajectory.stop is StopReason.UNFINISHED]
     assert all(scores and scores[-1].reward == 1.0 for _, scores in stored)
     assert not (tmp_path / "out" / ".work").exists()
-    played = Counter((tmp_path / "played.log").read_text().splitlines())
-    assert max(played.values()) == 1, "an episode that was played to its end is not played again"
+    ended = Counter((tmp_path / "finished.log").read_text().splitlines())
+    assert max(ended.values()) == 1, "a finished episode is not rolled out again"
     print(f"{killed} kills, {len(wanted)} attempts")
 
 
 def steps(folder: Path) -> int:
-    """How much has happened: episodes that were played, and lines that were written."""
-    files = [folder / "played.log", *(folder / "out").rglob("output.jsonl")]
+    """How much has happened: episodes that ended, and lines that were written."""
+    files = [folder / "finished.log", *(folder / "out").rglob("output.jsonl")]
     return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
 
 

@@ -59,7 +59,7 @@ def write_config(path: Path, *lines: str) -> Path:
     return path / "config.toml"
 
 
-async def tell_the_walk(to: Socket, message: dict[str, Any]) -> bool:
+async def report_the_walk(to: Socket, message: dict[str, Any]) -> bool:
     """The first observation is a text: what the model will say."""
     if message["type"] == "reset":
         shown = {"prompt": WALK, "metadata": {}}
@@ -68,7 +68,7 @@ async def tell_the_walk(to: Socket, message: dict[str, Any]) -> bool:
 
 
 async def test_openenv(model: str, tmp_path: Path):
-    async with openenv_server(tell_the_walk) as server:
+    async with openenv_server(report_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
         entries = environment_tasks(SUITE, load_settings(config).env_name, 3)
         outcomes = await outcomes_of(config, model, entries, tmp_path / "out", name="org/base", served="policy-v000007")
@@ -83,8 +83,8 @@ async def test_openenv(model: str, tmp_path: Path):
     assert sorted(resets) == [0, 1, 2]
 
 
-async def test_an_episode_that_another_strategy_has_played_is_not_taken_for_its_own(model: str, tmp_path: Path):
-    async with openenv_server(tell_the_walk) as server:
+async def test_an_episode_of_another_strategy_is_not_taken_for_its_own(model: str, tmp_path: Path):
+    async with openenv_server(report_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
         entries = environment_tasks(SUITE, "openenv/grid_world", 1)
         (first,) = await outcomes_of(config, model, entries, tmp_path / "first", store=tmp_path / "store")

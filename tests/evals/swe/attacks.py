@@ -26,11 +26,11 @@ WRONG_DOUBLE = RIGHT.replace("return 2 * a", "return 2 * a if a != 4 else 0")
 
 
 class Attack(NamedTuple):
-    """``pays``: without a guard it is resolved; what is refused, or put back before the tests run, is not."""
+    """``succeeds``: without a guard it is resolved; what is refused, or put back before the tests run, is not."""
 
     name: str
     patch: Callable[[], str]
-    pays: bool = True
+    succeeds: bool = True
 
 
 def patch_of(files: Mapping[str, str | None]) -> str:
@@ -309,8 +309,8 @@ ATTACKS: tuple[Attack, ...] = (
         for group in (_OUTCOMES, _OBJECTS, _CODE, _READING, _EQUAL, _ENDS)
         for name, text in group.items()
     ),
-    *(Attack(name, _of(files), pays=False) for name, files in _FILES.items()),
-    *(Attack(name, make, pays=False) for name, make in _FORMS.items()),
+    *(Attack(name, _of(files), succeeds=False) for name, files in _FILES.items()),
+    *(Attack(name, make, succeeds=False) for name, make in _FORMS.items()),
 )
 
 CONTAIN_THE_RESULT = {

@@ -70,7 +70,7 @@ PATCHES = {"the fix": FIX, "nothing": NOTHING, "empty": ""} | {each.name: each.p
 
 
 @pytest.mark.parametrize("name", PATCHES)
-async def test_a_container_says_what_the_sandbox_says(both: Both, tmp_path: Path, name: str) -> None:
+async def test_a_container_reports_what_the_sandbox_reports(both: Both, tmp_path: Path, name: str) -> None:
     row, patch = await both.image(), PATCHES[name]
     here = await both.local.grade(both.row, patch, logs=tmp_path / "local", timeout=60.0)
     there = await both.docker.grade(row, patch, logs=tmp_path / "docker", timeout=60.0)

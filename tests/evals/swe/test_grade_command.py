@@ -111,9 +111,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(place: Place, tmp_path: Pat
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, printed = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "interrupted; the same command continues where it stopped" in said
+    assert "interrupted; the same command continues where it stopped" in printed
     assert not subprocess.run(["pgrep", "-f", f"sleep {mark}"], capture_output=True).stdout
     assert not any((place.folder / "cache" / "runs").iterdir())
     report = json.loads((tmp_path / "out" / "org__m.run.json").read_text())

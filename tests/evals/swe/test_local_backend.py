@@ -52,7 +52,7 @@ async def test_the_fix_is_resolved_and_nothing_is_not(place: Place, tmp_path: Pa
     assert not any((place.cache / "runs").iterdir())
 
 
-async def test_a_run_that_takes_too_long_is_told_apart_and_ended(place: Place, tmp_path: Path) -> None:
+async def test_a_run_that_takes_too_long_is_detected_and_ended(place: Place, tmp_path: Path) -> None:
     mark = f"30{os.getpid()}"
     slow = rewritten(f"import subprocess\nsubprocess.run(['setsid', 'sleep', '{mark}'])\n")
     began = time.monotonic()

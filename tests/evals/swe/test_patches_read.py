@@ -19,8 +19,8 @@ names = st.from_regex(r"[a-z]{1,5}(/[a-z]{1,5}){0,2}\.py", fullmatch=True)
 
 def file_patch(name: str, old: list[str] | None, new: list[str] | None) -> str:
     before, after = (f"a/{name}" if old is not None else "/dev/null"), (f"b/{name}" if new is not None else "/dev/null")
-    said = difflib.unified_diff(old or [], new or [], before, after, lineterm="")
-    return f"diff --git a/{name} b/{name}\n" + "".join(f"{line}\n" for line in said)
+    lines = difflib.unified_diff(old or [], new or [], before, after, lineterm="")
+    return f"diff --git a/{name} b/{name}\n" + "".join(f"{line}\n" for line in lines)
 
 
 @given(st.dictionaries(names, st.tuples(st.none() | lines, st.none() | lines), min_size=1, max_size=4))

@@ -90,7 +90,7 @@ def test_requirement_files_are_read_from_the_repository() -> None:
 
 
 @needs_swebench
-def test_columns_of_version_5_say_more_than_the_tables() -> None:
+def test_columns_of_version_5_count_more_than_the_tables() -> None:
     script = f"#!/bin/bash\n: '{START}'\ntrue\n: '{END}'\n"
     columns = {"image": "me/x:1", "eval_script": script, "log_parser": "parse_log_flask"}
     known = recipe_of(row("psf/requests", "2.3", extra=columns), no_file)

@@ -60,7 +60,7 @@ _FAST = (
 
 
 @pytest.mark.parametrize("attack", few(ATTACKS, *_FAST))
-async def test_an_attack_does_not_pay(place: Place, tmp_path: Path, attack: Attack) -> None:
+async def test_an_attack_does_not_succeed(place: Place, tmp_path: Path, attack: Attack) -> None:
     verdict = await place.grade(attack.patch(), tmp_path)
     assert verdict.resolved is (attack.name in CONTAIN_THE_RESULT), verdict
     assert verdict.resolved or (verdict.reason and verdict.kind in (VerdictKind.UNRESOLVED, VerdictKind.REFUSED))
@@ -70,9 +70,9 @@ async def test_an_attack_does_not_pay(place: Place, tmp_path: Path, attack: Atta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", few(ATTACKS))
-async def test_without_a_guard_it_pays(place: Place, tmp_path: Path, attack: Attack) -> None:
+async def test_without_a_guard_it_succeeds(place: Place, tmp_path: Path, attack: Attack) -> None:
     verdict = await place.grade(attack.patch(), tmp_path, guarded=False)
-    assert verdict.resolved is attack.pays, verdict
+    assert verdict.resolved is attack.succeeds, verdict
 
 
 @pytest.mark.parametrize("honest", few(HONEST, "the name of the calling function for a log", "other prefixes"))

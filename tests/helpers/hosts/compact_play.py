@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scripted_model import ScriptedModel, call, says, stopped
+from scripted_model import ScriptedModel, call, reply, stopped
 from tokenizers import Tokenizer
 
 from openhands_rl_plugin.apps.demo_model import default_model_directory
@@ -29,7 +29,7 @@ _TEST = "from calc import add\n\n\nassert add(2, 3) == 5\n"
 
 
 @dataclass(frozen=True)
-class Played:
+class Repair:
     """An episode, what the model was sent, and whether the test passes afterwards."""
 
     episode: Trajectory
@@ -44,7 +44,7 @@ def before_the_task(request: Mapping[str, Any]) -> str:
     return f"<|im_start|>system\n{instructed}<|im_end|>\n<|im_start|>user\n{user[: user.index(TASK)]}"
 
 
-async def repair(server: ScriptedModel, folder: Path, prompt: PromptName, *, editor: str, shell: str) -> Played:
+async def repair(server: ScriptedModel, folder: Path, prompt: PromptName, *, editor: str, shell: str) -> Repair:
     """Look, run the test, err in the edit, correct it, run the test, finish."""
     repository = folder / "repository"
     repository.mkdir(parents=True)
@@ -63,41 +63,41 @@ async def repair(server: ScriptedModel, folder: Path, prompt: PromptName, *, edi
         ("finish", {"message": "It passes."}),
     ]
     model = f"{folder.name}-{prompt}"
-    answers = (says("So.", call(name, given, f"call-{number}")) for number, (name, given) in enumerate(calls))
+    answers = (reply("So.", call(name, given, f"call-{number}")) for number, (name, given) in enumerate(calls))
     server.script(model, answers)
-    episode = await _played(server, folder, model, prompt, native=True)
+    episode = await _record(server, folder, model, prompt, native=True)
     repaired = (repository / "calc.py").read_text() == f"def add(a, b):\n    {_RIGHT}\n"
-    return Played(episode, server.requests[model], repaired)
+    return Repair(episode, server.requests[model], repaired)
 
 
 async def check_one_sequence(
     server: ScriptedModel, folder: Path, prompt: PromptName, *, editor: str, shell: str
-) -> Played:
-    """Calls that a small model writes almost as the host does: what it said is what it is shown, so that each prompt
+) -> Repair:
+    """Calls that a small model writes almost as the host does: what it wrote is what it is shown, so that each prompt
     extends the one before."""
     (folder / "repository").mkdir(parents=True)
     risk = "<parameter=security_risk>LOW</parameter>\n"
     file = "/workspace/repository/a.txt"
     create = f"<parameter=command>create</parameter><parameter=path> {file}\n</parameter>"
-    said = [
+    answers = [
         stopped(f"So.\n<function={shell}>\n<parameter=command>echo one</parameter>\n{risk}"),
         stopped(f"<function={editor}>{create}\n<parameter=file_text>a\nb</parameter>\n{risk}\n\n"),
-        says(f"\n\n<function={shell}>\n<parameter=command>\necho two\n</parameter>\n{risk}</function>"),
-        {**says(f"<function={shell}>\n<parameter=command>echo three</parameter>\n{risk}"), "stop_reason": None},
-        says("  It is done, I think. \n"),
+        reply(f"\n\n<function={shell}>\n<parameter=command>\necho two\n</parameter>\n{risk}</function>"),
+        {**reply(f"<function={shell}>\n<parameter=command>echo three</parameter>\n{risk}"), "stop_reason": None},
+        reply("  It is done, I think. \n"),
         stopped("<function=finish>\n<parameter=message>Done.</parameter>\n"),
     ]
-    model = f"{folder.name}-said-{prompt}"
-    server.script(model, said)
-    episode = await _played(server, folder, model, prompt, native=False)
+    model = f"{folder.name}-text-{prompt}"
+    server.script(model, answers)
+    episode = await _record(server, folder, model, prompt, native=False)
     acted = [episode.nodes[index] for index in episode.acted()]
-    assert episode.failure is None and [node.message.content for node in acted] == [each["content"] for each in said]
+    assert episode.failure is None and [node.message.content for node in acted] == [each["content"] for each in answers]
     assert [node.tokens and node.tokens.extends for node in acted] == [False, *[True] * 5]
     assert not any("replayed_as" in node.metadata for node in episode.nodes)
     shown = [text_of(each["content"]) for each in server.requests[model][-1]["messages"] if each["role"] == "assistant"]
     tails = ["</function>", "</function>", "", "", ""]
-    assert shown == [each["content"] + tail for each, tail in zip(said, tails, strict=False)]
-    return Played(episode, server.requests[model], repaired=False)
+    assert shown == [each["content"] + tail for each, tail in zip(answers, tails, strict=False)]
+    return Repair(episode, server.requests[model], repaired=False)
 
 
 async def check_repaired_call(server: ScriptedModel, folder: Path, *, editor: str, shell: str) -> None:
@@ -106,26 +106,26 @@ async def check_repaired_call(server: ScriptedModel, folder: Path, *, editor: st
     (folder / "repository").mkdir(parents=True)
     risk = "<parameter=security_risk>LOW</parameter>\n"
     look = "<parameter=command>view</parameter>\n<parameter=path>/workspace</parameter>\n"
-    said = [
-        says(f"<function={shell}>\n<parameter=command=echo one</parameter>\n{risk}</function>"),
-        says(f"<function={editor}>\n{look}{risk}"),
-        says("<function=finish>\n<parameter=message>Done.</parameter>\n"),
+    answers = [
+        reply(f"<function={shell}>\n<parameter=command=echo one</parameter>\n{risk}</function>"),
+        reply(f"<function={editor}>\n{look}{risk}"),
+        reply("<function=finish>\n<parameter=message>Done.</parameter>\n"),
     ]
     model = f"{folder.name}-repaired"
-    server.script(model, said)
-    episode = await _played(server, folder, model, "compact", native=False)
+    server.script(model, answers)
+    episode = await _record(server, folder, model, "compact", native=False)
     acted = [episode.nodes[index] for index in episode.acted()]
-    assert [node.message.content for node in acted] == [each["content"] for each in said]
+    assert [node.message.content for node in acted] == [each["content"] for each in answers]
     requests = server.requests[model]
     repaired, whole = (message for message in requests[-1]["messages"] if message["role"] == "assistant")
-    assert text_of(repaired["content"]) == said[0]["content"].replace("command=echo", "command>echo")
+    assert text_of(repaired["content"]) == answers[0]["content"].replace("command=echo", "command>echo")
     noted = acted[0].metadata["replayed_as"]
     assert isinstance(noted, dict) and noted["content"] == text_of(repaired["content"])
-    assert text_of(whole["content"]) == said[1]["content"] + "</function>" and "replayed_as" not in acted[1].metadata
+    assert text_of(whole["content"]) == answers[1]["content"] + "</function>" and "replayed_as" not in acted[1].metadata
     assert acted[1].tokens and not acted[1].tokens.extends
 
 
-async def _played(server: ScriptedModel, folder: Path, model: str, prompt: PromptName, *, native: bool) -> Trajectory:
+async def _record(server: ScriptedModel, folder: Path, model: str, prompt: PromptName, *, native: bool) -> Trajectory:
     settings = RLSettings(
         serving=ServingSettings(base_url=server.url, model=model, request_timeout=20.0),
         workspace=WorkspaceSettings(prompt=prompt),
@@ -151,17 +151,17 @@ def count_tokens(text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else round(len(text) / 4.2)
 
 
-async def check_both_prompts(server: ScriptedModel, folder: Path, *, editor: str, shell: str) -> tuple[Played, Played]:
+async def check_both_prompts(server: ScriptedModel, folder: Path, *, editor: str, shell: str) -> tuple[Repair, Repair]:
     """The same repair under the standard and the compact prompt: both succeed, and the second is short.
 
     Its tools are recorded as they were sent.
     """
     standard = await repair(server, folder / "a", "standard", editor=editor, shell=shell)
     compact = await repair(server, folder / "b", "compact", editor=editor, shell=shell)
-    for played in (standard, compact):
-        assert played.repaired and played.episode.failure is None and len(played.episode.acted()) == 6
-    assert [prompt_of(played.episode) for played in (standard, compact)] == ["standard", "compact"]
-    short, long = (count_tokens(before_the_task(played.requests[0])) for played in (compact, standard))
+    for result in (standard, compact):
+        assert result.repaired and result.episode.failure is None and len(result.episode.acted()) == 6
+    assert [prompt_of(result.episode) for result in (standard, compact)] == ["standard", "compact"]
+    short, long = (count_tokens(before_the_task(result.requests[0])) for result in (compact, standard))
     assert short <= MOST_TOKENS < 3000 < long
     offered = compact.requests[0]["tools"]
     names = {tool["function"]["name"] for tool in offered}

@@ -24,7 +24,7 @@ CAPABILITIES = (
     "BestOfN",
     "search in forks: MCTS, ToT",
     "sandboxed workspace",
-    "environments played by a runner",
+    "environments rolled out by a runner",
     "many sessions in one process",
     "worker processes",
     "kept after a killed process",
@@ -95,7 +95,7 @@ def table_text(columns: dict[str, dict[str, str]]) -> str:
     rows += [[what, *(_cell(columns[name], name, what) for name in names)] for what in CAPABILITIES]
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     lacking = {(name[:2], row[0]) for row in rows[2:] for name, cell in zip(names, row[1:], strict=True) if cell == NO}
-    why = [f"- {what}, {host}: {told}.\n" for (host, what), told in LACKS.items() if (host, what) in lacking]
+    why = [f"- {what}, {host}: {reason}.\n" for (host, what), reason in LACKS.items() if (host, what) in lacking]
     return f"{_HEAD}{table}\n{''.join(why)}" if why else _HEAD + table
 
 
@@ -152,5 +152,5 @@ class HostsTable:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say what is out of date."""
         for line in self._wrong:
-            told = f"docs/hosts.md is out of date for {host_at_hand()}: {line} ({WRITE}=1 writes it)"
-            terminalreporter.write_line(told)
+            outdated = f"docs/hosts.md is out of date for {host_at_hand()}: {line} ({WRITE}=1 writes it)"
+            terminalreporter.write_line(outdated)

@@ -36,11 +36,11 @@ def run_together(
     words = [program, model, out, json.dumps(dict(changes)), steps, *kinds]
     processes = [_started(rank, size, port, words) for rank in range(size)]
     try:
-        said = [process.communicate(timeout=280)[1].decode() for process in processes]
+        printed = [process.communicate(timeout=280)[1].decode() for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [process.returncode for process in processes], said
+    return [process.returncode for process in processes], printed
 
 
 def _started(rank: int, size: int, port: int, words: list[Any]) -> subprocess.Popen[bytes]:
@@ -56,9 +56,9 @@ def train_both(
     model: Path, out: Path, changes: Mapping[str, Any], *kinds: str, steps: int = 0, size: int = 2
 ) -> list[int]:
     """The exit statuses. Fails where a process failed otherwise than after ``steps``."""
-    statuses, said = run_together(model, out, changes, *kinds, steps=steps, size=size)
-    if any(statuses) and not any("killed" in each for each in said):
-        raise AssertionError(said)
+    statuses, printed = run_together(model, out, changes, *kinds, steps=steps, size=size)
+    if any(statuses) and not any("killed" in each for each in printed):
+        raise AssertionError(printed)
     return statuses
 
 
@@ -93,5 +93,5 @@ def check_same_model(model: Path, together: Path, alone: Path, kind: str, *, par
     for name, weight in ours.items():
         assert weight.dtype == torch.float32
         moved = (theirs[name].float() - before[name].float()).norm()
-        # Adam makes a step of any size out of a gradient that is nearly zero, so that single weights tell little.
+        # Adam makes a step of any size out of a gradient that is nearly zero, so that single weights show little.
         assert (weight.float() - theirs[name].float()).norm() <= moved * 0.01, name

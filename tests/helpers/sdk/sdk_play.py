@@ -11,7 +11,7 @@ from openhands.sdk import LLM, Conversation, Tool
 from openhands.sdk.conversation import LocalConversation
 from openhands.tools.file_editor import FileEditorTool
 from openhands.tools.terminal import TerminalTool
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Trajectory
@@ -53,12 +53,12 @@ def run_task(agent: Any, workspace: Path, *, task: str, **changes: Any) -> Local
 
 def think(thought: str, id: str = "call-1") -> dict[str, Any]:
     """A call of the SDK's ``think`` tool."""
-    return says(None, call("think", {"thought": thought}, id))
+    return reply(None, call("think", {"thought": thought}, id))
 
 
 def finish(message: str = "done", id: str = "call-f") -> dict[str, Any]:
     """A call of the SDK's ``finish`` tool."""
-    return says(None, call("finish", {"message": message}, id))
+    return reply(None, call("finish", {"message": message}, id))
 
 
 def repair(workspace: Path) -> list[dict[str, Any]]:
@@ -66,11 +66,11 @@ def repair(workspace: Path) -> list[dict[str, Any]]:
     file = str(workspace / "calc.py")
     edit = {"command": "str_replace", "path": file, "old_str": "a - b", "new_str": "a + b"}
     return [
-        says(
+        reply(
             "I look.", call(EDITOR, f'{{"command":"view","path":{json.dumps(file)},"view_range":"[1, 2]"}}', "call-1")
         ),
-        says("I correct it.", call(EDITOR, edit, "call-2")),
-        says(None, call(TERMINAL, {"command": f"cd {workspace} && cat calc.py"}, "call-3")),
+        reply("I correct it.", call(EDITOR, edit, "call-2")),
+        reply(None, call(TERMINAL, {"command": f"cd {workspace} && cat calc.py"}, "call-3")),
         finish(id="call-4"),
     ]
 

@@ -1,4 +1,4 @@
-"""The same script played by the stock agent and by ``RLAgent``, each in the same folder as it was."""
+"""The same script executed by the stock agent and by ``RLAgent``, each in the same folder as it was."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Side:
         """The events' classes, in order."""
         return [event["kind"] for event in self.events]
 
-    def said(self) -> str:
+    def texts(self) -> str:
         """All events as text."""
         return json.dumps(self.events)
 
@@ -88,20 +88,20 @@ async def side_by_side(
             fields = {name: getattr(made, name) for name in Agent.model_fields if name != "kind"}
             made = Agent(**fields)
         heard: list[Any] = []
-        played = converse(made, workspace, **conversation(heard))
-        drive(played)
-        counted = played.conversation_stats.get_combined_metrics().accumulated_token_usage
+        talk = converse(made, workspace, **conversation(heard))
+        drive(talk)
+        counted = talk.conversation_stats.get_combined_metrics().accumulated_token_usage
         sides.append(
             Side(
-                events=_plain(played.state.events),
+                events=_plain(talk.state.events),
                 requests=_sent(server.requests[model]),
-                status=played.state.execution_status,
+                status=talk.state.execution_status,
                 files={each.name: each.read_text() for each in sorted(workspace.iterdir()) if each.is_file()},
                 heard=heard,
                 tokens=(counted.prompt_tokens, counted.completion_tokens) if counted else (0, 0),
             )
         )
-        played.close()
+        talk.close()
     return sides[0], sides[1], await stored(workspace.parent / "store")
 
 
@@ -118,8 +118,8 @@ def same(stock: Side, ours: Side, *, texts_only: bool = False, streamed: bool = 
     for mine, theirs in zip(ours.requests, stock.requests, strict=True):
         if texts_only:
             mine, theirs = _texts(mine), _texts(theirs)
-        for said, meant in zip(mine["messages"], theirs["messages"], strict=True):
-            assert said == meant
+        for got, meant in zip(mine["messages"], theirs["messages"], strict=True):
+            assert got == meant
         assert mine == theirs
     assert (ours.status, ours.files, ours.heard) == (stock.status, stock.files, stock.heard)
     assert ours.tokens == stock.tokens or streamed

@@ -1,7 +1,7 @@
 """A server with vLLM's ``/inference/v1/generate``, from ids to ids, whose answers a test's policy writes as text.
 
 Ids are those of a tokenizer on the disk, as the renderer of verifiers' client makes them. The logprob of a token
-follows from its id, so that a test can tell whether it stayed with its token.
+follows from its id, so that a test can check whether it stayed with its token.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class GenerateServer:
         body = await request.json()
         self.requests.append(body)
         text = self.tokenizer.decode(body["token_ids"])
-        said = self.policy(text, text.count(ASSISTANT) - 1) + END
-        ids = self.tokenizer.encode(said, add_special_tokens=False)
+        answer = self.policy(text, text.count(ASSISTANT) - 1) + END
+        ids = self.tokenizer.encode(answer, add_special_tokens=False)
         content = [{"token": f"token_id:{each}", "logprob": logprob_of(each)} for each in ids]
         choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop"}
         return JSONResponse({"request_id": str(len(self.requests)), "choices": [choice]})

@@ -13,7 +13,7 @@ from aiohttp import web
 
 Socket = web.WebSocketResponse
 Misbehaviour = Callable[[Socket, dict[str, Any]], Awaitable[bool]]
-"""Told of every message before it is answered; true means that nothing more has to be done about it."""
+"""Gets every message before it is answered; true means that nothing more has to be done about it."""
 
 METADATA = {"additionalProperties": True, "description": "Additional metadata for the action", "type": "object"}
 SCHEMA = {
@@ -47,7 +47,7 @@ def error(code: str, message: str = "boom", **more: Any) -> dict[str, Any]:
 
 @dataclass
 class OpenEnvWire:
-    """Where it listens, what it was told in order, and how many are connected."""
+    """Where it listens, what it received in order, and how many are connected."""
 
     url: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -74,8 +74,8 @@ class Grid:
         self.steps += 1
         self.x, self.y = (min(max(at + by, 0), 4) for at, by in zip((self.x, self.y), move, strict=True))
         arrived = (self.x, self.y) == (4, 4)
-        said = "You found the goal!" if arrived else "Keep going..."
-        return observation(self.x, self.y, said, 1.0 if arrived else -0.1, arrived)
+        text = "You found the goal!" if arrived else "Keep going..."
+        return observation(self.x, self.y, text, 1.0 if arrived else -0.1, arrived)
 
 
 @asynccontextmanager
@@ -92,8 +92,8 @@ async def openenv_server(
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         if seen.connected >= sessions:
-            said = f"Server at capacity: {sessions}/{sessions} sessions active. Cannot accept new connections."
-            await socket.send_json(error("CAPACITY_REACHED", said, active_sessions=sessions, max_sessions=sessions))
+            text = f"Server at capacity: {sessions}/{sessions} sessions active. Cannot accept new connections."
+            await socket.send_json(error("CAPACITY_REACHED", text, active_sessions=sessions, max_sessions=sessions))
             await socket.close()
             return socket
         seen.connected += 1

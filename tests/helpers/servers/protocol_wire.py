@@ -38,9 +38,9 @@ def _message(whole: Body) -> Iterator[Body]:
         empty: Body = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}, "tool_use": {"input": {}}}
         yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty.get(kind, {})}}
         text = {"text": "text", "thinking": "thinking"}.get(kind)
-        said = block[text] if text else json.dumps(block["input"]) if kind == "tool_use" else ""
+        written = block[text] if text else json.dumps(block["input"]) if kind == "tool_use" else ""
         name = {"text": "text_delta", "thinking": "thinking_delta"}.get(kind, "input_json_delta")
-        for part in _cut(said):
+        for part in _cut(written):
             delta = {"type": name, "partial_json" if name == "input_json_delta" else str(text): part}
             yield {"type": "content_block_delta", "index": index, "delta": delta}
         if kind == "thinking":
@@ -90,8 +90,8 @@ def text_item(text: str) -> Body:
 
 def call_item(name: str, arguments: Body, identity: str) -> Body:
     """A call of a function."""
-    told = json.dumps(arguments)
-    return {"type": "function_call", "call_id": identity, "name": name, "arguments": told, "status": "completed"}
+    encoded = json.dumps(arguments)
+    return {"type": "function_call", "call_id": identity, "name": name, "arguments": encoded, "status": "completed"}
 
 
 def reasoning_item(text: str) -> Body:

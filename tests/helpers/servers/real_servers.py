@@ -63,7 +63,7 @@ def task(idx: int = 0, environment: str = "real", **data: Any) -> Task:
     return Task(id="t", environment=environment, data={"idx": idx, **data})
 
 
-def said(action: str) -> Message:
+def reply(action: str) -> Message:
     return Message(role="assistant", content=f"Action: {action}")
 
 
@@ -74,5 +74,5 @@ def text(found: Observation) -> str:
 async def play(player: BaseEnvClient, of: Task, actions: list[str]) -> list[Observation]:
     seen = [await player.reset(of)]
     for action in actions:
-        seen.append(await player.step(said(action)))
+        seen.append(await player.step(reply(action)))
     return seen

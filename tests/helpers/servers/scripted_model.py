@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks OpenAI's chat protocol and answers what a test told it to.
+"""A real HTTP server that speaks OpenAI's chat protocol and answers as a test set it to.
 
 Its tokens are bytes, so that ids are what a real server would give: a message is its role's marker, its text and an
 end marker, a prompt is the messages and the assistant's marker, and a later prompt really extends an earlier one when
@@ -35,7 +35,7 @@ def call(name: str, arguments: object, id: str = "call-1") -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def says(text: str | None = None, *calls: dict[str, Any]) -> dict[str, Any]:
+def reply(text: str | None = None, *calls: dict[str, Any]) -> dict[str, Any]:
     """An assistant message."""
     return {"role": "assistant", "content": text, **({"tool_calls": list(calls)} if calls else {})}
 
@@ -45,7 +45,7 @@ EMPTY: dict[str, Any] = {"choices": "none"}
 
 def stopped(text: str, word: str = "</function") -> dict[str, Any]:
     """What a server answers when the stop word ``word`` follows: the tokens have it, the text does not."""
-    return {**says(text), "stop_reason": word}
+    return {**reply(text), "stop_reason": word}
 
 
 def with_prompt_ids(answer: dict[str, Any], ids: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A store that is filled, and the studio's application behind its door."""
+"""A store that is filled, and the studio's application behind its access check."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fill(opener: Opener, episodes: Sequence[Trajectory]) -> None:
 
 
 def guarded(config: StudioConfig, sources: StudioSources, tickets: Tickets) -> GuardMiddleware:
-    """The application behind its door, as ``running_studio`` serves it."""
+    """The application behind its access check, as ``running_studio`` serves it."""
     access = config.access(tickets)
     return GuardMiddleware(
         build_app(config, sources, tickets, access.key), access, max_body_bytes=config.max_body_bytes

@@ -13,5 +13,5 @@ def data_of(file: Path) -> dict[str, Any]:
     """Address -> answer, read as the page reads it."""
     (found,) = re.findall(r'<script type="importmap">(.*?)</script>', file.read_text(encoding="utf-8"))
     module = base64.b64decode(json.loads(found)["imports"]["studio/data"].partition("base64,")[2]).decode()
-    said = module.removeprefix("export default JSON.parse(").removesuffix(");")
-    return json.loads(json.loads(said))
+    literal = module.removeprefix("export default JSON.parse(").removesuffix(");")
+    return json.loads(json.loads(literal))

@@ -54,7 +54,7 @@ class Pages:
         self._context = self._browser.new_context(base_url=self.studio.url, storage_state=state, **options)
         self.page = self._context.new_page()
         self.page.add_init_script(_WATCH)
-        self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
+        self.page.on("console", lambda note: note.type in ("error", "warning") and self.problems.append(note.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", self._asked)
         if state is None:

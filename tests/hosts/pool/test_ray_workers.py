@@ -77,12 +77,12 @@ class TestCluster:
         with instant_model() as model:
             plan = RolloutPlan(run_id="run", tasks=tuple(map(shopping, range(6))), samples_per_task=2)
             async with open_runner(settings_for(model, shop), workers=2, storage=storage) as pool:
-                played = await roll_out(plan, pool, storage)
+                trajectories = await roll_out(plan, pool, storage)
                 await pool.close()
-        assert {trajectory.stop for trajectory in played} == {StopReason.MAX_TURNS}
-        assert {len(list(trajectory.sampled())) for trajectory in played} == {3}
+        assert {trajectory.stop for trajectory in trajectories} == {StopReason.MAX_TURNS}
+        assert {len(list(trajectory.sampled())) for trajectory in trajectories} == {3}
         stored = await everything(storage)
-        assert sorted(stored, key=lambda found: found.id) == sorted(played, key=lambda found: found.id)
+        assert sorted(stored, key=lambda found: found.id) == sorted(trajectories, key=lambda found: found.id)
 
     async def test_an_actor_that_dies_is_replaced_and_its_episodes_are_retried(
         self, shop: str, storage: FileTrajectoryStorage
@@ -97,8 +97,8 @@ class TestCluster:
                 assert isinstance(pool, WorkerPoolRunner)
                 worker = pool._workers[0]
                 worker.kill()
-                played = await playing
-        assert [trajectory.failure for trajectory in played] == [None] * 4
+                trajectories = await playing
+        assert [trajectory.failure for trajectory in trajectories] == [None] * 4
         lost = [found for found in await everything(storage) if found.failure is not None]
         assert lost and {found.failure.kind for found in lost if found.failure} == {FailureKind.INFRASTRUCTURE}
         assert "a Ray actor ended" in str(lost[0].failure)
@@ -114,7 +114,7 @@ async def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(ray is not None, reason="Ray is installed")
-async def test_without_ray_it_is_said_how_to_get_it() -> None:
+async def test_without_ray_the_error_names_the_remedy() -> None:
     with pytest.raises(MissingExtraError, match=r"openhands_rl_plugin\[ray\]"):
         async with open_runner(RLSettings(executor="ray"), workers=1):
             pass

@@ -84,7 +84,7 @@ def test_a_name_that_is_neither_listed_nor_answered_is_refused(server: ScriptedM
 
 
 @pytest.mark.parametrize(
-    ("rl", "said"),
+    ("rl", "expected"),
     [
         ({"rollout_strategy": "MCTS"}, "a workspace gives none: set value"),
         ({"rollout_strategy": "MCTS", "workspace": {"isolation": "none"}}, "needs an environment that can fork"),
@@ -93,8 +93,8 @@ def test_a_name_that_is_neither_listed_nor_answered_is_refused(server: ScriptedM
         ({}, ""),
     ],
 )
-def test_a_search_that_can_simulate_nothing_is_refused(rl: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+def test_a_search_that_can_simulate_nothing_is_refused(rl: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) if expected else nullcontext():
         check_workspace_strategy(RLSettings.model_validate(rl))
 
 
@@ -121,7 +121,7 @@ def changed(trajectory: Trajectory, **changes: object) -> Trajectory:
     return trajectory.model_copy(update={"nodes": nodes})
 
 
-def test_an_episode_that_nobody_judged_says_how_to() -> None:
+def test_an_episode_that_nobody_judged_names_the_remedy() -> None:
     episode = changed(example_trajectory(), reward=None)
     line = run_summary(episode, (), RLSettings())
     assert line == (
@@ -132,12 +132,12 @@ def test_an_episode_that_nobody_judged_says_how_to() -> None:
     )
 
 
-def test_missing_token_ids_are_said() -> None:
+def test_missing_token_ids_are_reported() -> None:
     line = run_summary(changed(example_trajectory(), tokens=None), (), RLSettings())
     assert "; token ids: no (openhands-rl list ~/.openhands/rl_trajectories --by says why); " in line
 
 
-def test_what_a_server_said_does_not_control_the_terminal() -> None:
+def test_a_servers_words_do_not_control_the_terminal() -> None:
     failure = Failure(kind=FailureKind.MODEL, message="x\x1b]0;title\x07\nrecorded", boundary="b")
     line = run_summary(example_trajectory().model_copy(update={"failure": failure}), (), RLSettings())
     assert line.isprintable() and "; failed, so never trained on (model: x\\x1b]0;title" in line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 
 from openhands_rl_plugin import FileTrajectoryStorage
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -14,11 +14,11 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import ControllerRunner
 
-FINISH = says(None, call("finish", {"message": "done"}))
+FINISH = reply(None, call("finish", {"message": "done"}))
 
 
 def bash(command: str, id: str = "call-1") -> dict[str, Any]:
-    return says(None, call("execute_bash", {"command": command}, id))
+    return reply(None, call("execute_bash", {"command": command}, id))
 
 
 def settings_for(server: ScriptedModel, model: str, **settings: Any) -> RLSettings:

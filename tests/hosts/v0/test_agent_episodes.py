@@ -16,7 +16,7 @@ from openhands.core.main import run_controller
 from openhands.core.setup import create_agent
 from openhands.events.action import MessageAction
 from openhands.llm.llm_registry import LLMRegistry
-from scripted_model import ScriptedModel, call, refusal, says
+from scripted_model import ScriptedModel, call, refusal, reply
 
 from openhands_rl_plugin.apps.rl_agent import RLAgent
 from openhands_rl_plugin.config.build import make_reward
@@ -50,7 +50,7 @@ from openhands_rl_plugin.training.data.batch import off_policy_sampling, samples
 
 pytestmark = pytest.mark.contract
 
-THINK = says(None, call("think", {"thought": "hm"}))
+THINK = reply(None, call("think", {"thought": "hm"}))
 
 
 class FirstThatParses(StandardReActStrategy):
@@ -74,8 +74,8 @@ class FirstOfThree(StandardReActStrategy):
 
 @pytest.mark.shows("BestOfN")
 async def test_candidates_are_sampled_side_by_side_and_a_broken_one_is_passed_over(server: ScriptedModel):
-    broken = says(None, call("execute_bash", '{"command": 5}'))
-    server.script("many", [broken, broken, THINK, says("The last."), says("1"), *[THINK] * 3, says("x"), says("y")])
+    broken = reply(None, call("execute_bash", '{"command": 5}'))
+    server.script("many", [broken, broken, THINK, reply("The last."), reply("1"), *[THINK] * 3, reply("x"), reply("y")])
     server.delay, server.most_at_once = 0.2, 0
     limits, strategy = Limits(max_turns=2, max_response_length=77), "test_agent_episodes:FirstThatParses"
     trajectory = await play(server, "many", limits=limits, rollout_strategy=strategy)
@@ -133,7 +133,7 @@ async def test_a_prompt_that_is_too_long_ends_the_episode_as_a_limit_does(server
     ["[]", "5", "null", '{"command": null}', '{"command": ["ls"]}', "{", '{"command": "ls", "timeout": [1]}'],
 )
 async def test_arguments_of_any_kind_are_answered_and_cost_a_turn(server: ScriptedModel, arguments: str):
-    server.script("clumsy", [says("Hm.", call("execute_bash", arguments))] * 2)
+    server.script("clumsy", [reply("Hm.", call("execute_bash", arguments))] * 2)
     trajectory = await play(server, "clumsy", limits=Limits(max_turns=2))
     assert trajectory.stop is StopReason.MAX_TURNS and trajectory.failure is None
     assert [node.message.role for node in trajectory.nodes if not node.sampled][-2:] == ["user", "user"]
@@ -155,32 +155,32 @@ def heard(trajectory: Trajectory, role: str) -> list[str]:
 
 @pytest.mark.shows("the stock agent, recorded")
 async def test_a_stock_agent_is_recorded(server: ScriptedModel):
-    server.script("stock", [bash("echo one > a.txt; cat a.txt"), says("I think so."), says("Really."), FINISH])
+    server.script("stock", [bash("echo one > a.txt; cat a.txt"), reply("I think so."), reply("Really."), FINISH])
     sampling = {"seed": 7, "sampling": SamplingParams(temperature=0.25)}
-    played = await play(server, "stock", options=STOCK, request=sampling)
-    assert (played.stop, played.failure, played.strategy.name) == (StopReason.TERMINATED, None, "CodeActAgent")
-    assert [node.message.content for node in played.sampled()][1:3] == ["I think so.", "Really."]
-    assert heard(played, "tool")[0].startswith("one\n")
-    assert heard(played, "user")[-2:] == ["Go on.\n", "Go on.\nOr give up.\n"]
-    assert "+one" in str(played.evidence["git_patch"]) and "execute_bash" in str(played.tools[0])
+    record = await play(server, "stock", options=STOCK, request=sampling)
+    assert (record.stop, record.failure, record.strategy.name) == (StopReason.TERMINATED, None, "CodeActAgent")
+    assert [node.message.content for node in record.sampled()][1:3] == ["I think so.", "Really."]
+    assert heard(record, "tool")[0].startswith("one\n")
+    assert heard(record, "user")[-2:] == ["Go on.\n", "Go on.\nOr give up.\n"]
+    assert "+one" in str(record.evidence["git_patch"]) and "execute_bash" in str(record.tools[0])
     asked = server.requests["stock"]
     assert {(body["temperature"], body["seed"]) for body in asked} == {(0.25, 7)}
     assert not any("logprobs" in body or "return_token_ids" in body for body in asked)
-    assert played.usage.calls == len(asked) == 4
+    assert record.usage.calls == len(asked) == 4
 
 
 async def test_a_loop_is_ended_by_openhands_own_detector(server: ScriptedModel):
     server.script("stuck", [bash("echo again", f"call-{number}") for number in range(9)])
-    played = await play(server, "stuck", options=STOCK, limits=Limits(max_turns=10))
-    assert (played.stop, played.failure) == (StopReason.TRUNCATED, None)
-    assert "stuck" in str(played.evidence[LAST_ERROR]).lower()
+    record = await play(server, "stuck", options=STOCK, limits=Limits(max_turns=10))
+    assert (record.stop, record.failure) == (StopReason.TRUNCATED, None)
+    assert "stuck" in str(record.evidence[LAST_ERROR]).lower()
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, FailureKind.MODEL), (503, FailureKind.INFRASTRUCTURE)])
 async def test_whose_fault_an_error_was(server: ScriptedModel, status: int, kind: FailureKind):
     server.script(f"fails-{status}", [refusal(status, "no")] * 5)
-    played = await play(server, f"fails-{status}", options=STOCK)
-    assert played.failure and played.failure.kind is kind
+    record = await play(server, f"fails-{status}", options=STOCK)
+    assert record.failure and record.failure.kind is kind
 
 
 async def test_an_agent_that_does_not_exist(server: ScriptedModel):
@@ -203,14 +203,14 @@ async def test_an_episode_in_a_workspace_of_its_own(server: ScriptedModel, tmp_p
     own = TaskWorkspace(root=tmp_path / "root", repository=directory.name, mounts=(mount,), variables=variables)
     show = 'pwd; cat "$NOTE"; git log --oneline; echo fixed > code.py; ls -d /home; ls ..'
     server.script(f"workspace-{agent}", [bash(show), FINISH])
-    played = await play(server, f"workspace-{agent}", options={**STOCK, "agent": agent}, place=own)
-    text = heard(played, "tool")[0]
+    record = await play(server, f"workspace-{agent}", options={**STOCK, "agent": agent}, place=own)
+    text = heard(record, "tool")[0]
     assert text.startswith("/workspace/owner__repo__1.0\na note\n"), text
     assert "the only commit" in text and "owner__repo__1.0" in text
     assert "'/home': No such file" in text, "the host's own files are not shown"
-    patch = str(played.evidence["git_patch"])
+    patch = str(record.evidence["git_patch"])
     assert "--- a/code.py\n+++ b/code.py" in patch and "+fixed" in patch
-    assert played.evidence["changed_files"] == {"code.py": "modified"}
+    assert record.evidence["changed_files"] == {"code.py": "modified"}
 
 
 @pytest.mark.shows("rewards by a command")
@@ -226,7 +226,7 @@ async def test_the_rewards_command_judges_what_the_session_left(server: Scripted
     assert trajectory.evidence["changed_files"] == {"answer.txt": "added"}
     score = await judge(make_reward(RewardSettings.model_validate(reward)), trajectory)
     assert not isinstance(score, Failure) and score.reward == 1.0
-    assert trajectory.known_return is None, "a workspace pays nothing itself"
+    assert trajectory.known_return is None, "a workspace has no reward of its own"
 
 
 @pytest.mark.parametrize("isolated", [True, False])
@@ -276,8 +276,8 @@ async def test_all_acted_sampled_tokens_of_a_condensed_session_are_trained(serve
     def policy(body: dict) -> dict:
         number = next(numbers)
         if not body.get("tools"):
-            return says(f"summary {number}")
-        return says(f"turn {number}", call("think", {"thought": f"hm {number}"}, f"call-{number}"))
+            return reply(f"summary {number}")
+        return reply(f"turn {number}", call("think", {"thought": f"hm {number}"}, f"call-{number}"))
 
     model = f"condensed-{agent}"
     server.policies[model] = policy
@@ -300,10 +300,10 @@ async def test_all_acted_sampled_tokens_of_a_condensed_session_are_trained(serve
 def test_a_summary_that_the_model_asks_for(server: ScriptedModel, tmp_path: Path) -> None:
     """V0's way to ask for one is a tool, where the agent's settings offer it."""
     answers = [
-        *(says(None, call("think", {"thought": "hm"}, f"call-{turn}")) for turn in range(4)),
-        says("I forget.", call("request_condensation", {}, "call-4")),
-        says("summary of it"),
-        says(None, call("finish", {"message": "Done."}, "call-5")),
+        *(reply(None, call("think", {"thought": "hm"}, f"call-{turn}")) for turn in range(4)),
+        reply("I forget.", call("request_condensation", {}, "call-4")),
+        reply("summary of it"),
+        reply(None, call("finish", {"message": "Done."}, "call-5")),
     ]
     server.script("requested", answers)
     condenser = {**CONDENSER, "max_size": 16, "keep_first": 1}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, prompt_ids, says, serve, stopped
+from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, prompt_ids, reply, serve, stopped
 from small_shop import running_shop
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
@@ -130,24 +130,24 @@ def start(folder: Path, server: ScriptedModel, model: str, sections: str, **valu
 
 BASH = "execute_bash"
 NATIVE = [
-    says("I look first.", call(BASH, {"command": "seq 1 400", "security_risk": "LOW"})),
-    says(None, call(BASH, '{"command": "broken')),
+    reply("I look first.", call(BASH, {"command": "seq 1 400", "security_risk": "LOW"})),
+    reply(None, call(BASH, '{"command": "broken')),
     EMPTY,
-    says(
+    reply(
         None,
         call(BASH, {"command": "echo hello > greeting.txt"}, "a"),
         call(BASH, {"command": "cat greeting.txt"}, "b"),
     ),
-    says("Done.", call("finish", {"message": "It is written."})),
+    reply("Done.", call("finish", {"message": "It is written."})),
 ]
 IN_PROMPT = [
     stopped(
         "Looking.\n<function=execute_bash>\n<parameter=command>echo one</parameter>\n"
         "<parameter=security_risk>LOW</parameter>\n"
     ),
-    says("<function=no_such_tool>\n<parameter=x>1</parameter>\n"),
+    reply("<function=no_such_tool>\n<parameter=x>1</parameter>\n"),
 ]
-SHOPPING = [says("Thought: I look for shoes.\nAction: search[shoes]")]
+SHOPPING = [reply("Thought: I look for shoes.\nAction: search[shoes]")]
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +260,8 @@ def test_two_tool_calls_are_one_answer_and_a_malformed_one_stays_beside_the_path
     assert malformed.message.tool_calls[0].arguments == '{"command": "broken'
     assert "FunctionCallValidationError" in str(malformed.metadata["malformed"])
     assert malformed.tokens is not None and malformed.tokens.sampled_ids
-    told = trajectory.nodes[answers[1] + 1]
-    assert told.parent == malformed.parent and "Failed to parse tool call arguments" in (told.message.content or "")
+    seen = trajectory.nodes[answers[1] + 1]
+    assert seen.parent == malformed.parent and "Failed to parse tool call arguments" in (seen.message.content or "")
     both = trajectory.nodes[answers[2]]
     assert [one.id for one in both.message.tool_calls] == ["a", "b"]
     assert [message.role for message in trajectory.messages(answers[3])[-4:]] == [
@@ -302,12 +302,12 @@ def test_environment_runtime_makes_it_an_episode_of_the_environment_which_a_refu
     assert trajectory.failure.kind is FailureKind.MODEL and "no more script" in trajectory.failure.message
 
 
-def test_the_last_line_says_what_was_recorded(runs):
+def test_the_last_line_names_what_was_recorded(runs):
     (line,) = (line for line in runs["plain"].output.splitlines() if "recorded in" in line)
     store, known = runs["plain"].folder / "trajectories", runs["plain"].trajectory
-    said = line[line.index("recorded in") :]
-    assert said.startswith(f"recorded in {store} as {known.id[:8]}: 4 completions; token ids: yes; reward: 1; ")
-    assert said.endswith(f"; openhands-rl show {store} {known.id[:8]}")
+    tail = line[line.index("recorded in") :]
+    assert tail.startswith(f"recorded in {store} as {known.id[:8]}: 4 completions; token ids: yes; reward: 1; ")
+    assert tail.endswith(f"; openhands-rl show {store} {known.id[:8]}")
     (line,) = (line for line in runs["shopping"].output.splitlines() if "recorded in" in line)
     assert "; failed, so never trained on (model: " in line
 

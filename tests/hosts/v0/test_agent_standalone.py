@@ -1,4 +1,4 @@
-"""Episodes that nobody drives: stored as they are played, once, whatever ends them. Only one test needs OpenHands."""
+"""Episodes that nobody drives: stored as they run, once, whatever ends them. Only one test needs OpenHands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openhands.core.config.extended_config import ExtendedConfig
 from openhands.core.main import run_controller
 from openhands.core.schema import AgentState
 from openhands.events.action import MessageAction
-from scripted_model import call, says, serve
+from scripted_model import call, reply, serve
 
 from openhands_rl_plugin import FileTrajectoryStorage, RLSettings, Trajectory
 from openhands_rl_plugin.config.rl import SamplingSettings, ServingSettings
@@ -68,7 +68,7 @@ async def test_a_killed_openhands_leaves_every_answered_call(tmp_path):
     from test_agent_main import PLAIN, start
 
     with serve() as server:
-        server.script("m", [says(None, call("execute_bash", {"command": f"echo {turn}"})) for turn in range(50)])
+        server.script("m", [reply(None, call("execute_bash", {"command": f"echo {turn}"})) for turn in range(50)])
         server.delay = 0.2
         process = start(tmp_path, server, "m", PLAIN.replace("max_turns = 9", "max_turns = 50"))
         try:
@@ -123,24 +123,24 @@ def config_for(url: str, folder: Path, rl: dict) -> OpenHandsConfig:
     return config
 
 
-def say(config: OpenHandsConfig, text: str) -> None:
-    said = MessageAction(content=text)
+def send(config: OpenHandsConfig, text: str) -> None:
+    message = MessageAction(content=text)
     asyncio.run(
         run_controller(
-            config=config, initial_user_action=said, sid="one-session", fake_user_response_fn=lambda state: "/exit"
+            config=config, initial_user_action=message, sid="one-session", fake_user_response_fn=lambda state: "/exit"
         )
     )
 
 
 @pytest.mark.shows("resumed conversations")
-def test_a_named_session_goes_on_in_a_new_episode_with_what_was_said_before(tmp_path: Path) -> None:
+def test_a_named_session_goes_on_in_a_new_episode_with_its_history(tmp_path: Path) -> None:
     with serve() as server:
-        server.script("resumed", [says("Which one?"), says(None, call("finish", {"message": "Done."}))])
-        say(config_for(server.url, tmp_path, {}), "Do it.")
-        say(config_for(server.url, tmp_path, {"rollout_strategy": "BestOfN", "strategy": {"n": 1}}), "That one.")
+        server.script("resumed", [reply("Which one?"), reply(None, call("finish", {"message": "Done."}))])
+        send(config_for(server.url, tmp_path, {}), "Do it.")
+        send(config_for(server.url, tmp_path, {"rollout_strategy": "BestOfN", "strategy": {"n": 1}}), "That one.")
     one, two = asyncio.run(stored(tmp_path / "store"))
     assert [one.stop, two.stop] == [StopReason.NO_ACTION, StopReason.TERMINATED]
     assert one.group_id == two.group_id and two.strategy.name == "BestOfN"
-    said = [(message.role, message.content or "") for message in two.messages()]
-    assert ("assistant", "Which one?") in said and any(role == "user" and "That one." in text for role, text in said)
+    texts = [(message.role, message.content or "") for message in two.messages()]
+    assert ("assistant", "Which one?") in texts and any(role == "user" and "That one." in text for role, text in texts)
     assert [node.sampled for node in two.nodes] == [False] * (len(two.nodes) - 1) + [True]

@@ -1,4 +1,4 @@
-"""What every Python process pays for the .pth file, and that nothing broken in the plugin reaches the host."""
+"""What the .pth file costs every Python process, and that nothing broken in the plugin reaches the host."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ TOOLS = {"editor": "str_replace_editor", "shell": "execute_bash"}
 async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_path: Path) -> None:
     standard, compact = await check_both_prompts(server, tmp_path, **TOOLS)
     # After the task the model sees the same, but for folder and date.
-    told = [[str(message.content) for message in played.episode.messages()][2:] for played in (standard, compact)]
-    assert "<RUNTIME_INFORMATION>" in told[0].pop(0) and told[0] == told[1]
+    texts = [[str(message.content) for message in rollout.episode.messages()][2:] for rollout in (standard, compact)]
+    assert "<RUNTIME_INFORMATION>" in texts[0].pop(0) and texts[0] == texts[1]
 
 
 @needs_bubblewrap
@@ -45,11 +45,11 @@ async def test_an_episode_with_calls_in_the_text_is_one_sequence(
 
 
 @needs_bubblewrap
-async def test_a_call_that_was_repaired_is_shown_as_the_host_says_it(server: ScriptedModel, tmp_path: Path) -> None:
+async def test_a_call_that_was_repaired_is_shown_as_the_host_writes_it(server: ScriptedModel, tmp_path: Path) -> None:
     await check_repaired_call(server, tmp_path, **TOOLS)
 
 
-def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, tmp_path: Path) -> None:
+def test_of_the_workspace_it_shows_what_somebody_has_set(server: ScriptedModel, tmp_path: Path) -> None:
     server.script("set", [])
     rl = {"workspace": {"prompt": "compact"}, "storage": {"path": str(tmp_path)}}
     llm = LLMConfig(model="openai/set", base_url=server.url, api_key=SecretStr("none"))
@@ -58,7 +58,7 @@ def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, 
     assert [tool["function"]["name"] for tool in agent.tools] == ["execute_bash", "finish", "str_replace_editor"]
     assert (message := agent.get_system_message()) is not None and message.tools == agent.tools
 
-    def told(task: str = "Fix it.", **fields: Any) -> list[str]:
+    def shown(task: str = "Fix it.", **fields: Any) -> list[str]:
         asked = MessageAction(task)
         asked._source = EventSource.USER  # type: ignore[attr-defined]
         usual = {"recall_type": RecallType.WORKSPACE_CONTEXT, "date": "2026-11-27", "content": "added"}
@@ -67,15 +67,15 @@ def test_of_the_workspace_it_tells_what_somebody_has_set(server: ScriptedModel, 
         texts = ["".join(part.text for part in each.content if isinstance(part, TextContent)) for each in messages]
         return [text.strip() for text in texts[1:]]
 
-    assert told(working_dir="/workspace") == ["Fix it."]
+    assert shown(working_dir="/workspace") == ["Fix it."]
     skill = MicroagentKnowledge(name="go", trigger="fix", content="Use gofmt.")
-    [_, known] = told(working_dir="/workspace", microagent_knowledge=[skill])
+    [_, known] = shown(working_dir="/workspace", microagent_knowledge=[skill])
     assert known.startswith("<EXTRA_INFO>") and "Use gofmt." in known
-    [_, text] = told(repo_name="me/shop", repo_directory="/workspace/shop", repo_instructions="Run make test.")
+    [_, text] = shown(repo_name="me/shop", repo_directory="/workspace/shop", repo_instructions="Run make test.")
     assert "repository me/shop" in text and "Run make test." in text and "2026-11-27" not in text
-    [_, text] = told(custom_secrets_descriptions={"TOKEN": "for it"}, conversation_instructions="Open a request.")
+    [_, text] = shown(custom_secrets_descriptions={"TOKEN": "for it"}, conversation_instructions="Open a request.")
     assert "**$TOKEN**: for it" in text and "Open a request." in text and "2026-11-27" not in text
-    [_, text] = told(runtime_hosts={"work-1": 8011}, additional_agent_instructions="Answer in French.")
+    [_, text] = shown(runtime_hosts={"work-1": 8011}, additional_agent_instructions="Answer in French.")
     assert "work-1 (port 8011)" in text and "Answer in French." in text
 
 

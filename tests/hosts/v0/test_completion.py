@@ -11,7 +11,7 @@ from openhands.core.config import LLMConfig
 from openhands.llm.llm import LLM
 from pydantic import SecretStr
 from raw_server import raw_server, respond
-from scripted_model import EMPTY, prompt_ids, refusal, says
+from scripted_model import EMPTY, prompt_ids, refusal, reply
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.messages import to_message
@@ -82,7 +82,7 @@ def test_a_server_that_is_away_or_too_slow(server) -> None:
     with pytest.raises(litellm.InternalServerError, match="Connection error"):
         llm.completion(messages=MESSAGES)
     assert session.failure is not None and session.failure.kind is FailureKind.INFRASTRUCTURE
-    server.policies["slow"], server.delay = lambda body: says("Hello."), 3.0
+    server.policies["slow"], server.delay = lambda body: reply("Hello."), 3.0
     llm, session = llm_for(server.url, "slow", num_retries=1, timeout=1)
     try:
         with pytest.raises(litellm.Timeout):
@@ -92,7 +92,7 @@ def test_a_server_that_is_away_or_too_slow(server) -> None:
 
 
 def test_an_empty_answer_is_asked_for_again_and_metrics_count_the_tokens(server) -> None:
-    server.script("silent", [EMPTY, says("At last.")])
+    server.script("silent", [EMPTY, reply("At last.")])
     llm, session = llm_for(server.url, "silent")
     assert llm.completion(messages=MESSAGES).choices[0].message.content == "At last."
     assert [each["error"] for each in session.tree.nodes[-1].metadata["attempts"]] == [
@@ -103,7 +103,7 @@ def test_an_empty_answer_is_asked_for_again_and_metrics_count_the_tokens(server)
 
 
 def test_a_vendor_is_asked_by_litellm_and_not_for_ids(server) -> None:
-    server.script("vendor", [says("Hello.")])
+    server.script("vendor", [reply("Hello.")])
     llm, session = llm_for(server.url, "vendor", provider="mistral")
     llm.completion(messages=MESSAGES)
     (request,) = server.requests["vendor"]

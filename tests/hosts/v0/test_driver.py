@@ -66,7 +66,7 @@ async def everything(storage: FileTrajectoryStorage) -> list[Trajectory]:
 
 
 async def until(condition: Callable[[Trajectory], bool], storage: FileTrajectoryStorage, id: str) -> Trajectory:
-    """What is stored of an episode that is being played, as soon as it is so."""
+    """What is stored of a running episode, as soon as it is there."""
     async with asyncio.timeout(90):
         while (found := await stored_episode(storage, id)) is None or not condition(found):
             await asyncio.sleep(0.02)
@@ -118,20 +118,20 @@ async def test_no_observation_is_lost_and_sessions_do_not_meet(
 
     before = session_threads()
     async with controller(settings_for(model, max_obs_length=4096), IN_A_WORKSPACE, storage) as runner:
-        played = await asyncio.gather(*(runner.run(working(number, commands(number))) for number in range(sessions)))
-    assert {trajectory.stop for trajectory in played} == {StopReason.TERMINATED}
-    assert sorted(await everything(storage), key=lambda found: found.id) == sorted(played, key=lambda found: found.id)
+        ended = await asyncio.gather(*(runner.run(working(number, commands(number))) for number in range(sessions)))
+    assert {trajectory.stop for trajectory in ended} == {StopReason.TERMINATED}
+    assert sorted(await everything(storage), key=lambda found: found.id) == sorted(ended, key=lambda found: found.id)
     # The answer to the last command is the prompt of the turn that finishes.
     right = [
         answer.startswith(f"{number}:{turn}\n{number}\n")
-        for number, trajectory in enumerate(played)
+        for number, trajectory in enumerate(ended)
         for turn, answer in enumerate(tool_answers(trajectory))
     ]
     assert (len(right), sum(right)) == (sessions * turns, sessions * turns)
     assert not [thread for thread in session_threads() if thread not in before], "sessions leave no threads"
 
 
-@pytest.mark.shows("environments played by a runner")
+@pytest.mark.shows("environments rolled out by a runner")
 async def test_episodes_in_an_environment(model: str, shop: str):
     async with controller(settings_for(model, shop)) as runner:
         limited, ended = await asyncio.gather(
@@ -154,7 +154,7 @@ async def test_a_command_that_outlasts_the_episode_is_ended(model: str):
     assert not subprocess.run(["pgrep", "-f", f"sleep {marker}"], capture_output=True).stdout
 
 
-async def test_an_episode_that_was_left_unfinished_is_played_anew(model: str, storage: FileTrajectoryStorage):
+async def test_an_episode_that_was_left_unfinished_is_rolled_out_anew(model: str, storage: FileTrajectoryStorage):
     request = working(1, ["echo one", "echo two"], max_turns=2)
     with instant_model(delay=0.2) as slow:
         async with controller(settings_for(slow), IN_A_WORKSPACE, storage) as runner:
@@ -164,9 +164,9 @@ async def test_an_episode_that_was_left_unfinished_is_played_anew(model: str, st
             await asyncio.wait([playing])
     assert [found.stop for found in await everything(storage)] == [unfinished.stop] == [StopReason.UNFINISHED]
     async with controller(settings_for(model), IN_A_WORKSPACE, storage) as runner:
-        played = await runner.run(request)
-    assert played.stop is StopReason.MAX_TURNS and len(list(played.sampled())) == 2
-    assert await everything(storage) == [played]
+        ended = await runner.run(request)
+    assert ended.stop is StopReason.MAX_TURNS and len(list(ended.sampled())) == 2
+    assert await everything(storage) == [ended]
 
 
 @pytest.mark.slow
@@ -174,12 +174,12 @@ class TestWorkerPool:
     @pytest.mark.shows("worker processes")
     async def test_a_pool(self, model: str, shop: str, storage: FileTrajectoryStorage):
         pool = WorkerPoolRunner(settings_for(model, shop), workers=2, storage=storage)
-        played = await asyncio.gather(*(pool.run(shopping(n, ["search[shoes]"])) for n in range(32)))
-        assert {trajectory.stop for trajectory in played} == {StopReason.MAX_TURNS}
-        assert {trajectory.task.id for trajectory in played} == {f"shop-{n}" for n in range(32)}
+        ended = await asyncio.gather(*(pool.run(shopping(n, ["search[shoes]"])) for n in range(32)))
+        assert {trajectory.stop for trajectory in ended} == {StopReason.MAX_TURNS}
+        assert {trajectory.task.id for trajectory in ended} == {f"shop-{n}" for n in range(32)}
         await pool.close()
         stored = await everything(storage)
-        assert sorted(stored, key=lambda found: found.id) == sorted(played, key=lambda found: found.id)
+        assert sorted(stored, key=lambda found: found.id) == sorted(ended, key=lambda found: found.id)
 
     async def test_what_a_dead_worker_has_sampled_is_kept(self, shop: str, storage: FileTrajectoryStorage):
         request = shopping(0, ["search[shoes]"])

@@ -27,7 +27,7 @@ from openhands.events import EventSource
 from openhands.events.action import ChangeAgentStateAction, MessageAction
 from openhands.runtime.base import Runtime
 from openhands.utils.async_utils import call_async_from_sync
-from scripted_model import ScriptedModel, call, prompt_ids, says
+from scripted_model import ScriptedModel, call, prompt_ids, reply
 from small_shop import create_shop
 from starlette.types import Receive, Scope, Send
 
@@ -71,7 +71,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def finish(id: str) -> dict[str, Any]:
-    return says(None, call("finish", {"message": "done"}, id))
+    return reply(None, call("finish", {"message": "done"}, id))
 
 
 def depth(body: dict[str, Any]) -> int:
@@ -121,14 +121,14 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
     """The same conversations are sent from branches and from the live session, to the letter and the token."""
 
     def policy(body: dict[str, Any]) -> dict[str, Any]:
-        answer = writer(body) if depth(body) != 1 else says(f"I wonder {body['seed']}.")
+        answer = writer(body) if depth(body) != 1 else reply(f"I wonder {body['seed']}.")
         if native or not answer.get("tool_calls"):
             return answer
         one = answer["tool_calls"][0]["function"]
         risk = {"security_risk": "LOW"} if one["name"] == "execute_bash" else {}
         arguments = {**json.loads(one["arguments"]), **risk}
         lines = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in arguments.items())
-        return says(f"Now.\n<function={one['name']}>\n{lines}</function>")
+        return reply(f"Now.\n<function={one['name']}>\n{lines}</function>")
 
     name = f"same-{native}-{prompt}"
     server.policies[name] = policy
@@ -151,7 +151,7 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
 
 def judging(body: dict[str, Any]) -> dict[str, Any]:
     """Answers the question of ``value = "model"``, and acts otherwise."""
-    return says("Yes") if "Yes or No" in str(body["messages"][-1]["content"]) else writer(body)
+    return reply("Yes") if "Yes or No" in str(body["messages"][-1]["content"]) else writer(body)
 
 
 @pytest.mark.parametrize("strategy", ["ToT", "BestOfN"])
@@ -205,7 +205,7 @@ def test_openhands_main_searches_in_forks_of_an_environment(
     def shopper(body: dict[str, Any]) -> dict[str, Any]:
         """Searches for one thing or another, and clicks around."""
         words = ["click[Next >]", "click[Back to Search]"] if depth(body) else ["search[socks]", "search[red lamp]"]
-        return says(f"Thought: let me see.\nAction: {words[body['seed'] % 2]}")
+        return reply(f"Thought: let me see.\nAction: {words[body['seed'] % 2]}")
 
     server.policies["shopper"] = shopper
     strategy = {"num_branches": 2, "depth": 2, "beam": 1, "value": "none", "temperature": 0.6}
@@ -234,7 +234,7 @@ ENDLESS = {"rollout_strategy": "MCTS", "strategy": {"num_simulations": 10_000, "
 
 def hangs(body: dict[str, Any]) -> dict[str, Any]:
     """Every action hangs, in whichever branch it is tried."""
-    return says(None, call("execute_bash", {"command": SLEEP, "timeout": 600}, f"id{body['seed']}"))
+    return reply(None, call("execute_bash", {"command": SLEEP, "timeout": 600}, f"id{body['seed']}"))
 
 
 async def test_the_time_limit_of_an_episode_ends_its_search(server: ScriptedModel):

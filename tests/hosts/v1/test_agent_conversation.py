@@ -16,7 +16,7 @@ from needs import needs_bubblewrap
 from openhands.sdk import LLM, Agent, AgentBase
 from openhands.sdk.context.condenser import LLMSummarizingCondenser
 from openhands.sdk.conversation import LocalConversation
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, converse, finish, make_agent, make_llm, run_task, stored, think
 
 from openhands_rl_plugin.core.types import CONDENSATION, TURN, StopReason, Trajectory, kind_of
@@ -32,10 +32,10 @@ def seen(trajectory: Trajectory) -> list[list[tuple[str, str, list[str]]]]:
     for at in trajectory.acted():
         prompt: list[tuple[str, str, list[str]]] = []
         for each in trajectory.messages(at)[:-1]:
-            said = each.content or ""
+            text = each.content or ""
             if each.role == "user" and prompt and prompt[-1][0] == "user":
-                said = f"{prompt.pop()[1]}\n{said}"
-            prompt.append((each.role, said, [call.id for call in each.tool_calls]))
+                text = f"{prompt.pop()[1]}\n{text}"
+            prompt.append((each.role, text, [call.id for call in each.tool_calls]))
         prompts.append(prompt)
     return prompts
 
@@ -49,9 +49,9 @@ async def test_a_condensed_conversation_trains_all_that_was_sampled_and_is_read_
     def policy(body: dict) -> dict:
         number = next(numbers)
         if not body.get("tools"):
-            return says(f"summary {number}")
+            return reply(f"summary {number}")
         both = (call("think", {"thought": f"{name}{number}"}, f"{name}{number}") for name in "ab")
-        return finish() if number > 16 else says("Two.", *both)
+        return finish() if number > 16 else reply("Two.", *both)
 
     server.policies["condensed"] = policy
     llm, kept = make_llm(server, "condensed"), tmp_path / "kept"
@@ -102,7 +102,7 @@ async def test_arun_is_recorded_and_can_be_interrupted(server: ScriptedModel, wo
 async def test_a_conversation_is_resumed_by_its_agent_and_not_by_another(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
-    server.script("resume", [says("Which one?"), finish()])
+    server.script("resume", [reply("Which one?"), finish()])
     store, kept, id = tmp_path / "store", tmp_path / "kept", uuid.uuid4()
 
     def begin(agent: AgentBase) -> LocalConversation:
@@ -128,12 +128,12 @@ async def test_a_conversation_is_resumed_by_its_agent_and_not_by_another(
 
 @needs_bubblewrap
 @pytest.mark.parametrize("sandboxed", [False, True])
-async def test_the_tools_of_a_conversation_that_is_resumed_with_other_settings_work_where_they_say(
+async def test_the_tools_of_a_conversation_that_is_resumed_with_other_settings_work_in_its_folder(
     sandboxed: bool, server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
     place = "/workspace" if sandboxed else str(workspace)
-    looks = says(None, call(EDITOR, {"command": "view", "path": f"{place}/calc.py"}, "call-1"))
-    server.script("resume-one", [says("Which one?")])
+    looks = reply(None, call(EDITOR, {"command": "view", "path": f"{place}/calc.py"}, "call-1"))
+    server.script("resume-one", [reply("Which one?")])
     server.script("resume-two", [looks, finish()])
     kept, id = str(tmp_path / "kept"), uuid.uuid4()
     before, after = ("none", "bubblewrap") if sandboxed else ("bubblewrap", "none")
@@ -183,7 +183,7 @@ THOUGHTS = written(
 @given(st.lists(THOUGHTS, min_size=1, max_size=8))
 def test_the_prompts_of_a_conversation_extend_each_other(server: ScriptedModel, sampled: list[str]) -> None:
     name = "forms"
-    answers = [says(None, call("think", arguments, f"call-{at}")) for at, arguments in enumerate(sampled)]
+    answers = [reply(None, call("think", arguments, f"call-{at}")) for at, arguments in enumerate(sampled)]
     server.script(name, [*answers, finish()])
     with tempfile.TemporaryDirectory() as made:
         store, workspace = Path(made) / "store", Path(made) / "w"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from openhands.sdk.conversation import ConversationExecutionStatus, LocalConversation
-from scripted_model import ScriptedModel, call, refusal, says
+from scripted_model import ScriptedModel, call, refusal, reply
 from sdk_play import EDITOR, converse, finish, make_agent, make_llm, repair, run_task, stored, think
 
 from openhands_rl_plugin.core.errors import StorageError
@@ -61,10 +61,10 @@ async def test_an_episode_is_stored_with_everything_that_was_sampled(server: Scr
     assert not [node for node in episode.nodes if "replayed_as" in node.metadata]
 
 
-async def test_ids_that_a_server_uses_again_are_told_apart(server: ScriptedModel, workspace: Path) -> None:
+async def test_ids_that_a_server_uses_again_are_distinguished(server: ScriptedModel, workspace: Path) -> None:
     answers = [
-        says(None, call("think", '{"thought":"one" }', "same")),
-        says(None, call("think", '{ "thought": "two"}', "same")),
+        reply(None, call("think", '{"thought":"one" }', "same")),
+        reply(None, call("think", '{ "thought": "two"}', "same")),
         finish(id="same"),
     ]
     episode = await recorded(server, "same-ids", workspace, answers)
@@ -82,7 +82,7 @@ async def test_best_of_n_samples_side_by_side_and_is_logged_and_counted_as_one_c
 
     def policy(body: dict) -> dict:
         if not body.get("tools"):
-            return says("0.9" if "thought 1" in str(body["messages"]) else "0.1")
+            return reply("0.9" if "thought 1" in str(body["messages"]) else "0.1")
         done = any(message["role"] == "tool" for message in body["messages"])
         return finish() if done else think(f"thought {next(numbers)}", f"call-{next(numbers)}")
 
@@ -192,7 +192,7 @@ async def test_a_full_context_ends_an_episode_like_a_limit(
 
 
 async def test_a_reply_ends_the_episode_and_the_next_message_begins_another(play: Play, tmp_path: Path) -> None:
-    conversation = play([says("Which file?"), finish()])
+    conversation = play([reply("Which file?"), finish()])
     conversation.run()
     conversation.send_message("calc.py")
     conversation.run()
@@ -208,7 +208,7 @@ async def test_closing_one_of_two_conversations_of_an_agent_leaves_the_other_ope
     server: ScriptedModel, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "WATCH_SECONDS", 3.0)
-    server.script("two", [says("One?"), says("Two?")])
+    server.script("two", [reply("One?"), reply("Two?")])
     agent = make_agent(make_llm(server, "two"), tmp_path / "store", tools=())
     pair = [converse(agent, workspace) for _ in range(2)]
     for conversation in pair:

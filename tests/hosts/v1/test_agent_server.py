@@ -15,7 +15,7 @@ import pytest
 from agent_server_process import NO_AGENTS_OF_OTHERS, running_agent_server, takes_agents_of_others
 from needs import needs_bubblewrap
 from openhands.sdk import Agent, Conversation, Workspace
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, TERMINAL, finish, make_agent, make_llm, repair, stored, think
 from websockets.asyncio.client import connect
 
@@ -74,7 +74,7 @@ async def events_until_ended(url: str, id: str) -> list[dict[str, object]]:
                 seen.append(event := json.loads(text))
                 if event.get("key") == "execution_status" and event["value"] in {"finished", "error", "stuck"}:
                     return seen
-                # Subscribers are told the whole state first, which may be the last.
+                # Subscribers get the whole state first, which may be the last.
                 if event.get("key") == "full_state" and event["value"]["execution_status"] in {"finished", "error"}:
                     return seen
     raise AssertionError("the socket was closed before the conversation ended")
@@ -123,7 +123,7 @@ async def test_a_limit_of_the_server_ends_the_episode_although_nobody_closes_the
 async def test_a_second_message_is_a_second_episode_of_the_same_conversation(
     agent_server: str, server: ScriptedModel, workspace: Path, stop: StopReason
 ) -> None:
-    first_answer = finish("one", "call-1") if stop is StopReason.TERMINATED else says("Which file?")
+    first_answer = finish("one", "call-1") if stop is StopReason.TERMINATED else reply("Which file?")
     server.script(f"served-{stop}", [first_answer, finish("two", "call-2")])
     body = conversation(server, f"served-{stop}", workspace)
     id = httpx.post(f"{agent_server}/api/conversations", json=body, timeout=60).json()["id"]
@@ -165,13 +165,13 @@ def corrects(body: dict[str, Any]) -> dict[str, Any]:
     """Looks, then writes what is right or what is not, as the seed says."""
     turn = sum(message["role"] == "assistant" for message in body["messages"])
     if not body.get("tools"):
-        return says("Yes" if "a + b" in json.dumps(body["messages"]) else "No")
+        return reply("Yes" if "a + b" in json.dumps(body["messages"]) else "No")
     if turn == 0:
-        return says("I look.", call(TERMINAL, {"command": "pwd; ls /workspace"}, "call-1"))
+        return reply("I look.", call(TERMINAL, {"command": "pwd; ls /workspace"}, "call-1"))
     if turn == 1:
         new = "a + b" if body["seed"] % 2 else "a * b"
         edit = {"command": "str_replace", "path": "/workspace/calc.py", "old_str": "a - b", "new_str": new}
-        return says(None, call(EDITOR, edit, f"call-{new}"))
+        return reply(None, call(EDITOR, edit, f"call-{new}"))
     return finish()
 
 
@@ -186,13 +186,13 @@ async def test_a_search_in_the_servers_own_sandbox(
         "strategy": {"n": 4, "value": "model"},
         "sampling": {"seed": 3},
     }
-    said = play(agent_server, make_agent(make_llm(server, "remote"), tmp_path / "store", rl=rl), workspace)
+    reported = play(agent_server, make_agent(make_llm(server, "remote"), tmp_path / "store", rl=rl), workspace)
     [episode] = await stored(tmp_path / "store")
     assert (episode.stop, episode.failure) == (StopReason.TERMINATED, None)
-    told = [message.content or "" for message in episode.messages() if message.role == "tool"]
-    assert told[0].startswith("/workspace\ncalc.py")
+    texts = [message.content or "" for message in episode.messages() if message.role == "tool"]
+    assert texts[0].startswith("/workspace\ncalc.py")
     assert "a + b" in (workspace / "calc.py").read_text() and "+    return a + b" in str(episode.evidence["git_patch"])
     simulated = [node for node in episode.nodes if node.simulated and "a * b" in str(node.message.tool_calls)]
     assert simulated, "what was not chosen was executed in a fork only"
     assert all(node.tokens is not None for node in episode.sampled())
-    assert said == f"recorded in {tmp_path / 'store'} on {socket.gethostname()} as {episode.id[:8]}"
+    assert reported == f"recorded in {tmp_path / 'store'} on {socket.gethostname()} as {episode.id[:8]}"

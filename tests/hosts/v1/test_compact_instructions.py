@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from compact_play import check_both_prompts, check_one_sequence
 from needs import needs_bubblewrap
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, TERMINAL, finish, make_agent, make_llm, run_task, stored, think
 
 from openhands_rl_plugin.config.fields import PromptName
@@ -30,18 +30,18 @@ async def test_a_repair_succeeds_with_both_prompts(server: ScriptedModel, tmp_pa
 async def test_an_episode_with_calls_in_the_text_is_one_sequence(
     server: ScriptedModel, tmp_path: Path, prompt: PromptName
 ) -> None:
-    played = await check_one_sequence(server, tmp_path, prompt, **TOOLS)
+    rollout = await check_one_sequence(server, tmp_path, prompt, **TOOLS)
     # The prompt is recorded as it was sent: tools are described in it.
-    recorded = [text_of(message.content) for message in played.episode.messages()][:2]
-    sent = [text_of(message["content"]) for message in played.requests[0]["messages"]]
-    assert recorded == sent and not played.episode.tools
+    recorded = [text_of(message.content) for message in rollout.episode.messages()][:2]
+    sent = [text_of(message["content"]) for message in rollout.requests[0]["messages"]]
+    assert recorded == sent and not rollout.episode.tools
 
 
 async def test_a_users_own_conversation(server: ScriptedModel, workspace: Path, tmp_path: Path) -> None:
     model = "own-compact"
     view = call(EDITOR, {"command": "view", "path": str(workspace / "calc.py")}, "call-1")
-    # It is not told of ``think``, and may use it all the same.
-    server.script(model, [says("I look.", view), think("Well.", "call-2"), finish()])
+    # It does not see ``think``, and may use it all the same.
+    server.script(model, [reply("I look.", view), think("Well.", "call-2"), finish()])
     llm = make_llm(server, model, log_completions=True, log_completions_folder=str(tmp_path / "log"))
     agent = make_agent(llm, tmp_path / "store", rl=COMPACT)
     again = RLAgent.model_validate(agent.model_dump(context={"expose_secrets": True}))
@@ -61,5 +61,5 @@ async def test_a_prompt_of_the_users_own_stays(server: ScriptedModel, workspace:
     agent = make_agent(make_llm(server, "pirate"), tmp_path / "store", rl=COMPACT, system_prompt_filename=str(file))
     run_task(agent, workspace, task="Ahoy.")
     [request] = server.requests["pirate"]
-    said = text_of(request["messages"][0]["content"]) or ""
-    assert said.startswith("Speak like a pirate.\nsecurity_risk: ")
+    instructions = text_of(request["messages"][0]["content"]) or ""
+    assert instructions.startswith("Speak like a pirate.\nsecurity_risk: ")

@@ -15,7 +15,7 @@ from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.critic import CriticBase
 from openhands.sdk.critic.base import IterativeRefinementConfig
 from openhands.sdk.event import ActionEvent, MessageEvent
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, converse, finish, make_agent, make_llm, run_task, think
 
 from openhands_rl_plugin.core.judgements import newest_outcome
@@ -27,7 +27,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 THIRDS = "critic_rewards:ShareOfThree"
 
 
-def played(
+def driven(
     server: ScriptedModel, workspace: Path, name: str, answers: list[dict], critic: CriticBase, **changes: Any
 ) -> LocalConversation:
     server.script(name, answers)
@@ -39,8 +39,8 @@ def played(
 
 def scores_on(conversation: LocalConversation) -> list[float | None]:
     """Of the agent's actions and messages, in order."""
-    said = (each for each in conversation.state.events if isinstance(each, ActionEvent | MessageEvent))
-    results = [each.critic_result for each in said if each.source == "agent"]
+    answers = (each for each in conversation.state.events if isinstance(each, ActionEvent | MessageEvent))
+    results = [each.critic_result for each in answers if each.source == "agent"]
     return [result.score if result is not None else None for result in results]
 
 
@@ -60,7 +60,7 @@ async def test_every_action_is_scored_on_its_event_its_node_and_in_the_store(
 ) -> None:
     critic = RewardCritic(reward=THIRDS, options={"name": "think"}, mode="all_actions")
     answers = [think("a", "call-1"), think("b", "call-2"), finish()]
-    conversation = played(server, workspace, "all-actions", answers, critic)
+    conversation = driven(server, workspace, "all-actions", answers, critic)
     assert scores_on(conversation) == pytest.approx([1 / 3, 2 / 3, 2 / 3])
     episode, scores = await judged(workspace)
     assert episode.stop is StopReason.TERMINATED
@@ -75,10 +75,10 @@ async def test_refinement_goes_on_until_the_score_is_high_enough(server: Scripte
         reward=THIRDS, iterative_refinement=IterativeRefinementConfig(success_threshold=0.9, max_iterations=5)
     )
     answers = [finish("one", "call-1"), finish("two", "call-2"), finish("three", "call-3"), finish("four", "call-4")]
-    conversation = played(server, workspace, "refine", answers, critic)
+    conversation = driven(server, workspace, "refine", answers, critic)
     assert scores_on(conversation) == pytest.approx([1 / 3, 2 / 3, 1.0])
-    said = [event for event in conversation.state.events if isinstance(event, MessageEvent) and event.source == "user"]
-    assert len(said) == 3 and conversation.state.execution_status == Status.FINISHED
+    asked = [event for event in conversation.state.events if isinstance(event, MessageEvent) and event.source == "user"]
+    assert len(asked) == 3 and conversation.state.execution_status == Status.FINISHED
     episode, [score] = await judged(workspace)
     assert score.reward == 1.0 and len(episode.acted()) == 3
     assert [node.tokens.extends for node in episode.sampled() if node.tokens] == [False, True, True]
@@ -129,7 +129,7 @@ async def test_an_error_is_one_line_and_no_score(
     rl = {"workspace": {"isolation": "bubblewrap" if "timeout" in critic else "none"}}
     try:
         begun = time.monotonic()
-        conversation = played(server, workspace, "broken", [finish()], RewardCritic(**critic), rl=rl, tools=(EDITOR,))
+        conversation = driven(server, workspace, "broken", [finish()], RewardCritic(**critic), rl=rl, tools=(EDITOR,))
     finally:
         sdk.removeHandler(caplog.handler)
     assert time.monotonic() - begun < 25 and scores_on(conversation) == [None]
@@ -142,7 +142,7 @@ async def test_an_error_is_one_line_and_no_score(
 
 def edit(change: tuple[str, str], id: str) -> dict:
     arguments = {"command": "str_replace", "path": "/workspace/calc.py", "old_str": change[0], "new_str": change[1]}
-    return says(None, call(EDITOR, arguments, id))
+    return reply(None, call(EDITOR, arguments, id))
 
 
 ADDS = "echo more > left; python3 -c 'from calc import add; assert add(2, 1) == 3'"
@@ -156,7 +156,7 @@ async def test_a_command_judges_a_copy_of_the_workspace_after_every_action(
     critic = RewardCritic(reward="command", options={"command": ADDS}, mode="all_actions", timeout=60.0)
     answers = [think("a", "call-1"), edit(("a - b", "a + b"), "call-2"), think("b", "call-3"), finish()]
     rl = {"workspace": {"isolation": "bubblewrap"}}
-    conversation = played(server, workspace, "judged", answers, critic, rl=rl, tools=(EDITOR,))
+    conversation = driven(server, workspace, "judged", answers, critic, rl=rl, tools=(EDITOR,))
     # An action is judged before it is executed, so the change counts from the next one on.
     assert scores_on(conversation) == [0.0, 0.0, 1.0, 1.0]
     episode, [score] = await judged(workspace)
@@ -166,19 +166,19 @@ async def test_a_command_judges_a_copy_of_the_workspace_after_every_action(
     assert list(episode.evidence["changed_files"]) == ["calc.py"]
 
 
-@pytest.mark.parametrize("said", ["The answer is 42.", "41"])
-async def test_the_last_words_are_compared_with_the_label(server: ScriptedModel, workspace: Path, said: str) -> None:
+@pytest.mark.parametrize("last", ["The answer is 42.", "41"])
+async def test_the_last_words_are_compared_with_the_label(server: ScriptedModel, workspace: Path, last: str) -> None:
     critic = RewardCritic(reward="matching", options={"mode": "number"}, evidence={"label": 42})
-    name = f"matching-{len(said)}"
-    conversation = played(server, workspace, name, [think("a"), finish(said)], critic)
-    assert scores_on(conversation) == [None, float("42" in said)]
+    name = f"matching-{len(last)}"
+    conversation = driven(server, workspace, name, [think("a"), finish(last)], critic)
+    assert scores_on(conversation) == [None, float("42" in last)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_trained_verifier_is_a_critic(server: ScriptedModel, workspace: Path, verifier: Path) -> None:
     critic = RewardCritic(options={"adapter": str(verifier)}, mode="all_actions", timeout=120.0)
-    conversation = played(server, workspace, "verifier", [think("tests pass", "call-1"), finish()], critic)
+    conversation = driven(server, workspace, "verifier", [think("tests pass", "call-1"), finish()], critic)
     scores = scores_on(conversation)
     assert len(scores) == 2 and all(score is not None and 0.0 <= score <= 1.0 for score in scores)
     episode, [score] = await judged(workspace)

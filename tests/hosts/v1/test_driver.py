@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import TERMINAL, finish, think
 from small_shop import running_shop
 
@@ -43,7 +43,7 @@ async def play(
 async def test_sixteen_conversations_in_one_process(server: ScriptedModel) -> None:
     def policy(body: dict) -> dict:
         turn = sum(message["role"] == "assistant" for message in body["messages"])
-        return finish() if turn == 3 else says(None, call(TERMINAL, {"command": f"echo {turn}"}, f"call-{turn}"))
+        return finish() if turn == 3 else reply(None, call(TERMINAL, {"command": f"echo {turn}"}, f"call-{turn}"))
 
     server.policies["many"] = policy
     async with open_runner(settings_for(server, "many", max_workers=16), IN_A_WORKSPACE) as runner:
@@ -66,7 +66,7 @@ async def test_limits_of_the_task(server: ScriptedModel) -> None:
 
 
 async def test_an_agent_that_only_talks_is_answered(server: ScriptedModel) -> None:
-    server.script("talks", [says("What shall I do?"), says("Really?"), finish()])
+    server.script("talks", [reply("What shall I do?"), reply("Really?"), finish()])
     replies = ("Go on.", "Go on. Now.")
     episode = await play(server, "talks", request(), IN_A_WORKSPACE.model_copy(update={"replies": replies}))
     assert [node.message.content for node in episode.nodes if node.message.role == "user"][1:] == [
@@ -90,7 +90,7 @@ async def test_a_storage_that_fails_stops_the_run(server: ScriptedModel, tmp_pat
 
 @pytest.mark.shows("the stock agent, recorded")
 async def test_the_stock_agent_is_recorded_as_it_is(server: ScriptedModel) -> None:
-    answers = [says(None, call("think", '{"thought":"hm" }', "call-1")), finish()]
+    answers = [reply(None, call("think", '{"thought":"hm" }', "call-1")), finish()]
     server.script("stock", answers)
     episode = await play(server, "stock", request(), IN_A_WORKSPACE.model_copy(update={"agent": "Agent"}))
     assert episode.strategy.name == "Agent" and episode.stop is StopReason.TERMINATED
@@ -130,10 +130,10 @@ async def test_worker_processes(server: ScriptedModel, tmp_path: Path) -> None:
     await storage.close()
 
 
-@pytest.mark.shows("environments played by a runner")
-async def test_environments_are_played_without_the_sdk(server: ScriptedModel) -> None:
+@pytest.mark.shows("environments rolled out by a runner")
+async def test_environments_are_rolled_out_without_the_sdk(server: ScriptedModel) -> None:
 
-    server.policies["shop"] = lambda body: says("Thought: I buy.\nAction: click[buy now]")
+    server.policies["shop"] = lambda body: reply("Thought: I buy.\nAction: click[buy now]")
     with running_shop() as url:
         host, port = url.rsplit(":", 1)
         settings = settings_for(server, "shop", env_server_base=host, env_port=int(port), max_turns=3)

@@ -1,4 +1,4 @@
-"""An environment with OpenHands V1, and what docs/openhands-v1.md tells to run and to write."""
+"""An environment with OpenHands V1, and what docs/openhands-v1.md shows to run and to write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def block(language: str, word: str) -> str:
     return found
 
 
-async def test_the_script_is_played_and_recorded(
+async def test_the_script_is_executed_and_recorded(
     server: ScriptedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.script("model", [finish()])

@@ -18,7 +18,7 @@ from openhands.sdk.hooks import HookConfig, HookDefinition, HookMatcher
 from openhands.sdk.llm import ImageContent, Message, TextContent
 from openhands.sdk.security.confirmation_policy import AlwaysConfirm, ConfirmRisky, NeverConfirm
 from openhands.sdk.security.llm_analyzer import LLMSecurityAnalyzer
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, finish, make_llm, think
 from side_by_side import same, side_by_side
 
@@ -39,7 +39,7 @@ async def test_calls_in_one_answer(server: ScriptedModel, workspace: Path) -> No
     file = str(workspace / "calc.py")
     edit = {"command": "str_replace", "path": file, "old_str": "a - b", "new_str": "a + b"}
     answers = [
-        says(
+        reply(
             "All at once.",
             call("think", {"thought": "hm"}, "call-1"),
             call(EDITOR, edit, "call-2"),
@@ -51,7 +51,7 @@ async def test_calls_in_one_answer(server: ScriptedModel, workspace: Path) -> No
     stock, ours, [episode] = await side_by_side(server, workspace, answers)
     same(stock, ours)
     assert ours.files == {"calc.py": "def add(a, b):\n    return a + b\n", "one": "one\n"}
-    assert "no_such_tool" in stock.said()
+    assert "no_such_tool" in stock.texts()
     first, second = episode.acted()
     assert len(episode.nodes[first].message.tool_calls) == 4
     assert [node.message.role for node in episode.nodes[first + 1 : second]] == ["tool"] * 4
@@ -64,7 +64,7 @@ async def test_streams(server: ScriptedModel, workspace: Path, way: str) -> None
     if not hasattr(LocalConversation, way):
         pytest.skip("the SDK before 1.23 has no arun")
     answers = [
-        {**says("I say what I do.", call("think", {"thought": "hm"})), "reasoning_content": "Let me think of it."},
+        {**reply("I say what I do.", call("think", {"thought": "hm"})), "reasoning_content": "Let me think of it."},
         {**finish(), "reasoning_content": "It is done."},
     ]
 
@@ -117,12 +117,12 @@ async def test_risks_that_the_model_names_are_asked_about(server: ScriptedModel,
         conversation.reject_pending_actions("Too risky.")
         conversation.run()
 
-    answers = [says(None, risky), says(None, safe), finish()]
+    answers = [reply(None, risky), reply(None, safe), finish()]
     stock, ours, [episode] = await side_by_side(server, workspace, answers, drive)
     same(stock, ours)
-    assert seen == [Status.WAITING_FOR_CONFIRMATION] * 2 and "Too risky." in ours.said()
+    assert seen == [Status.WAITING_FOR_CONFIRMATION] * 2 and "Too risky." in ours.texts()
     assert sorted(ours.files) == ["calc.py", "safe"]
-    # The model was asked to name risks, and what it was told is recorded.
+    # The model was asked to name risks, and its prompt is recorded.
     assert "security_risk" in str(episode.tools)
     assert any("Too risky." in (node.message.content or "") for node in episode.nodes)
 
@@ -142,7 +142,7 @@ async def test_actions_are_confirmed_or_rejected(server: ScriptedModel, workspac
                 conversation.set_confirmation_policy(NeverConfirm())
 
     two = [create(workspace / name, f"call-{name}") for name in ("one", "two")]
-    stock, ours, [episode] = await side_by_side(server, workspace, [says(None, *two), finish()], drive)
+    stock, ours, [episode] = await side_by_side(server, workspace, [reply(None, *two), finish()], drive)
     same(stock, ours)
     assert ours.status == Status.FINISHED and ("one" in ours.files) is ("two" in ours.files) is confirmed
     first, _ = episode.acted()
@@ -169,17 +169,17 @@ async def test_hooks(server: ScriptedModel, workspace: Path) -> None:
         """"reason": "Run the tests first."}'; exit 2; }""",
     )
     answers = [
-        says(None, create(workspace / "forbidden", "call-1")),
-        says(None, create(workspace / "allowed", "call-2")),
+        reply(None, create(workspace / "forbidden", "call-1")),
+        reply(None, create(workspace / "allowed", "call-2")),
         finish(id="call-3"),
-        says("I run them.", create(workspace / "tested", "call-4")),
+        reply("I run them.", create(workspace / "tested", "call-4")),
         finish("Now it is done.", id="call-5"),
     ]
     stock, ours, episodes = await side_by_side(server, workspace, answers, conversation=config)
     same(stock, ours)
     assert sorted(ours.files) == ["allowed", "calc.py", "hooked", "stopped", "tested"]
     for word in ("Today is Monday.", "not allowed", "Run the tests first."):
-        assert word in ours.said()
+        assert word in ours.texts()
     # A hook's objection is no next task: one episode.
     [episode] = episodes
     heard = "\n".join(node.message.content or "" for node in episode.nodes if not node.sampled)
@@ -220,7 +220,7 @@ async def test_tools_of_an_mcp_server(server: ScriptedModel, workspace: Path) ->
         [name] = [tool["function"]["name"] for tool in body["tools"] if tool["function"]["name"].endswith("sky")]
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         cities = ["Rome", "Atlantis"]
-        return says(None, call(name, {"city": cities[turn]}, f"call-{turn}")) if turn < 2 else finish()
+        return reply(None, call(name, {"city": cities[turn]}, f"call-{turn}")) if turn < 2 else finish()
 
     server.policies["side"] = policy
     try:
@@ -235,7 +235,7 @@ async def test_tools_of_an_mcp_server(server: ScriptedModel, workspace: Path) ->
     finally:
         del server.policies["side"]
     same(stock, ours)
-    assert "Rome: blue" in ours.said() and "there is no such city" in ours.said()
+    assert "Rome: blue" in ours.texts() and "there is no such city" in ours.texts()
     tools: Any = list(episode.tools)
     assert named[0] in [tool["function"]["name"] for tool in tools]
     heard = [node.message.content or "" for node in episode.nodes if node.message.role == "tool"]
@@ -275,7 +275,7 @@ async def test_condensation_on_request(server: ScriptedModel, workspace: Path) -
 
     def policy(body: dict[str, Any]) -> dict[str, Any]:
         if not body.get("tools"):
-            return says("summary of it")
+            return reply("summary of it")
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         return think(f"hm {turn}", f"call-{turn}") if turn % 5 < 4 else finish(id=f"call-{turn}")
 
@@ -312,9 +312,9 @@ def of_the_project(server: ScriptedModel, model: str) -> dict[str, Any]:
 async def test_answers_that_the_sdk_cannot_read(server: ScriptedModel, workspace: Path, own: bool) -> None:
     """The SDK replays a call whose arguments are no JSON in another form, because servers refuse such a request."""
     answers = [
-        says(None, call("think", '{"thought": ', "call-1")),
-        says(None, call("think", {"no": "thought"}, "call-2")),
-        says(""),
+        reply(None, call("think", '{"thought": ', "call-1")),
+        reply(None, call("think", {"no": "thought"}, "call-2")),
+        reply(""),
         {**finish(), "reasoning_content": "At last."},
     ]
     agent = partial(of_the_project, server) if own else lambda model: {}
@@ -330,7 +330,7 @@ async def test_calls_that_are_written_as_text(server: ScriptedModel, workspace: 
     written = "<function=think>\n<parameter=thought>hm</parameter>\n</function>"
     broken = "<function=think>\n<parameter=nothing>hm</parameter>\n</function>"
     done = "<function=finish>\n<parameter=message>done</parameter>\n</function>"
-    answers = [says(written), says(broken), says(done)] if not native else [finish()]
+    answers = [reply(written), reply(broken), reply(done)] if not native else [finish()]
     stock, ours, [episode] = await side_by_side(
         server, workspace, answers, tools=(), llm={"native_tool_calling": native}
     )

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import finish, repair, stored, think
 
 from openhands_rl_plugin.core.types import StopReason
@@ -36,7 +36,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.shows("openhands-rl run")
-async def test_a_task_is_worked_on_and_the_last_line_says_what_was_recorded(
+async def test_a_task_is_worked_on_and_the_last_line_names_what_was_recorded(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
     server.script("run-repair", repair(Path("/workspace")))
@@ -142,7 +142,7 @@ async def test_attempts_at_a_task_of_ones_own_are_a_group_to_train_on(
         if not turn:
             begun.append("")
         right, wrong = "sed -i 's/a - b/a + b/' calc.py", "sed -i 's/a - b/b - a/' calc.py"
-        return finish() if turn else says(None, call("terminal", {"command": (wrong, right)[len(begun) % 2]}))
+        return finish() if turn else reply(None, call("terminal", {"command": (wrong, right)[len(begun) % 2]}))
 
     server.policies["run-attempts"] = mends_every_second
     (tmp_path / "config.toml").write_text(ATTEMPTS.format(model="run-attempts", url=server.url))

@@ -13,7 +13,7 @@ from needs import needs_bubblewrap
 from openhands.sdk.conversation import LocalConversation
 from openhands.sdk.event import ObservationEvent
 from openhands.sdk.llm import TextContent
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored
 
 pytestmark = needs_bubblewrap
@@ -48,16 +48,16 @@ def opened(server: ScriptedModel, name: str, folder: Path, isolation: str = "bub
 
 
 def play(conversation: LocalConversation, server: ScriptedModel, actions: Sequence[tuple[str, dict]]) -> list[str]:
-    """What the model is told of each action."""
+    """What the model observes of each action."""
     name = conversation.agent.llm.model.partition("/")[2]
-    server.script(name, [says(None, call(*action, f"call-{next(_numbers)}")) for action in actions])
+    server.script(name, [reply(None, call(*action, f"call-{next(_numbers)}")) for action in actions])
     server.script(name, [finish(id=f"call-{next(_numbers)}")])
     known = len(conversation.state.events)
     conversation.send_message("Go on.")
     conversation.run()
     new = [conversation.state.events[at] for at in range(known, len(conversation.state.events))]
-    told = [event.observation.to_llm_content for event in new if isinstance(event, ObservationEvent)]
-    return ["".join(part.text for part in parts if isinstance(part, TextContent)) for parts in told][:-1]
+    seen = [event.observation.to_llm_content for event in new if isinstance(event, ObservationEvent)]
+    return ["".join(part.text for part in parts if isinstance(part, TextContent)) for parts in seen][:-1]
 
 
 def stock_that_started(server: ScriptedModel, name: str, folder: Path) -> LocalConversation:
@@ -79,7 +79,7 @@ def stock_that_started(server: ScriptedModel, name: str, folder: Path) -> LocalC
 LOST = "Previous command outputs are truncated"
 
 
-def test_the_model_is_told_the_same_as_by_the_stock_tools(
+def test_the_model_gets_the_observations_of_the_stock_tools(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
     """The same actions in two equal folders; only the folder's name differs."""
@@ -116,11 +116,11 @@ def test_the_model_is_told_the_same_as_by_the_stock_tools(
     for attempt in range(4):
         stock_folder = prepared(tmp_path / f"other-{attempt}" / "project")
         stock = stock_that_started(server, f"stock-{attempt}", stock_folder)
-        told = play(stock, server, actions(str(stock_folder)))
+        seen = play(stock, server, actions(str(stock_folder)))
         stock.close()
-        if LOST not in str(told):
+        if LOST not in str(seen):
             break
-    theirs = [text.replace(str(stock_folder), "/workspace") for text in told]
+    theirs = [text.replace(str(stock_folder), "/workspace") for text in seen]
     sent = server.requests["own"][0], server.requests[f"stock-{attempt}"][0]
     own.close()
 
@@ -137,7 +137,7 @@ def test_the_model_is_told_the_same_as_by_the_stock_tools(
 def test_state_and_files_last_and_nothing_else_of_the_host_is_seen(server: ScriptedModel, workspace: Path) -> None:
     (workspace.parent / "secret.txt").write_text("key\n")
     conversation = opened(server, "state", workspace)
-    told = play(
+    seen = play(
         conversation,
         server,
         [
@@ -153,18 +153,18 @@ def test_state_and_files_last_and_nothing_else_of_the_host_is_seen(server: Scrip
         ],
     )
     conversation.close()
-    assert told[1].startswith("/workspace/deep\n1\nnote\n")
-    assert "[Current working directory: /workspace/deep]" in told[1]
-    assert "key" not in told[2] and "No such file" in told[2]
-    assert "does not exist" in told[3] and "does not exist" in told[6]
-    assert told[5].startswith("print(1)")
-    assert told[7].startswith("Terminal session has been reset.")
-    assert told[8].startswith("/workspace\n--\nls: cannot access '/tmp/note'") and "link\n" in told[8]
+    assert seen[1].startswith("/workspace/deep\n1\nnote\n")
+    assert "[Current working directory: /workspace/deep]" in seen[1]
+    assert "key" not in seen[2] and "No such file" in seen[2]
+    assert "does not exist" in seen[3] and "does not exist" in seen[6]
+    assert seen[5].startswith("print(1)")
+    assert seen[7].startswith("Terminal session has been reset.")
+    assert seen[8].startswith("/workspace\n--\nls: cannot access '/tmp/note'") and "link\n" in seen[8]
 
 
 def test_a_command_over_its_time_can_be_waited_for_and_interrupted(server: ScriptedModel, workspace: Path) -> None:
     conversation = opened(server, "times", workspace)
-    told = play(
+    seen = play(
         conversation,
         server,
         [
@@ -178,21 +178,21 @@ def test_a_command_over_its_time_can_be_waited_for_and_interrupted(server: Scrip
         ],
     )
     conversation.close()
-    assert "[The command timed out after 0.3 seconds. You may wait longer" in told[0] and "exit code" not in told[0]
-    assert 'Your command "echo no" is NOT executed' in told[1]
-    assert "empty standard input" in told[2]
-    assert told[3].startswith("[Below is the output of the previous command.]\nfinished\n")
-    assert "[Command finished with exit code 0]" in told[3]
-    assert "begun" in told[5] and "never" not in told[5] and "[Command finished with exit code 130]" in told[5]
-    assert told[6].startswith("yes\n")
+    assert "[The command timed out after 0.3 seconds. You may wait longer" in seen[0] and "exit code" not in seen[0]
+    assert 'Your command "echo no" is NOT executed' in seen[1]
+    assert "empty standard input" in seen[2]
+    assert seen[3].startswith("[Below is the output of the previous command.]\nfinished\n")
+    assert "[Command finished with exit code 0]" in seen[3]
+    assert "begun" in seen[5] and "never" not in seen[5] and "[Command finished with exit code 130]" in seen[5]
+    assert seen[6].startswith("yes\n")
 
 
 def test_secrets_reach_commands_and_are_masked(server: ScriptedModel, workspace: Path) -> None:
     conversation = opened(server, "secrets", workspace)
     conversation.update_secrets({"API_KEY": "hunter-two-22"})
-    told = play(conversation, server, [run("echo $API_KEY | tr a-z A-Z; echo $API_KEY")])
+    seen = play(conversation, server, [run("echo $API_KEY | tr a-z A-Z; echo $API_KEY")])
     conversation.close()
-    assert told[0].startswith("HUNTER-TWO-22\n") and "hunter-two-22" not in told[0]
+    assert seen[0].startswith("HUNTER-TWO-22\n") and "hunter-two-22" not in seen[0]
 
 
 async def test_each_task_of_a_conversation_has_its_own_changes_as_evidence(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from needs import needs_bubblewrap
 from openhands.sdk.conversation import LocalConversation
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, TERMINAL, converse, finish, make_agent, make_llm, stored
 
 from openhands_rl_plugin.core.types import Score, StopReason, Trajectory
@@ -52,15 +52,15 @@ def writer(body: dict[str, Any]) -> dict[str, Any]:
     seed, turn = body["seed"], depth(body)
     if turn == 0:
         look = {"command": "pwd; cat answer.txt 2>&1; echo note >> /tmp/notes; wc -l < /tmp/notes"}
-        return says("I look.", call(TERMINAL, look, f"look{seed % 2}"))
+        return reply("I look.", call(TERMINAL, look, f"look{seed % 2}"))
     if turn == 1:
-        return says(None, call(EDITOR, '{"command":"view","path":"/workspace/calc.py","view_range":"[1, 1]"}', "view"))
+        return reply(None, call(EDITOR, '{"command":"view","path":"/workspace/calc.py","view_range":"[1, 1]"}', "view"))
     if turn == 2:
-        return says("Hm.", call("no_such_tool", {"a": 1}, f"none{seed % 2}"))
+        return reply("Hm.", call("no_such_tool", {"a": 1}, f"none{seed % 2}"))
     if turn == 3:
         word = "right" if seed % 3 == 0 else f"wrong{seed % 3}"
         write = {"command": "create", "path": "/workspace/answer.txt", "file_text": f"{word}\n"}
-        return says(None, call(EDITOR, write, f"write{seed}"))
+        return reply(None, call(EDITOR, write, f"write{seed}"))
     return finish("done", f"end{seed}")
 
 
@@ -84,7 +84,7 @@ async def play(
 
 
 @pytest.mark.shows("search in forks: MCTS, ToT")
-async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel, workspace: Path) -> None:
+async def test_mcts_finds_what_is_right_and_executes_it(server: ScriptedModel, workspace: Path) -> None:
     options = {"num_simulations": 8, "first_branches": 2, "num_branches": 3, "depth": 5, **BY_PATCH}
     episode, counted = await play(
         server, "mcts", workspace, writer, rollout_strategy="MCTS", strategy=options, max_turns=6
@@ -100,7 +100,7 @@ async def test_mcts_finds_what_is_right_and_plays_it(server: ScriptedModel, work
     assert counted == episode.usage.prompt_tokens > 0
 
 
-async def test_a_command_in_the_forks_says_what_is_right(server: ScriptedModel, workspace: Path) -> None:
+async def test_a_command_in_the_forks_shows_what_is_right(server: ScriptedModel, workspace: Path) -> None:
     tests = "test ! -e answer.txt || grep -qx right answer.txt && touch ran"
     value = {"value": "reward", "value_options": {"reward": "command", "reward_options": {"command": tests}}}
     episode, _ = await play(

@@ -13,7 +13,7 @@ import pytest
 from needs import needs_bubblewrap
 from openhands.sdk import LLM, Agent, Tool, register_agent
 from openhands.sdk.subagent.registry import _reset_registry_for_tests  # type: ignore[attr-defined]
-from scripted_model import ScriptedModel, call, says
+from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, TERMINAL, finish, make_agent, make_llm, run_task, stored
 
 from openhands_rl_plugin import cli
@@ -50,9 +50,9 @@ def delegating(model: str, server: ScriptedModel, look: dict[str, Any]) -> None:
         if turn:
             return finish("It is done." if mine else "Thanks.", id=f"call-f{mine}")
         if mine:
-            return says("I look.", look)
+            return reply("I look.", look)
         task = {"prompt": ASKED, "subagent_type": "researcher", "description": "look"}
-        return says("I delegate.", call("task", task, "call-p"))
+        return reply("I delegate.", call("task", task, "call-p"))
 
     server.policies[model] = policy
 
@@ -79,10 +79,10 @@ def test_a_task_is_an_episode_that_names_its_parent(
         assert (episode.stop, episode.failure, len(episode.acted())) == (StopReason.TERMINATED, None, 2)
         assert [node.tokens.extends for node in episode.sampled() if node.tokens] == [False, True]
     assert child.run_id != parent.run_id and child.group_id != parent.group_id
-    told = [message.content or "" for message in child.messages() if message.role == "tool"]
-    assert ("/workspace" if sandboxed else str(workspace)) in told[0]
-    said = [message.content or "" for message in parent.messages() if message.role == "tool"]
-    assert "It is done." in said[0], "as with the stock agent"
+    texts = [message.content or "" for message in child.messages() if message.role == "tool"]
+    assert ("/workspace" if sandboxed else str(workspace)) in texts[0]
+    texts = [message.content or "" for message in parent.messages() if message.role == "tool"]
+    assert "It is done." in texts[0], "as with the stock agent"
     spent = conversation.conversation_stats.get_combined_metrics().accumulated_token_usage
     used = [episode.usage.completion_tokens for episode in (parent, child)]
     assert spent is not None and spent.completion_tokens == sum(used)
@@ -123,7 +123,7 @@ async def test_under_a_runner_it_is_stored_where_the_parent_is(
     assert (child.stop, child.failure, child.strategy) == (StopReason.TERMINATED, None, parent.strategy)
     assert (child.task.split, child.task.limits, child.task.environment) == ("heldout", task.limits, "suite")
     assert [each.id async for each, _ in storage.find(TrajectoryFilter(run_id="r"))] == [parent.id]
-    told = [message.content or "" for message in child.messages() if message.role == "tool"]
-    assert "/workspace/repository" in told[0] and (repository / "found.txt").read_text() == "more\n"
+    texts = [message.content or "" for message in child.messages() if message.role == "tool"]
+    assert "/workspace/repository" in texts[0] and (repository / "found.txt").read_text() == "more\n"
     assert all("found.txt" in str(each.evidence["git_patch"]) for each in (parent, child))
     await storage.close()

@@ -171,7 +171,7 @@ async def test_the_key_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(("body", "sent"), [*((each, 2) for each in AGAIN), *((each, 1) for each in REFUSED)])
-async def test_an_error_in_a_200_is_what_its_code_says(body: Any, sent: int) -> None:
+async def test_an_error_in_a_200_is_of_the_kind_of_its_code(body: Any, sent: int) -> None:
     async with asked(body, retries=1) as (server, player):
         with pytest.raises(InfrastructureError if sent == 2 else ModelError, match="Provider returned error"):
             await player.complete(ASK)

@@ -91,7 +91,7 @@ async def opened(environment: Environment) -> EpisodeTree:
     return tree
 
 
-async def played(strategy: Strategy, environment: PlanningEnvironment, engine: ScriptedEngine) -> EpisodeTree:
+async def searched(strategy: Strategy, environment: PlanningEnvironment, engine: ScriptedEngine) -> EpisodeTree:
     """The whole episode."""
     tree = await opened(environment)
     while not tree.terminated:

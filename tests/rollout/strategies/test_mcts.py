@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from search_worlds import EveryWayEngine, SeededEngine, opened, planning, played, report
+from search_worlds import EveryWayEngine, SeededEngine, opened, planning, report, searched
 
 from evaluation.performance.search.planning import PlanningEnvironment
 from openhands_rl_plugin.core.types import Completion, Message, Tokens
@@ -26,7 +26,7 @@ async def test_it_comes_near_the_optimum_with_a_part_of_the_steps_of_looking_at_
     shares, steps = [], []
     for seed in range(40):
         world = planning(seed)
-        tree = await played(MCTSStrategy(PLANNER), world, SeededEngine(seed=seed))
+        tree = await searched(MCTSStrategy(PLANNER), world, SeededEngine(seed=seed))
         episode = report(tree, next(at for at in reversed(tree.path()) if tree.nodes[at].sampled))["episode"]
         assert isinstance(episode, dict) and isinstance(episode["steps"], int)
         shares.append(world.earned / world.optimum)
@@ -118,9 +118,9 @@ class Biased(ScriptedEngine):
         self._mute = mute
 
     async def complete(self, messages: Sequence[Message], **asked: Any) -> list[Completion]:
-        return [self._said("left", 0.8), self._said("up", 0.2)]
+        return [self._completion("left", 0.8), self._completion("up", 0.2)]
 
-    def _said(self, word: str, probability: float) -> Completion:
+    def _completion(self, word: str, probability: float) -> Completion:
         logprobs = () if self._mute and word == "up" else (math.log(probability),) * 3
         tokens = Tokens(prompt_ids=(1,), sampled_ids=(2, 3, 4), logprobs=logprobs)
         return Completion(message=Message(role="assistant", content=word), tokens=tokens)
@@ -135,7 +135,7 @@ async def test_where_nothing_is_earned_visits_follow_the_prior_if_all_have_one(m
     assert [tree.nodes[at].visits for at in tree.children(tree.head)] == visits
 
 
-def test_selection_by_priors_prefers_what_the_policy_prefers_until_returns_tell_more():
+def test_selection_by_priors_prefers_what_the_policy_prefers_until_returns_are_known():
     assert best_arm([Arm(0, 0.0, 0.2), Arm(0, 0.0, 0.8)], 1.0) == 1
     assert best_arm([Arm(5, 0.9, 0.2), Arm(5, 0.1, 0.8)], 1.0) == 0
     assert best_arm([Arm(1, 0.5, 0.5), Arm(0, 0.0, None)], 1.0) == 1, "without all priors it is UCT"

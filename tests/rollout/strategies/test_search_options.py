@@ -83,7 +83,7 @@ class Desk:
 
 
 class Shop(Desk):
-    """The same, which pays for the end."""
+    """The same, with a reward for the end."""
 
     info = EnvInfo()
     price = 0.4
@@ -114,7 +114,7 @@ class Worker(ScriptedEngine):
     async def complete(self, messages: Sequence[Message], *, n: int = 1, **asked: Any) -> list[Completion]:
         if "Yes or No" in (messages[-1].content or ""):
             self.questions += 1
-            last = next(said.content for said in reversed(messages) if said.role == "assistant")
+            last = next(message.content for message in reversed(messages) if message.role == "assistant")
             answers = await ScriptedEngine(["Yes" if last == self._liked else "No"]).complete(messages)
             return [answer.model_copy(update={"tokens": None}) for answer in answers]
         return await ScriptedEngine([self._words[at % len(self._words)] for at in range(n)]).complete(messages, n=n)
@@ -165,11 +165,11 @@ async def test_what_was_sampled_is_acted_on_as_often_whatever_it_is_worth():
 
 @EVERY
 @pytest.mark.parametrize("value", [RolloutValue(), NoValue()], ids=["rollout", "none"])
-async def test_values_that_add_up_rewards_are_refused_where_none_are_paid(make: Make, value: ValueFunction):
+async def test_values_that_add_up_rewards_are_refused_where_there_are_none(make: Make, value: ValueFunction):
     world = Desk()
     engine = Worker("look")
-    says = f'with value = {value.name!r} .* gives none: set value = "model", "verifier" or "reward" in'
-    with pytest.raises(ConfigError, match=says) as caught:
+    expected = f'with value = {value.name!r} .* gives none: set value = "model", "verifier" or "reward" in'
+    with pytest.raises(ConfigError, match=expected) as caught:
         await make(value).decide(await opened(world), engine, world)
     assert "\n" not in str(caught.value) and not world.forks
 
@@ -184,16 +184,16 @@ class Liking:
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         first = next(trajectory.nodes[at] for at in trajectory.path() if trajectory.nodes[at].sampled)
-        said = first.message.content or ""
+        text = first.message.content or ""
         await asyncio.sleep(self.seconds)
-        if said == self.broken:
+        if text == self.broken:
             raise GraderError("the verifier is away")
-        reward = None if said == self.unknown else 0.9 if said == self.liked else 0.0
+        reward = None if text == self.unknown else 0.9 if text == self.liked else 0.0
         return Score(trajectory_id=trajectory.id, reward=reward, reward_version=self.version)
 
 
 class Unpaid(PlanningEnvironment):
-    """Pays nothing at all."""
+    """No rewards at all."""
 
     def worth(self, path: tuple[int, ...]) -> float:
         return 0.0
@@ -208,9 +208,9 @@ async def test_what_cannot_be_judged_has_no_value(make: Make):
     known = {tree.nodes[at].message.content: tree.nodes[at] for at in tree.children(tree.head)}
     assert [(known[way].visits, known[way].value) for way in "01"] == [(0, None)] * 2
     assert tree.nodes[chosen].message.content == "2" and known["2"].value == pytest.approx(0.9)
-    told = report(tree, chosen)
-    assert isinstance(told["unjudged"], int) and told["unjudged"] >= 2
-    assert told["last_failure"] == "GraderError: the verifier is away"
+    info = report(tree, chosen)
+    assert isinstance(info["unjudged"], int) and info["unjudged"] >= 2
+    assert info["last_failure"] == "GraderError: the verifier is away"
 
 
 async def test_a_judgement_is_bounded_by_the_seconds_of_a_budget():
@@ -237,8 +237,8 @@ async def test_no_more_forks_are_open_than_may_be_and_no_branch_dies_of_it(name:
     tree = await opened(world)
     async with asyncio.timeout(60):
         chosen = await registry.build("strategies", name, options).decide(tree, SeededEngine(ways=50, pauses=1), world)
-    told = report(tree, chosen)
-    assert (told["dropped"], told["unjudged"]) == (0, 0) and "last_failure" not in told
+    info = report(tree, chosen)
+    assert (info["dropped"], info["unjudged"]) == (0, 0) and "last_failure" not in info
     assert 0 < max(world.open_at_once) <= int(str(options["open_worlds"]))
     assert world.left_open == 0, "all are closed in the end"
 

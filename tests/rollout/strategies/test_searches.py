@@ -68,8 +68,8 @@ async def test_they_keep_the_rules_of_strategies(make: Make):
 async def test_the_tokens_of_a_turn_are_bounded(make: Make):
     tree = await opened(world := planning())
     chosen = await make(turn_budget=SearchBudget(tokens=900)).decide(tree, SeededEngine(), world)
-    told: Any = report(tree, chosen)
-    assert told["turn"]["tokens"] < 900 + 8 * 200 and told["cut_by"] == ("tokens" if make is mcts else told["cut_by"])
+    info: Any = report(tree, chosen)
+    assert info["turn"]["tokens"] < 900 + 8 * 200 and info["cut_by"] == ("tokens" if make is mcts else info["cut_by"])
 
 
 @EVERY
@@ -95,8 +95,8 @@ async def test_a_branch_that_dies_is_dropped_and_counted(make: Make):
     world.deadly = frozenset({"1", "2"})
     tree = await opened(world)
     chosen = await make().decide(tree, EveryWayEngine(), world)
-    told = report(tree, chosen)
-    assert isinstance(told["dropped"], int) and told["dropped"] >= 1
+    info = report(tree, chosen)
+    assert isinstance(info["dropped"], int) and info["dropped"] >= 1
     assert tree.nodes[chosen].message.content in ("0", "3")
     dead = [node for node in tree.nodes if "dropped" in str(node.metadata)]
     assert all(
@@ -113,7 +113,7 @@ async def test_when_all_branches_are_dead_the_episode_has_a_typed_failure(make: 
     assert caught.value.failure.kind is FailureKind.INFRASTRUCTURE
 
 
-async def test_equal_actions_become_one_node_and_are_all_paid_for():
+async def test_equal_actions_become_one_node_and_all_are_counted():
     world = planning()
     tree = await opened(world)
     engine = ScriptedEngine(["1", " 1 ", "2", "1"])
@@ -165,9 +165,9 @@ async def test_in_a_turn_in_which_forks_are_refused_it_is_judged_without(make: M
     for refused in (True, True, False):
         world.refused = refused
         chosen = await strategy.decide(tree, EveryWayEngine(), world)
-        told = report(tree, chosen)
-        reasons.append(told.get("without_forks"))
-        assert told["dropped"] == 0 and tree.nodes[chosen].visits and bool(world.forks) is not refused
+        info = report(tree, chosen)
+        reasons.append(info.get("without_forks"))
+        assert info["dropped"] == 0 and tree.nodes[chosen].visits and bool(world.forks) is not refused
         tree.commit(chosen)
         tree.observe(await world.step(tree.action))
     assert reasons == ["BadEnvironmentError: it cannot be forked while processes run"] * 2 + [None]
@@ -226,12 +226,12 @@ async def test_a_branch_that_the_model_refuses_is_dropped_and_counted(make: Make
     world = planning()
     tree = await opened(world)
     chosen = await make().decide(tree, Forgetful(len(tree.nodes) + 2), world)
-    told = report(tree, chosen)
+    info = report(tree, chosen)
     assert tree.nodes[chosen].parent == tree.head
-    assert isinstance(told["dropped"], int) and told["dropped"] >= 1
-    assert told["last_failure"] == "ModelError: the prompt is too long for the model"
+    assert isinstance(info["dropped"], int) and info["dropped"] >= 1
+    assert info["last_failure"] == "ModelError: the prompt is too long for the model"
     dropped = [node for node in tree.nodes if "dropped" in node.metadata.get("search", {})]
-    assert len(dropped) == told["dropped"] and all(node.sampled for node in dropped)
+    assert len(dropped) == info["dropped"] and all(node.sampled for node in dropped)
 
 
 @EVERY

@@ -28,7 +28,7 @@ def shop() -> Iterator[str]:
         yield url
 
 
-def test_the_agent_plays_what_its_verifier_likes(verifier: Path, judge_model: Path, shop: str, tmp_path: Path) -> None:
+def test_the_agent_acts_as_its_verifier_likes(verifier: Path, judge_model: Path, shop: str, tmp_path: Path) -> None:
     config = RLAgentConfig.model_validate(
         {
             "max_turns": 1,
@@ -43,8 +43,8 @@ def test_the_agent_plays_what_its_verifier_likes(verifier: Path, judge_model: Pa
         }
     )
     with RLAgent(judge_model, config=config) as agent:
-        played = agent.run(INSTRUCTION, task_indices=[1, 4], batch_size=2)
-    assert [each["failure"] for each in played] == [None] * 4
+        episodes = agent.run(INSTRUCTION, task_indices=[1, 4], batch_size=2)
+    assert [each["failure"] for each in episodes] == [None] * 4
     for trajectory in asyncio.run(stored(config.storage.directory)):
         (turn,) = (at for at in trajectory.path() if trajectory.nodes[at].sampled)
         parent = trajectory.nodes[turn].parent

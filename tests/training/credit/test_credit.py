@@ -22,13 +22,13 @@ from openhands_rl_plugin.training.credit.credit import (
 
 pytestmark = pytest.mark.contract
 
-PLAYED = [episode(0, 0.0, 1.0), episode(1, 0.5, 0.0), episode(2, 0.0), episode(3, 1.0, group="alone")]
+EPISODES = [episode(0, 0.0, 1.0), episode(1, 0.5, 0.0), episode(2, 0.0), episode(3, 1.0, group="alone")]
 REWARDS = [1.0, 0.5, 0.0, 1.0]
 
 
 def advantages_of_turns(trajectory: Trajectory, chosen: TrainingSettings) -> list[float]:
-    """One number a sampled token of one episode among those played."""
-    samples = credited_samples(PLAYED, REWARDS, chosen)
+    """One number a sampled token of one episode among the recorded ones."""
+    samples = credited_samples(EPISODES, REWARDS, chosen)
     return [
         sample.advantage_at(at)
         for sample in samples
@@ -41,31 +41,31 @@ def advantages_of_turns(trajectory: Trajectory, chosen: TrainingSettings) -> lis
 def test_by_default_every_token_gets_the_episodes_advantage() -> None:
     for algorithm in ("reinforce++-baseline", "grpo", "rloo", "dr-grpo", "dapo", "gspo", "cispo"):
         chosen = settings(algorithm=algorithm)
-        whole = group_advantages(PLAYED, REWARDS, chosen)
+        whole = group_advantages(EPISODES, REWARDS, chosen)
         assert whole[3] is None, "it is alone"
-        for trajectory, advantage in zip(PLAYED[:3], whole, strict=False):
+        for trajectory, advantage in zip(EPISODES[:3], whole, strict=False):
             assert set(advantages_of_turns(trajectory, chosen)) == {advantage}
-    assert group_advantages(PLAYED, REWARDS, settings(algorithm="dr-grpo"))[:3] == [0.5, 0.0, -0.5]
+    assert group_advantages(EPISODES, REWARDS, settings(algorithm="dr-grpo"))[:3] == [0.5, 0.0, -0.5]
 
 
 def test_without_groups_nobody_is_alone() -> None:
-    whole = group_advantages(PLAYED, REWARDS, settings(algorithm="reinforce++"))
+    whole = group_advantages(EPISODES, REWARDS, settings(algorithm="reinforce++"))
     assert whole[0] == whole[3] and None not in whole
-    equal = group_advantages(PLAYED, [0.5] * 4, settings(algorithm="reinforce++"))
+    equal = group_advantages(EPISODES, [0.5] * 4, settings(algorithm="reinforce++"))
     assert equal == [None] * 4, "all are compared with each other, and none is better"
 
 
 def test_a_turn_is_compared_with_the_same_turn_of_the_others() -> None:
     chosen = settings(algorithm="dr-grpo", step_rewards="environment", discount=0.5)
     # Returns to go: 0.5 and 1 of the first episode, 0.5 and 0 of the second, 0 of the third, which ends there.
-    assert advantages_of_turns(PLAYED[0], chosen) == pytest.approx([0.5 - 1 / 3, 2 / 3, 2 / 3])
-    assert advantages_of_turns(PLAYED[1], chosen) == pytest.approx([0.5 - 1 / 3] * 2 + [-1 / 3] * 3)
-    assert advantages_of_turns(PLAYED[2], chosen) == pytest.approx([-1 / 3] * 3)
+    assert advantages_of_turns(EPISODES[0], chosen) == pytest.approx([0.5 - 1 / 3, 2 / 3, 2 / 3])
+    assert advantages_of_turns(EPISODES[1], chosen) == pytest.approx([0.5 - 1 / 3] * 2 + [-1 / 3] * 3)
+    assert advantages_of_turns(EPISODES[2], chosen) == pytest.approx([-1 / 3] * 3)
 
 
 def test_turn_advantages_give_the_exact_gradient_in_expectation() -> None:
-    """Each turn goes on or stops; stopping at turn t pays ``PAYS[t]``. All pairs of episodes are listed."""
-    pays, on = (0.3, 0.9, 0.1), (0.6, 0.7)
+    """Each turn goes on or stops; stopping at turn t has the reward ``ends[t]``. All pairs of episodes are listed."""
+    ends, on = (0.3, 0.9, 0.1), (0.6, 0.7)
     lengths = {1: 1 - on[0], 2: on[0] * (1 - on[1]), 3: on[0] * on[1]}
 
     def score(turn: int, length: int) -> float:
@@ -73,14 +73,14 @@ def test_turn_advantages_give_the_exact_gradient_in_expectation() -> None:
         return (1 - on[turn]) if length > turn + 1 else -on[turn]
 
     def of(length: int, number: int) -> Trajectory:
-        return episode(number, *[0.0] * (length - 1), pays[length - 1])
+        return episode(number, *[0.0] * (length - 1), ends[length - 1])
 
-    true = [sum(p * pays[n - 1] * score(turn, n) for n, p in lengths.items() if n > turn) for turn in range(2)]
+    true = [sum(p * ends[n - 1] * score(turn, n) for n, p in lengths.items() if n > turn) for turn in range(2)]
     found = [0.0, 0.0]
     for (n, p), (m, q) in itertools.product(lengths.items(), repeat=2):
         chosen = settings(algorithm="rloo", step_rewards="environment")
         credit = (
-            turns_of([of(n, 0), of(m, 1)], [pays[n - 1], pays[m - 1]], chosen) if n != m else [[0.0] * n, [0.0] * m]
+            turns_of([of(n, 0), of(m, 1)], [ends[n - 1], ends[m - 1]], chosen) if n != m else [[0.0] * n, [0.0] * m]
         )
         for length, advantages in zip((n, m), credit, strict=True):
             for turn in range(min(length, 2)):
@@ -88,11 +88,11 @@ def test_turn_advantages_give_the_exact_gradient_in_expectation() -> None:
     assert found == pytest.approx(true)
 
 
-def turns_of(played: list[Trajectory], rewards: list[float], chosen: TrainingSettings) -> list[list[float]]:
+def turns_of(trajectories: list[Trajectory], rewards: list[float], chosen: TrainingSettings) -> list[list[float]]:
     """The advantage of each turn of each episode."""
-    samples = credited_samples(played, rewards, chosen)
+    samples = credited_samples(trajectories, rewards, chosen)
     found: list[list[float]] = []
-    for number, trajectory in enumerate(played):
+    for number, trajectory in enumerate(trajectories):
         mine = [s for s in samples if s.trajectory_id == trajectory.id]
         values = [s.advantage_at(at) for s in mine for at, sampled in enumerate(s.mask) if sampled]
         turns = len(list(trajectory.sampled()))

@@ -46,19 +46,19 @@ def finished(tree: EpisodeTree, name: str = "one") -> Trajectory:
     )
 
 
-async def played(proposals: Sequence[int], later: Sequence[int] = (), **options: object) -> Trajectory:
+async def rolled_out(proposals: Sequence[int], later: Sequence[int] = (), **options: object) -> Trajectory:
     """The first turn by best-of-n with these proposals; ``later[way]`` is what a rollout goes on with after ``way``."""
     world = PlanningEnvironment(PlanningOptions(seed=3, depth=2 if later else 1, branching=WAYS))
     first = iter(proposals)
 
-    def say(messages: Sequence[Message]) -> str:
+    def reply(messages: Sequence[Message]) -> str:
         way = (messages[-1].content or "").removeprefix("You came by ").removesuffix(".")
         return str(next(first) if way == "nowhere" else later[int(way)])
 
     strategy = BestOfNStrategy(BestOfNOptions(n=len(proposals), **options))  # type: ignore[arg-type]
     tree = EpisodeTree()
     tree.observe(await world.reset(TASK))
-    tree.commit(await strategy.decide(tree, ScriptedEngine(say), world))
+    tree.commit(await strategy.decide(tree, ScriptedEngine(reply), world))
     tree.observe(await world.step(tree.action))
     return finished(tree)
 
@@ -68,10 +68,10 @@ def score(way: int) -> torch.Tensor:
     return torch.eye(WAYS, dtype=torch.float64)[way] - torch.tensor(POLICY[""], dtype=torch.float64)
 
 
-def estimate(played: Sequence[Trajectory], **changes: object) -> torch.Tensor:
+def estimate(trajectories: Sequence[Trajectory], **changes: object) -> torch.Tensor:
     """The ascent direction of the batch's loss at the root, from its samples, advantages and weights."""
     chosen = settings(**changes)
-    samples = credited_samples(played, [each.episode_return for each in played], chosen)
+    samples = credited_samples(trajectories, [each.episode_return for each in trajectories], chosen)
     total = torch.zeros(WAYS, dtype=torch.float64)
     if not samples:
         return total
@@ -87,17 +87,17 @@ def exact(worth: Callable[[int], float]) -> torch.Tensor:
     return torch.stack([POLICY[""][way] * worth(way) * score(way) for way in range(WAYS)]).sum(0)
 
 
-def paid(*path: int, depth: int) -> float:
+def rewarded(*path: int, depth: int) -> float:
     return PlanningEnvironment(PlanningOptions(seed=3, depth=depth, branching=WAYS)).worth(path)
 
 
 async def test_the_gradient_over_proposals_is_exact_in_expectation_and_that_of_the_path_is_not() -> None:
     trees = [
-        (math.prod(POLICY[""][way] for way in ways), await played(ways, value="none"))
+        (math.prod(POLICY[""][way] for way in ways), await rolled_out(ways, value="none"))
         for ways in itertools.product(range(WAYS), repeat=3)
     ]
     assert any(max(times_sampled(tree).values()) == 2 for _, tree in trees), "merged ones are among them"
-    true = exact(lambda way: paid(way, depth=1))
+    true = exact(lambda way: rewarded(way, depth=1))
     for algorithm, scale in (("rloo", 1.0), ("dr-grpo", 2 / 3)):
         found = sum(p * estimate([tree], algorithm=algorithm, tree="proposals") for p, tree in trees)
         torch.testing.assert_close(found, scale * true, rtol=0, atol=1e-7)

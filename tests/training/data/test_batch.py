@@ -41,13 +41,13 @@ def episode(*nodes: Node, head: int | None = None) -> Trajectory:
 
 
 def test_a_rewritten_history_starts_a_new_sequence() -> None:
-    played = episode(
+    trajectory = episode(
         asked(None),
         answered(0, turn(1, 2, extends=False, sampled=(3,))),
         answered(1, turn(1, 9, extends=False, sampled=(4,))),
         answered(2, turn(7, extends=True, sampled=(8,))),
     )
-    assert [sample.input_ids for sample in samples_of(played)] == [(1, 2, 3), (1, 9, 4, 7, 8)]
+    assert [sample.input_ids for sample in samples_of(trajectory)] == [(1, 2, 3), (1, 9, 4, 7, 8)]
 
 
 def test_every_answer_that_was_acted_on_is_trained_once_on_whichever_path_of_a_condensed_history() -> None:
@@ -71,23 +71,23 @@ def test_every_answer_that_was_acted_on_is_trained_once_on_whichever_path_of_a_c
 
 
 def test_a_node_of_several_leaves_is_trained_once() -> None:
-    played = episode(
+    trajectory = episode(
         asked(None),
         answered(0, turn(1, extends=False, sampled=(2, 3))),
         answered(1, turn(4, extends=True, sampled=(5,))),
         answered(1, turn(6, extends=True, sampled=(7,))),
         head=2,
     )
-    first, second = samples_of_tree(played, {1: 1.0, 2: 1.0, 3: -1.0})
+    first, second = samples_of_tree(trajectory, {1: 1.0, 2: 1.0, 3: -1.0})
     assert (first.input_ids, first.mask) == ((1, 2, 3, 4, 5), (False, True, True, False, True))
     assert (second.input_ids, second.mask) == ((1, 2, 3, 6, 7), (False, False, False, False, True))
     assert (first.advantage, second.advantage) == (1.0, -1.0)
-    assert samples_of_tree(played, {1: 1.0, 2: 1.0}) == [first], "nothing is left to train for the second leaf"
+    assert samples_of_tree(trajectory, {1: 1.0, 2: 1.0}) == [first], "nothing is left to train for the second leaf"
 
 
 def test_a_branch_that_was_not_wholly_recorded_is_left_out() -> None:
     """As when the store took what looked like a secret out of a simulated branch."""
-    played = episode(
+    trajectory = episode(
         asked(None),
         answered(0, turn(1, extends=False, sampled=(2, 3))),
         answered(1, turn(4, extends=True, sampled=(5,))),
@@ -95,24 +95,24 @@ def test_a_branch_that_was_not_wholly_recorded_is_left_out() -> None:
         answered(3, turn(6, extends=True, sampled=(7,))),
         head=2,
     )
-    acted = samples_of_tree(played, {1: 1.0, 2: 1.0})
+    acted = samples_of_tree(trajectory, {1: 1.0, 2: 1.0})
     assert [sample.input_ids for sample in acted] == [(1, 2, 3, 4, 5)]
-    assert samples_of_tree(played, {1: 1.0, 2: 1.0, 3: -1.0, 4: -1.0}) == acted
-    assert recorded_nodes(played) == {0, 1, 2}
+    assert samples_of_tree(trajectory, {1: 1.0, 2: 1.0, 3: -1.0, 4: -1.0}) == acted
+    assert recorded_nodes(trajectory) == {0, 1, 2}
     with pytest.raises(TrainingError, match="node 3: no token ids"):
-        samples_of_tree(played.model_copy(update={"head": 4}), {1: 1.0, 3: 1.0, 4: 1.0})
+        samples_of_tree(trajectory.model_copy(update={"head": 4}), {1: 1.0, 3: 1.0, 4: 1.0})
 
 
 @pytest.mark.parametrize(
-    ("tokens", "says"),
+    ("tokens", "expected"),
     [
         (None, "no token ids"),
         (Tokens(prompt_ids=(1,), sampled_ids=(2, 3), logprobs=(-1.0,)), "1 logprobs for 2"),
         (Tokens.model_construct(prompt_ids=(1,), sampled_ids=(2,), logprobs=(-math.inf,)), "not finite"),
     ],
 )
-def test_missing_records_are_named(tokens: Tokens | None, says: str) -> None:
-    with pytest.raises(TrainingError, match=says) as caught:
+def test_missing_records_are_named(tokens: Tokens | None, expected: str) -> None:
+    with pytest.raises(TrainingError, match=expected) as caught:
         samples_of(episode(asked(None), answered(0, tokens)))
     assert "trajectory t, node 1" in str(caught.value)
 

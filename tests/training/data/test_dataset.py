@@ -40,7 +40,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 COMPARING = ("dpo", "grpo", "reinforce++", "reinforce++-baseline", "rloo")
 
 
-def played(number: int, *rewards: float, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
+def graded(number: int, *rewards: float, stop: StopReason = StopReason.TERMINATED) -> Trajectory:
     task = Task(id="task", environment="shop")
     return episode(number, *rewards, stop=stop).model_copy(update={"task": task})
 
@@ -63,17 +63,17 @@ def cut_by_length(trajectory: Trajectory) -> Trajectory:
 
 @pytest.mark.parametrize("algorithm", [*COMPARING, "sft", "rejection-sampling"])
 def test_an_episode_that_was_cut_short_is_counted_and_not_compared(algorithm: str) -> None:
-    late = played(2, 2.0, stop=StopReason.TIMEOUT)
-    dataset = made(algorithm, played(0, 1.0), played(1, 0.5), late, played(3, 1.0, stop=StopReason.UNFINISHED))
+    late = graded(2, 2.0, stop=StopReason.TIMEOUT)
+    dataset = made(algorithm, graded(0, 1.0), graded(1, 0.5), late, graded(3, 1.0, stop=StopReason.UNFINISHED))
     if algorithm in COMPARING:
         assert (ids(dataset), dataset.excluded) == ({"0", "1"}, Counter(unfinished=2))
     else:
         assert "2" in ids(dataset) and dataset.excluded["unfinished"] == 1, "it succeeded before its time was up"
     limits = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.TRUNCATED)
-    for long in (*(played(2, 2.0, stop=stop) for stop in limits), cut_by_length(played(2, 2.0))):
-        left_out = made(algorithm, played(0, 1.0), played(1, 0.5), long, overlong="leave-out")
+    for long in (*(graded(2, 2.0, stop=stop) for stop in limits), cut_by_length(graded(2, 2.0))):
+        left_out = made(algorithm, graded(0, 1.0), graded(1, 0.5), long, overlong="leave-out")
         assert "2" not in ids(left_out) and left_out.excluded["overlong"] == 1
-        kept = made(algorithm, played(0, 1.0), played(1, 0.5), long)
+        kept = made(algorithm, graded(0, 1.0), graded(1, 0.5), long)
         assert "2" in ids(kept) and kept.used + kept.excluded["no_signal"] == 3 and not kept.excluded["overlong"]
 
 
@@ -83,14 +83,14 @@ SECRET = "api_key = " + '"' + "Zk39slQ2x7Lm4#" + '"'
 def test_what_was_sampled_before_a_secret_is_trained() -> None:
     whole = [trajectory(f"{number}", reward=float(number % 2), turns=4) for number in range(4)]
     nodes = list(whole[1].nodes)
-    told = next(at for at, node in enumerate(nodes) if at > 3 and not node.sampled)
-    nodes[told] = nodes[told].model_copy(update={"message": Message(role="user", content=SECRET)})
+    hidden = next(at for at, node in enumerate(nodes) if at > 3 and not node.sampled)
+    nodes[hidden] = nodes[hidden].model_copy(update={"message": Message(role="user", content=SECRET)})
     dirty = redact_trajectory(whole[1].model_copy(update={"nodes": tuple(nodes)}))
     assert any(node.sampled and node.tokens is None for node in dirty.nodes)
     dataset = made("grpo", whole[0], dirty, *whole[2:])
     assert "1" in ids(dataset) and dataset.excluded == Counter(shortened=1)
     kept = sum(sum(sample.mask) for sample in dataset.samples if sample.trajectory_id == "1")
-    before = [node for node in whole[1].nodes[:told] if node.sampled and node.tokens]
+    before = [node for node in whole[1].nodes[:hidden] if node.sampled and node.tokens]
     assert kept == sum(len(node.tokens.sampled_ids) for node in before if node.tokens) > 0
     compared = made("dpo", whole[0], dirty, *whole[2:])
     assert compared.excluded["no_tokens"] == 1, "a preference compares whole episodes"
@@ -118,8 +118,8 @@ def sampled(trajectory: Trajectory, asked: SamplingParams | None, *, last: bool 
     ],
 )
 def test_what_was_sampled_from_another_distribution_is_not_reinforced(asked: SamplingParams, how: str) -> None:
-    plain = [played(0, 1.0), played(1, 0.5)]
-    for other in (sampled(played(2, 0.0), asked), sampled(played(2, 0.0, 0.0), asked, last=True)):
+    plain = [graded(0, 1.0), graded(1, 0.5)]
+    for other in (sampled(graded(2, 0.0), asked), sampled(graded(2, 0.0, 0.0), asked, last=True)):
         dataset = made("grpo", *plain, other)
         assert (ids(dataset), dataset.excluded) == ({"0", "1"}, Counter({f"off_temperature: {how}": 1}))
         assert how in nothing_learnt(settings(algorithm="grpo"), dataset.excluded)
@@ -129,7 +129,7 @@ def test_what_was_sampled_from_another_distribution_is_not_reinforced(asked: Sam
 
 def test_what_was_sampled_at_another_temperature_is_reinforced_at_that_one() -> None:
     half = SamplingParams(temperature=0.5)
-    dataset = made("grpo", *(sampled(played(number, float(number)), half) for number in range(2)))
+    dataset = made("grpo", *(sampled(graded(number, float(number)), half) for number in range(2)))
     assert (dataset.used, dataset.excluded) == (2, Counter())
     assert {sample.temperature for sample in dataset.samples} == {0.5}
     (sample,) = samples_of(sampled(episode(2, 0.0, 1.0), half, last=True))
@@ -140,24 +140,24 @@ def test_what_was_sampled_at_another_temperature_is_reinforced_at_that_one() -> 
 @pytest.mark.parametrize("algorithm", ["dpo", "grpo"])
 def test_what_another_strategy_rolled_out_is_not_compared(algorithm: str) -> None:
     names = ("MCTS", "ReAct", "MCTS")
-    played_by = [
-        played(number, float(number)).model_copy(update={"strategy": StrategySpec(name=name)})
+    of_strategies = [
+        graded(number, float(number)).model_copy(update={"strategy": StrategySpec(name=name)})
         for number, name in enumerate(names)
     ]
-    assert made(algorithm, *played_by[:2]).excluded == Counter(no_signal=2)
-    assert ids(made(algorithm, *played_by)) == {"0", "2"}
+    assert made(algorithm, *of_strategies[:2]).excluded == Counter(no_signal=2)
+    assert ids(made(algorithm, *of_strategies)) == {"0", "2"}
 
 
-PLAYED = [episode(0, 1.0), episode(1, 1.0), episode(2, 0.0), episode(3, 0.5, group="b"), episode(4, 0.2, group="b")]
+EPISODES = [episode(0, 1.0), episode(1, 1.0), episode(2, 0.0), episode(3, 0.5, group="b"), episode(4, 0.2, group="b")]
 REWARDS = [1.0, 1.0, 0.0, 0.5, 0.2]
 
 
 def test_all_successes_are_imitated_or_the_best_of_a_task() -> None:
-    assert select_for_sft(PLAYED, REWARDS, settings(algorithm="sft")) == (0, 1, 3, 4)
-    assert select_for_sft(PLAYED, REWARDS, settings(algorithm="sft", imitate_above=0.5)) == (0, 1)
+    assert select_for_sft(EPISODES, REWARDS, settings(algorithm="sft")) == (0, 1, 3, 4)
+    assert select_for_sft(EPISODES, REWARDS, settings(algorithm="sft", imitate_above=0.5)) == (0, 1)
     best = settings(algorithm="rejection-sampling")
-    assert select_for_sft(PLAYED, REWARDS, best) == (0, 3), "the shorter one of two equally good ones"
-    assert select_for_sft(PLAYED, REWARDS, best.model_copy(update={"keep_best": 2})) == (0, 1, 3, 4)
+    assert select_for_sft(EPISODES, REWARDS, best) == (0, 3), "the shorter one of two equally good ones"
+    assert select_for_sft(EPISODES, REWARDS, best.model_copy(update={"keep_best": 2})) == (0, 1, 3, 4)
 
 
 def test_the_best_is_paired_with_the_worst_after_what_people_preferred() -> None:
@@ -167,13 +167,13 @@ def test_the_best_is_paired_with_the_worst_after_what_people_preferred() -> None
         pairs = preference_pairs(*arguments)  # type: ignore[arg-type]
         return [(pair.chosen[0].trajectory_id, pair.rejected[0].trajectory_id) for pair in pairs]
 
-    assert names(PLAYED, REWARDS, chosen) == [("0", "2"), ("3", "4")]
-    assert names(PLAYED[:2], REWARDS[:2], chosen) == [], "equally good"
+    assert names(EPISODES, REWARDS, chosen) == [("0", "2"), ("3", "4")]
+    assert names(EPISODES[:2], REWARDS[:2], chosen) == [], "equally good"
     five = [episode(number, float(number)) for number in range(5)]
     assert names(five, [float(number) for number in range(5)], chosen) == [("4", "0"), ("3", "1")]
     preferred = {frozenset(("0", "2")): "2", frozenset(("1", "4")): "1", frozenset(("3", "4")): None}
-    assert names(PLAYED, REWARDS, chosen, preferred) == [("2", "0"), ("1", "4")], "nothing where neither is better"
-    assert names(PLAYED[:3], [None, None, None], chosen, preferred) == [("2", "0")]
+    assert names(EPISODES, REWARDS, chosen, preferred) == [("2", "0"), ("1", "4")], "nothing where neither is better"
+    assert names(EPISODES[:3], [None, None, None], chosen, preferred) == [("2", "0")]
 
 
 async def test_siblings_of_a_tree_are_pairs_with_one_context() -> None:

@@ -143,15 +143,15 @@ def test_a_malformed_call_is_context_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "expected"),
     [
         ("{{ raise_exception('no such conversation') }}", "no such conversation"),
         ("{% for message in messages %}{{ message.content }}{% endfor %}", "ends an answer with no special token"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}?{% endif %}", "generation"),
     ],
 )
-def test_what_a_template_refuses_is_an_error_with_its_reason(template: str, says: str) -> None:
-    with pytest.raises(TrainingError, match=says):
+def test_what_a_template_refuses_is_an_error_with_its_reason(template: str, expected: str) -> None:
+    with pytest.raises(TrainingError, match=expected):
         demonstration_samples(episode(CODE[:2] + CODE[-1:]), small_tokenizer(template))
 
 
@@ -163,9 +163,9 @@ def test_every_segment_of_a_condensed_episode_is_trained_once() -> None:
             tree.commit(tree.propose(Completion(message=message, policy=POLICY, metadata={ACTED: True})))
         else:
             tree.head = tree.append(message)
-    told = tree.head
+    before = tree.head
     tree.commit(tree.propose(Completion(message=CODE[-1], policy=POLICY, metadata={ACTED: True})))
-    tree.head = told
+    tree.head = before
     tree.head = tree.append(Message(role="user", content="In short: a look was taken."))
     tree.commit(tree.propose(Completion(message=Message(role="assistant", content="Again."), policy=POLICY)))
     condensed = finished(tree, "x", Task(id="t", environment="swe")).trajectory

@@ -64,9 +64,9 @@ async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_
     assert [record.name for record in state.records][4:] == [*ITERATIONS, "evaluate-final"]
     groups = [record.groups for record in state.records if record.groups]
     assert sorted(number for each in groups for number in each) == list(range(6))
-    played = await rollouts(parts)
-    assert len(played) == 24 and not any(trajectory.failure for trajectory in played)
-    assert {node.policy.adapter for each in played for node in each.sampled() if node.policy} == {"beside"}
+    trajectories = await rollouts(parts)
+    assert len(trajectories) == 24 and not any(trajectory.failure for trajectory in trajectories)
+    assert {node.policy.adapter for each in trajectories for node in each.sampled() if node.policy} == {"beside"}
 
     figures = iterations(state)
     assert [each["episodes"] for each in figures] == [8.0, 8.0, 8.0]
@@ -75,7 +75,7 @@ async def test_rollouts_go_on_while_the_policy_is_trained(world: ShopWorld, tmp_
     # The second batch began on the weights that the first one was to improve, before that was trained on.
     first = next(record for record in state.records if record.name == ITERATIONS[0])
     trained_from = first.finished - first.metrics["training_seconds"] - first.metrics["publish_seconds"]
-    assert any(each.times.started < trained_from for each in played if each.group_id.split("/")[2] >= "000002")
+    assert any(each.times.started < trained_from for each in trajectories if each.group_id.split("/")[2] >= "000002")
     assert parts.adapters.current("beside") == parts.adapters.get(state.adapter or "")
     await finish(parts)
 
@@ -166,7 +166,7 @@ async def test_an_interrupted_run_loses_nothing_and_trains_nothing_twice(world: 
     assert record is not None and record.groups == chosen.groups
     assert sorted(number for each in state.records for number in each.groups) == list(range(6))
     after = {each.id: each for each in await rollouts(parts)}
-    assert before.items() <= after.items() and len(after) == 24, "what was finished was not played again"
+    assert before.items() <= after.items() and len(after) == 24, "what was finished was not rolled out again"
     again = [request for request in world.asked if "/iteration-" in request.run_id]
     assert len(again) == 24 - len(before)
     await finish(parts)
@@ -192,7 +192,7 @@ class Outage(LoopListener):
 
     def __init__(self, config: ServerConfig, generator: Generator, seconds: float, stage: str = ITERATIONS[1]) -> None:
         self.config, self.generator, self.seconds, self.stage = config, generator, seconds, stage
-        self.told: list[str] = []
+        self.activities: list[str] = []
         self.serving = running_server(config, generator)
         self.url = self.serving.__enter__()
         self.back: asyncio.TimerHandle | None = None
@@ -210,7 +210,7 @@ class Outage(LoopListener):
         self.serving.__enter__()
 
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
-        self.told.append(activity)
+        self.activities.append(activity)
 
 
 @pytest.mark.slow
@@ -224,8 +224,8 @@ async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path
         parts = world.parts(tmp_path)
         state = await TrainingLoop(make_plan("outage", **BEHIND), parts, outage).run()
         outage.serving.__exit__(None, None, None)
-    assert any(activity.startswith("paused: nothing answers at http") for activity in outage.told)
-    assert "going on" in outage.told
+    assert any(activity.startswith("paused: nothing answers at http") for activity in outage.activities)
+    assert "going on" in outage.activities
     assert [each["episodes_used"] + each.get("episodes_no_signal", 0) for each in iterations(state)] == [8, 8, 8]
     assert [each["failed"] for each in iterations(state)] == [0, 0, 0]
     await finish(parts)

@@ -31,7 +31,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 
 class Simulation:
-    """Groups that take as many turns of the event loop as they are told to, and a trainer that takes batches."""
+    """Groups that take as many turns of the event loop as set, and a trainer that takes batches."""
 
     def __init__(self, durations: list[int], batch: int, staleness: int, batches: int) -> None:
         self.durations, self.batch, self.staleness, self.batches = durations, batch, staleness, batches
@@ -138,7 +138,7 @@ async def test_a_server_that_is_away_is_waited_for_within_the_patience_and_one_t
     store = AdapterStore(tmp_path)
     adapter = store.create("shop", write, base_model="m")
     refusals = ["429 Too Many Requests", "502 Bad Gateway"]
-    loaded, told = set[str](), list[str]()
+    loaded, received = set[str](), list[str]()
 
     def answer(path: str, body: Any) -> bytes:
         if refusals:
@@ -149,11 +149,11 @@ async def test_a_server_that_is_away_is_waited_for_within_the_patience_and_one_t
         return respond({"data": cards})
 
     async with raw_server(answer) as upstream, AdapterPublisher(upstream.url, store) as publisher:
-        assert (await OutageTolerantServer(publisher, 30.0, told.append).publish(adapter)).adapter == adapter.name
-        assert loaded == {adapter.name} and "502" in told[0] and "429" in told[1] and told[2:] == [""]
+        assert (await OutageTolerantServer(publisher, 30.0, received.append).publish(adapter)).adapter == adapter.name
+        assert loaded == {adapter.name} and "502" in received[0] and "429" in received[1] and received[2:] == [""]
         refusals[:] = ["503 Service Unavailable"] * 9
         with pytest.raises(InfrastructureError, match=r"was unavailable for 0 s .*HTTP 503"):
-            await OutageTolerantServer(publisher, 0.0, told.append).publish(adapter)
+            await OutageTolerantServer(publisher, 0.0, received.append).publish(adapter)
         refusals[:] = ["500 Internal Server Error"] * 9
         with pytest.raises(PublishError, match="HTTP 500"):
-            await OutageTolerantServer(publisher, 30.0, told.append).publish(adapter)
+            await OutageTolerantServer(publisher, 30.0, received.append).publish(adapter)

@@ -101,7 +101,7 @@ async def test_openrlhf_loads_the_file_and_makes_an_experience_of_a_rollout(
     assert experience.info["agent_turns"].item() == len(limited["action_ranges"]) == 6.0
 
 
-def test_without_openrlhf_it_says_what_to_install() -> None:
+def test_without_openrlhf_the_error_names_what_to_install() -> None:
     if importlib.util.find_spec("openrlhf") is not None:
         pytest.skip("OpenRLHF is installed")
     with pytest.raises(ConfigError, match=r"pip install openrlhf\[vllm\]==0.11.2"):

@@ -45,8 +45,8 @@ async def test_ids_go_in_and_come_out_as_they_were_sampled(tmp_path: Path, token
     assert found["extra_logs"] == {"agent_turns": 4.0, "agent_cut_short": 0.0}
     ids, ranges = found["observation_tokens"], found["action_ranges"]
     assert [ids[:start] for start, _ in ranges] == vllm.prompts
-    said = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in WALK]
-    assert [ids[start:end] for start, end in ranges] == said and ranges[-1][1] == len(ids)
+    sampled_ids = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in WALK]
+    assert [ids[start:end] for start, end in ranges] == sampled_ids and ranges[-1][1] == len(ids)
     sampled = {at for start, end in ranges for at in range(start, end)}
     logprobs = found["rollout_log_probs"]
     assert len(logprobs) == len(ids)
@@ -101,12 +101,12 @@ async def test_rows_of_the_data_set(tmp_path: Path, tokenizer: Any) -> None:
         config.task('{"goal": [2, 2]}', "")
 
 
-async def test_what_cannot_be_played_is_one_line(tmp_path: Path, tokenizer: Any) -> None:
-    for options, says in (
+async def test_what_cannot_be_rolled_out_is_one_line(tmp_path: Path, tokenizer: Any) -> None:
+    for options, expected in (
         ({"prompt": "<|im_start|>user\nwalk<|im_end|>\n"}, "drop --data.apply_chat_template"),
         ({"max_length": 30}, "task grid-1: its first prompt leaves no room"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=expected):
             await play(rollouts(tmp_path), ScriptedVllm(tokenizer, WALK), tokenizer, **options)
     with pytest.raises(RLError, match="OPENHANDS_RL_CONFIG is not set: export"):
         Rollouts({})

@@ -28,7 +28,7 @@ from openhands_rl_plugin.training.teacher import LocalTeacher, hints, with_teach
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer, subtract_teacher
 
 pytestmark = pytest.mark.contract
-PLAYED = [episode(number, float(number % 2)) for number in range(4)]
+STORED = [episode(number, float(number % 2)) for number in range(4)]
 SAMPLED = {"do_sample": True, "top_k": 0, "min_new_tokens": 6, "max_new_tokens": 6}
 OPSD = TrainingSettings(algorithm="opsd", hint="evidence.tests.output")
 
@@ -42,7 +42,7 @@ def trained(folder: Path, model: Path, *words: str) -> list[dict[str, float]]:
     """The metrics of each step."""
     store = folder / "store"
     if not store.exists():
-        store_of(store, *PLAYED)
+        store_of(store, *STORED)
     where = ["train", str(store), "--model", str(model), "--adapters", str(folder / "adapters")]
     assert cli.main([*where, *TINY, "--algorithm", "opd", *words]) == 0
     lines = (folder / "adapters" / "policy.training" / "metrics.jsonl").read_text().splitlines()
@@ -138,9 +138,9 @@ class ScriptedTeacher:
 
 
 def test_what_has_no_score_is_left_out_and_counted(model: Path) -> None:
-    samples = [sample for each in PLAYED for sample in samples_of(each, 0.0)]
+    samples = [sample for each in STORED for sample in samples_of(each, 0.0)]
     settings = TrainingSettings(algorithm="opd", teacher="http://t")
-    run = scored(samples, PLAYED, [None] * 4, settings, ScriptedTeacher(1), AutoTokenizer.from_pretrained(model))
+    run = scored(samples, STORED, [None] * 4, settings, ScriptedTeacher(1), AutoTokenizer.from_pretrained(model))
     found, missing = asyncio.run(run)
     assert missing == 2 * 4
     for before, after in zip(samples, found, strict=True):
@@ -149,22 +149,22 @@ def test_what_has_no_score_is_left_out_and_counted(model: Path) -> None:
 
 
 def test_the_policy_behind_a_hint_scores_the_same_ids(model: Path) -> None:
-    told = [PLAYED[0].model_copy(update={"evidence": {"tests": {"output": "1 failed"}}}), PLAYED[1]]
-    samples: list[Sample] = [sample for each in told for sample in samples_of(each, 0.0)]
+    with_hint = [STORED[0].model_copy(update={"evidence": {"tests": {"output": "1 failed"}}}), STORED[1]]
+    samples: list[Sample] = [sample for each in with_hint for sample in samples_of(each, 0.0)]
     teacher, tokenizer = ScriptedTeacher(), AutoTokenizer.from_pretrained(model)
-    found, missing = asyncio.run(scored(samples, told, [0.0, 1.0], OPSD, teacher, tokenizer))
-    assert [sample.trajectory_id for sample in found] == [told[0].id], "the other one has no hint"
+    found, missing = asyncio.run(scored(samples, with_hint, [0.0, 1.0], OPSD, teacher, tokenizer))
+    assert [sample.trajectory_id for sample in found] == [with_hint[0].id], "the other one has no hint"
     first = found[0].mask.index(True)
     (asked,) = teacher.asked
     shift = len(asked) - len(found[0].input_ids)
     assert asked[first + shift :] == found[0].input_ids[first:] and missing == sum(samples[1].mask) + 1
     assert "1 failed" in tokenizer.decode(asked[: first + shift])
     assert found[0].teacher_logprobs[first] == -(first + shift)
-    assert hints(Episodes(tuple(PLAYED), (0.0, 1.0, 0.0, 0.0)), "solved").keys() == {PLAYED[at].id for at in (0, 2, 3)}
+    assert hints(Episodes(tuple(STORED), (0.0, 1.0, 0.0, 0.0)), "solved").keys() == {STORED[at].id for at in (0, 2, 3)}
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--set", "training.teacher=no/folder"], "is no URL, and no folder of a model or an adapter"),
         ([], 'algorithm = "opd" learns from a teacher: set teacher'),
@@ -172,11 +172,11 @@ def test_the_policy_behind_a_hint_scores_the_same_ids(model: Path) -> None:
     ],
 )
 def test_no_teacher_and_another_tokenizer_are_one_line(
-    words: list[str], told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], expected: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     foreign = write_model(tmp_path / "foreign")
     write_tokenizer(foreign, texts=["naïve def return", "some other words that are merged"])
-    store = store_of(tmp_path / "store", *PLAYED)
+    store = store_of(tmp_path / "store", *STORED)
     where = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters")]
     assert cli.main([*where, *TINY, "--algorithm", "opd", *(w.replace("OTHER", str(foreign)) for w in words)]) != 0
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

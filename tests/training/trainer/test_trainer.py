@@ -65,12 +65,12 @@ def test_a_trainer_starts_from_a_stored_adapter(model: Path, tmp_path: Path) -> 
     adapter = store.create("shop", first.save_adapter, base_model="tiny")
     again = LocalTrainer(model, EXACT, adapter=adapter)
     assert again.probe(range(2, 20)).logprobs == first.probe(range(2, 20)).logprobs
-    for name, value, says in (
+    for name, value, expected in (
         ("lora_rank", 4, r"lora_rank = \d+, and \[rl.training\] has 4"),
         ("lora_variant", "rslora", 'lora_variant = "lora", and .* "rslora"'),
         ("target_modules", ("q_proj",), r'target_modules = \[.*\], and .* \["q_proj"\]'),
     ):
-        with pytest.raises(TrainingError, match=says):
+        with pytest.raises(TrainingError, match=expected):
             LocalTrainer(model, EXACT.model_copy(update={name: value}), adapter=adapter)
     with pytest.raises(TrainingError, match="does not fit"):
         LocalTrainer(write_model(tmp_path / "other", hidden_size=32), EXACT, adapter=adapter)
@@ -84,7 +84,7 @@ def changed(**update: object) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("sample", "says"),
+    ("sample", "expected"),
     [
         (changed(mask=(True,) * 40), "no context"),
         (changed(mask=(False,) * 40), "a sampled token"),
@@ -93,8 +93,8 @@ def changed(**update: object) -> Sample:
         (changed(input_ids=(1,) * 513, mask=(False,) + (True,) * 512, logprobs=(0.0,) * 513), "made for 512"),
     ],
 )
-def test_samples_that_cannot_be_trained_are_named(model: Path, sample: Sample, says: str) -> None:
-    with pytest.raises(TrainingError, match=says) as caught:
+def test_samples_that_cannot_be_trained_are_named(model: Path, sample: Sample, expected: str) -> None:
+    with pytest.raises(TrainingError, match=expected) as caught:
         LocalTrainer(model, EXACT).sft([*make_samples(2), sample])
     assert "trajectory 0" in str(caught.value)
 

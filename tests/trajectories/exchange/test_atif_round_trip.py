@@ -48,7 +48,7 @@ ANSWER = some.fixed_dictionaries(
         "extends": some.booleans(),
         "logprobs": some.booleans(),
         "reward": some.one_of(some.none(), some.floats(-1, 1)),
-        "told": some.one_of(some.none(), TEXT),
+        "user": some.one_of(some.none(), TEXT),
     }
 )
 
@@ -72,14 +72,14 @@ def episode(answers: list[dict[str, object]]) -> Trajectory:
             tokens = Tokens(prompt_ids=whole, sampled_ids=sampled, logprobs=logprobs)
             held = (*whole, *sampled)
         metadata: JsonObject = {"reasoning_content": str(each["reasoning"])} if each["reasoning"] else {}
-        said = Message(role="assistant", content=each["content"], tool_calls=calls)  # pyright: ignore
-        answer = Completion(message=said, tokens=tokens, finish_reason="stop", policy=POLICY, metadata=metadata)
+        turn = Message(role="assistant", content=each["content"], tool_calls=calls)  # pyright: ignore
+        answer = Completion(message=turn, tokens=tokens, finish_reason="stop", policy=POLICY, metadata=metadata)
         tree.commit(tree.propose(answer))
         tree.nodes[-1].reward = each["reward"]  # pyright: ignore
         for call in calls if each["answered"] else ():
             tree.head = tree.append(Message(role="tool", content="out", tool_call_id=call.id, name="bash"))
-        if each["told"] is not None:
-            tree.head = tree.append(Message(role="user", content=str(each["told"])))
+        if each["user"] is not None:
+            tree.head = tree.append(Message(role="user", content=str(each["user"])))
     return tree.freeze(
         EpisodeRequest(task=Task(id="t", environment="swe", data={"repo": "a/b"}), run_id="r", group_id="g"),
         trajectory_id="00000000-0000-4000-8000-0000000000ab",
@@ -93,19 +93,19 @@ def episode(answers: list[dict[str, object]]) -> Trajectory:
 
 @given(some.lists(ANSWER, min_size=1, max_size=4), some.one_of(some.none(), some.floats(0, 1)))
 def test_nothing_is_lost(answers: list[dict[str, object]], reward: float | None) -> None:
-    played = episode(answers)
-    scores = [] if reward is None else [Score(trajectory_id=played.id, reward=reward, reward_version="tests-1")]
-    (row,) = atif_rows(played, scores)
+    before = episode(answers)
+    scores = [] if reward is None else [Score(trajectory_id=before.id, reward=reward, reward_version="tests-1")]
+    (row,) = atif_rows(before, scores)
     read = read_atif(Record(json.loads(json.dumps(row))))
     found, judged = read.trajectory, read.scores
-    assert [node.message for node in found.nodes] == [node.message for node in played.nodes]
-    assert [node.tokens for node in found.nodes] == [node.tokens for node in played.nodes]
+    assert [node.message for node in found.nodes] == [node.message for node in before.nodes]
+    assert [node.tokens for node in found.nodes] == [node.tokens for node in before.nodes]
     assert [(node.reward, node.finish_reason, node.policy, node.sampled) for node in found.nodes] == [
-        (node.reward, node.finish_reason, node.policy, node.sampled) for node in played.nodes
+        (node.reward, node.finish_reason, node.policy, node.sampled) for node in before.nodes
     ]
-    assert list(map(reasoning_of, found.nodes)) == list(map(reasoning_of, played.nodes))
+    assert list(map(reasoning_of, found.nodes)) == list(map(reasoning_of, before.nodes))
     assert (found.task, found.run_id, found.group_id, found.policy, found.stop, found.tools, found.times) == (
-        *(played.task, played.run_id, played.group_id, played.policy, played.stop, played.tools, played.times),
+        *(before.task, before.run_id, before.group_id, before.policy, before.stop, before.tools, before.times),
     )
     assert found.evidence["git_patch"] == "diff"
     if reward is not None:

@@ -97,11 +97,11 @@ def test_a_rewritten_history_is_a_branch(tmp_path: Path) -> None:
 
 
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
-    played = trajectory()
-    for name, row in completion_files(played):
+    episode = trajectory()
+    for name, row in completion_files(episode):
         (tmp_path / name).write_text(json.dumps(row))
     found = only(tmp_path)
-    assert found.messages() == tuple(CODE) and found.tools == played.tools
+    assert found.messages() == tuple(CODE) and found.tools == episode.tools
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:

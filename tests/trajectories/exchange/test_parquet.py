@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exchange_samples import CODE, TOOLS, call, said, score, trajectory
+from exchange_samples import CODE, TOOLS, call, reply, score, trajectory
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.messages import to_wire
@@ -24,18 +24,18 @@ sys.path.append(str(Path(__file__).parents[2] / "core" / "templates"))
 
 from official_templates import HOW_TO_GET, official_template, small_tokenizer
 
-PLAYED = trajectory([each for each in CODE if len(each.tool_calls) < 2 and each.tool_call_id not in ("c2", "c3")])
+EPISODE = trajectory([each for each in CODE if len(each.tool_calls) < 2 and each.tool_call_id not in ("c2", "c3")])
 FAMILIES = ("qwen2.5", "qwen3", "llama3.1")
 
 
 def searched() -> Trajectory:
-    """As played, but its first call is the better one of two that search tried, with reasoning."""
-    first = next(at for at, node in enumerate(PLAYED.nodes) if node.message.tool_calls)
+    """As recorded, but its first call is the better one of two that search tried, with reasoning."""
+    first = next(at for at, node in enumerate(EPISODE.nodes) if node.message.tool_calls)
     tried = {"value": 0.9, "visits": 3, "metadata": {"reasoning_content": "I try this."}}
-    better = PLAYED.nodes[first].model_copy(update=tried)
-    worse = better.model_copy(update={"value": 0.1, "message": said(call("c9", "finish"))})
-    nodes = (*PLAYED.nodes[:first], better, *PLAYED.nodes[first + 1 :], worse)
-    return PLAYED.model_copy(update={"id": "00000000-0000-4000-8000-0000000000aa", "nodes": nodes})
+    better = EPISODE.nodes[first].model_copy(update=tried)
+    worse = better.model_copy(update={"value": 0.1, "message": reply(call("c9", "finish"))})
+    nodes = (*EPISODE.nodes[:first], better, *EPISODE.nodes[first + 1 :], worse)
+    return EPISODE.model_copy(update={"id": "00000000-0000-4000-8000-0000000000aa", "nodes": nodes})
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     async def fill() -> None:
         async with FileTrajectoryStorage(path, durable=False) as storage:
             await storage.add(searched())
-            await storage.add(PLAYED)
-            await storage.add_scores([score(PLAYED, 1.0, resolved=True)])
+            await storage.add(EPISODE)
+            await storage.add_scores([score(EPISODE, 1.0, resolved=True)])
 
     asyncio.run(fill())
     return path
@@ -68,7 +68,7 @@ def loaded(file: Path) -> list[dict[str, Any]]:
     ("name", "columns"),
     [("preferences", ("prompt", "chosen")), ("sft-native", ("messages",))],
 )
-def test_trl_trains_on_what_was_said(
+def test_trl_trains_on_what_was_recorded(
     store: Path, tmp_path: Path, family: str, name: str, columns: tuple[str, ...]
 ) -> None:
     """Each row of a Parquet or JSON Lines file gives TRL the tokens of the conversation itself."""
@@ -93,7 +93,7 @@ def test_trl_trains_on_what_was_said(
 
 def nodes_in(row: dict[str, Any], columns: tuple[str, ...]) -> list[Node]:
     """The stored nodes that a row is made of."""
-    found = next(each for each in (searched(), PLAYED) if each.id == row["trajectory_id"])
+    found = next(each for each in (searched(), EPISODE) if each.id == row["trajectory_id"])
     last = row[columns[-1]][-1]["tool_calls"][0]["id"]
     calls = {each.id: at for at, node in enumerate(found.nodes) for each in node.message.tool_calls}
     return [found.nodes[at] for at in found.path(calls[last])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from exchange_samples import DATA, call, said, score, told, trajectory
+from exchange_samples import DATA, call, reply, result, score, trajectory
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
@@ -53,11 +53,11 @@ def test_the_verifier_prompt() -> None:
         Message(role="system", content="S"),
         Message(role="user", content="Fix f."),
         Message(role="user", content="Please."),
-        said(call("c1", "execute_bash", command="ls\npwd"), call("c2", "finish"), text="I look."),
-        told("c1", "execute_bash", "a.py"),
+        reply(call("c1", "execute_bash", command="ls\npwd"), call("c2", "finish"), text="I look."),
+        result("c1", "execute_bash", "a.py"),
     )
-    played = trajectory(messages)
-    (row,) = verifier_rows(played, (score(played, 0.0, resolved=False),))
+    episode = trajectory(messages)
+    (row,) = verifier_rows(episode, (score(episode, 0.0, resolved=False),))
     system, user, assistant = [each for each in row["messages"] if isinstance(each, dict)]  # pyright: ignore
     rule = "-" * 100
     assert (
@@ -76,7 +76,7 @@ def test_the_verifier_prompt() -> None:
     assert assistant == {"role": "assistant", "content": "<judgement>NO</judgement>"}
     assert row["resolved"] is False and row["run_id"] == "night-3"
     with pytest.raises(LeftOutError, match="not judged"):
-        list(verifier_rows(played, ()))
+        list(verifier_rows(episode, ()))
 
 
 def test_a_prediction_is_the_patch() -> None:
@@ -90,6 +90,6 @@ def test_a_prediction_is_the_patch() -> None:
 def test_a_line_of_another_schema_or_with_scores_of_others_is_refused() -> None:
     with pytest.raises(ExchangeError, match="schema version 99 is newer"):
         read_line(Record({"trajectory": {"schema_version": 99}}))
-    played = trajectory()
+    episode = trajectory()
     with pytest.raises(ExchangeError, match="another trajectory"):
-        read_line(plain(next(line_rows(played, (score(played, 1.0).model_copy(update={"trajectory_id": "x"}),)))))
+        read_line(plain(next(line_rows(episode, (score(episode, 1.0).model_copy(update={"trajectory_id": "x"}),)))))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exchange_samples import CODE, PROMPT, call, said, score, told, trajectory
+from exchange_samples import CODE, PROMPT, call, reply, result, score, trajectory
 
 from openhands_rl_plugin.core.types import Message, ToolCall
 from openhands_rl_plugin.trajectories.exchange.foreign import LeftOutError
@@ -13,11 +13,11 @@ text_rows: Any = FORMATS["sft-text"].rows
 
 
 def test_a_row_is_what_swe_gym_publishes() -> None:
-    played = trajectory()
-    (row,) = text_rows(played, (score(played, 0.75, resolved=True),))
+    episode = trajectory()
+    (row,) = text_rows(episode, (score(episode, 0.75, resolved=True),))
     messages = row.pop("messages")
     assert row == {
-        "trajectory_id": played.id,
+        "trajectory_id": episode.id,
         "instance_id": "repo__repo-1",
         "run_id": "night-3",
         "model": "swe-v000007",
@@ -40,15 +40,15 @@ def test_a_row_is_what_swe_gym_publishes() -> None:
     assert contents[-1] == ("assistant", "<function=finish>\n</function>")
 
 
-BOTH = said(call("a", "finish"), call("b", "execute_bash", command="ls"))
+BOTH = reply(call("a", "finish"), call("b", "execute_bash", command="ls"))
 
 
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
-        ((CODE[1], said(ToolCall(id="x", name="execute_bash", arguments='{"comm'))), "not JSON"),
+        ((CODE[1], reply(ToolCall(id="x", name="execute_bash", arguments='{"comm'))), "not JSON"),
         (CODE[:2], "has no answer"),
-        ((CODE[1], BOTH, told("b", "execute_bash", "x"), Message(role="user", content="go on")), "got no result"),
+        ((CODE[1], BOTH, result("b", "execute_bash", "x"), Message(role="user", content="go on")), "got no result"),
     ],
 )
 def test_an_episode_that_no_text_can_carry_is_left_out(messages: tuple[Message, ...], why: str) -> None:

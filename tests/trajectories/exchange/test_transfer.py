@@ -171,7 +171,7 @@ def test_shapes_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "wanted"),
     [
         (("export", "STORE", "--format", "sft-txt", "--out", "x"), "unknown format 'sft-txt'; available: "),
         (("import", "STORE", "--format", "verifier", "--into", "x"), "'verifier' is for export only"),
@@ -184,14 +184,14 @@ def test_shapes_of_files(tmp_path: Path) -> None:
     ids=lambda value: "" if isinstance(value, tuple) else value,
 )
 def test_wrong_use_is_one_clear_line(
-    store: Path, words: Sequence[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    store: Path, words: Sequence[str], wanted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "import" in words and "STORE" in words:
         (store / "row.json").write_text("{}")
     monkeypatch.chdir(store.parent)
     assert run(*(word.replace("STORE", str(store)) for word in words)) == 1
     error = capsys.readouterr().err
-    assert told.replace("STORE", str(store)) in error and error.count("\n") == 1 and "secret" not in error
+    assert wanted.replace("STORE", str(store)) in error and error.count("\n") == 1 and "secret" not in error
 
 
 def test_a_failed_export_leaves_the_old_file(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_messages_are_those_that_openhands_makes() -> None:
     # The controller keeps changes of its own state out of the history.
     theirs = openhands_messages([event for event in events if "AgentState" not in type(event).__name__])
     ours = list(tree.messages())
-    # OpenHands parts neighbouring user messages by an empty line, which is no part of what was said.
+    # OpenHands parts neighbouring user messages by an empty line, which is no part of the messages.
     stripped = [message.model_copy(update={"content": (message.content or "").lstrip("\n")}) for message in theirs]
     assert [message.model_copy(update={"content": message.content or ""}) for message in ours] == stripped
     assert tree.tools == TOOLS

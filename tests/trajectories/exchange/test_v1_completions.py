@@ -34,8 +34,8 @@ def test_a_text_prompted_episode_is_one_path(tmp_path: Path) -> None:
         (folder / f"m-{1000 + number}.json").write_text(json.dumps(record))
     (unit,) = read_completions(folder)
     found = unit.read()
-    played = found.trajectory
-    assert played.ends() == (played.head,) and len(played.nodes) == len(single[: answers[-1] + 1])
-    assert [message.tool_calls for message in played.messages()] == [message.tool_calls for message in single]
-    assert (played.messages()[0].content, played.task.id) == (SYSTEM, "repo__repo-1")
-    assert [tool["function"] for tool in played.tools] == [{"name": "terminal", "description": "Runs."}]
+    episode = found.trajectory
+    assert episode.ends() == (episode.head,) and len(episode.nodes) == len(single[: answers[-1] + 1])
+    assert [message.tool_calls for message in episode.messages()] == [message.tool_calls for message in single]
+    assert (episode.messages()[0].content, episode.task.id) == (SYSTEM, "repo__repo-1")
+    assert [tool["function"] for tool in episode.tools] == [{"name": "terminal", "description": "Runs."}]

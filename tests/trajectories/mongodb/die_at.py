@@ -1,7 +1,7 @@
-"""A program that plays an episode into MongoDB and kills itself before one step of the writer.
+"""A program that records an episode into MongoDB and kills itself before one step of the writer.
 
 Usage: die_at.py URL DATABASE ID METHOD COUNT [add]: before the COUNT-th call of METHOD of PyMongo's collections; with
-``add`` two steps are played, and then the whole episode is added. It prints how many nodes were acknowledged.
+``add`` two steps are recorded, and then the whole episode is added. It prints how many nodes were acknowledged.
 """
 
 from __future__ import annotations

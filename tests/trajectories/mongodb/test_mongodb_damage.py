@@ -22,11 +22,11 @@ FIELDS = {"chunks": "data", "scores": "score", "labels": "label"}
 
 
 async def fill(storage: MongoDBTrajectoryStorage) -> None:
-    said = [Label(id=f"of {each}", trajectory_id=each, kind=LabelKind.COMMENT, text="good", at=1.0) for each in IDS]
+    labels = [Label(id=f"of {each}", trajectory_id=each, kind=LabelKind.COMMENT, text="good", at=1.0) for each in IDS]
     for identity in IDS:
         await storage.add(sample_episode(identity, run="r"))
     await storage.add_scores([sample_score(identity, 0.25) for identity in IDS])
-    await storage.add_labels(said)
+    await storage.add_labels(labels)
 
 
 def damage(source: random.Random, database: Database[Any], collection: str, episode: str, how: str) -> None:
@@ -74,5 +74,5 @@ async def test_damaged_documents_cost_what_they_hit_and_that_is_named(
     monkeypatch.setenv("STORE_URI", mongodb.url.replace("/?", f"/{database.name}?"))
     for words, code in (((), 1), (("--skip-damaged",), 0)):
         assert await asyncio.to_thread(cli.main, ["doctor", "drift", "env:STORE_URI", *words]) == code
-        told = capsys.readouterr().err
-        assert IDS[1] in told and ("--skip-damaged" in told) == (code == 1) and "Traceback" not in told
+        printed = capsys.readouterr().err
+        assert IDS[1] in printed and ("--skip-damaged" in printed) == (code == 1) and "Traceback" not in printed

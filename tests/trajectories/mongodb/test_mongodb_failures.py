@@ -41,9 +41,9 @@ async def killed(url: str, database: str, identity: str) -> int:
     adds = ["add"] if identity.startswith("add") else []
     arguments = [str(HERE / "die_at.py"), url, database, identity, method, str(nth), *adds]
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=subprocess.PIPE)
-    said, _ = await process.communicate()
+    printed, _ = await process.communicate()
     assert process.returncode == -9
-    return int((said.split() or [b"0"])[-1])
+    return int((printed.split() or [b"0"])[-1])
 
 
 async def test_a_killed_writer_leaves_what_was_acknowledged(
@@ -117,7 +117,7 @@ async def test_a_server_that_goes_away_is_an_error_and_may_come_back(mongodb: Mo
 
 
 async def error_of(url: str) -> str:
-    """Everything that a log could show of the failure, and how it is said to a person."""
+    """Everything that a log could show of the failure, and its line for a person."""
     async with MongoDBTrajectoryStorage(url) as storage:
         with pytest.raises(StorageError) as raised:
             await storage.count()
@@ -128,11 +128,11 @@ async def error_of(url: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "expected"),
     [
         ("mongodb://bob:{}@127.0.0.1:1/?serverSelectionTimeoutMS=200", "MongoDB at 127.0.0.1:1 cannot be reached"),
         ("mongodb://bob:{}@h:{}/", "the connection string of MongoDB is not valid"),
     ],
 )
-async def test_no_error_shows_the_password(url: str, said: str) -> None:
-    assert (await error_of(url.format(*[PASSWORD.replace("+", "%2B")] * 2))).startswith(said)
+async def test_no_error_shows_the_password(url: str, expected: str) -> None:
+    assert (await error_of(url.format(*[PASSWORD.replace("+", "%2B")] * 2))).startswith(expected)

@@ -93,12 +93,12 @@ def test_commands_name_what_is_damaged_and_read_everything_else(
     rows = tmp_path / "rows.jsonl"
     export = ["export", str(broken), "--format", "trajectories", "--out", str(rows)]
     assert main(export) == 1
-    told = capsys.readouterr().err
-    assert "episode 7" in told and "--skip-damaged" in told and "Traceback" not in told
+    seen = capsys.readouterr().err
+    assert "episode 7" in seen and "--skip-damaged" in seen and "Traceback" not in seen
     assert main([*export, "--skip-damaged", "--all"]) == 0
-    told = capsys.readouterr().err
-    assert told.count("left out, as it cannot be read: ") == 2
-    assert "episode episode 7 (row 8): a record is damaged" in told and "score episode 9 (row 10)" in told
+    seen = capsys.readouterr().err
+    assert seen.count("left out, as it cannot be read: ") == 2
+    assert "episode episode 7 (row 8): a record is damaged" in seen and "score episode 9 (row 10)" in seen
     assert len(rows.read_text().splitlines()) == EPISODES - 1
     for command in (["list", "--by"], ["score", "--reward", "return"]):
         assert main([command[0], str(broken), *command[1:], "--skip-damaged"]) == 0, command
@@ -117,11 +117,11 @@ def test_a_torn_file_is_one_line_with_the_remedy(
     export = ["export", str(broken), "--format", "trajectories", "--out", str(tmp_path / "rows.jsonl"), "--all"]
     for words in ([], ["--skip-damaged"]):
         readable = main([*export, *words]) == 0
-        told = capsys.readouterr().err
+        seen = capsys.readouterr().err
         if readable:
             assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == EPISODES
         else:
-            assert told.count("\n") == 1 and ("restore it from a backup" in told or f"{file} .recover" in told), told
+            assert seen.count("\n") == 1 and ("restore it from a backup" in seen or f"{file} .recover" in seen), seen
 
 
 def test_a_damaged_list_of_episodes_is_not_read_in_part(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,5 +133,5 @@ def test_a_damaged_list_of_episodes_is_not_read_in_part(broken: Path, capsys: py
     file.write_bytes(data)
     for words in ([], ["--skip-damaged"]):
         assert main(["list", str(broken), *words]) == 1
-        told = capsys.readouterr().err
-        assert f"sqlite3 {file} .recover" in told and told.count("\n") == 1
+        seen = capsys.readouterr().err
+        assert f"sqlite3 {file} .recover" in seen and seen.count("\n") == 1

@@ -30,10 +30,10 @@ def fill(folder: Path) -> None:
                 await storage.add(episode)
                 score = Score(trajectory_id=identity, reward=0.5, reward_version=TEXT, detail={TEXT: TEXT})
                 await storage.add_scores([score])
-                said = {"trajectory_id": identity, "text": TEXT, "at": 1.0}
-                remark = Label(id=identity, kind=LabelKind.COMMENT, author=TEXT, **said)
+                comment = {"trajectory_id": identity, "text": TEXT, "at": 1.0}
+                remark = Label(id=identity, kind=LabelKind.COMMENT, author=TEXT, **comment)
                 verdicts = [
-                    Label(id=f"{identity}{value}", kind=LabelKind.VERDICT, author=author, value=value, **said)
+                    Label(id=f"{identity}{value}", kind=LabelKind.VERDICT, author=author, value=value, **comment)
                     for author, value in ((TEXT, 1.0), (OTHER, 0.0))
                 ]
                 await storage.add_labels([remark, *verdicts])
@@ -87,8 +87,8 @@ def looked_at(pages: Pages, address: str, there: str) -> str:
     assert page.query_selector_all(FOREIGN) == [], address
     assert page.evaluate("() => document.scripts.length") == 2, address
     assert pages.violations() == [], address
-    said = "[...document.querySelectorAll('[title], [aria-label]')].map((each) => each.title + each.ariaLabel).join('')"
-    return page.evaluate(f"() => document.documentElement.textContent + {said}")
+    text = "[...document.querySelectorAll('[title], [aria-label]')].map((each) => each.title + each.ariaLabel).join('')"
+    return page.evaluate(f"() => document.documentElement.textContent + {text}")
 
 
 @needs_browser

@@ -26,7 +26,7 @@ def stored(folder: Path, episode: str) -> Sequence[Label]:
 def test_keys_of_the_queue_make_labels(pages: Pages, seeded: Path) -> None:
     page = pages.open("/q?contains=fix-cache-v1-", wait=".verdicts")
     page.wait_for_selector(".item.assistant")
-    assert not page.query_selector(".reward"), "who judges does not see what a grader said"
+    assert not page.query_selector(".reward"), "who judges does not see a grader's verdict"
     pages.keys("m")
     page.keyboard.type("cut too early")
     pages.keys("Enter")
@@ -36,8 +36,8 @@ def test_keys_of_the_queue_make_labels(pages: Pages, seeded: Path) -> None:
     page.wait_for_selector(".item.assistant")
     pages.keys("n")
     page.wait_for_function("() => location.search.includes('n=2')")
-    said = {each.trajectory_id: each for at in range(4) for each in stored(seeded, f"fix-cache-v1-{at}")}
-    assert [each.value for each in said.values() if each.kind == "verdict"] == [0.0, 1.0]
+    labelled = {each.trajectory_id: each for at in range(4) for each in stored(seeded, f"fix-cache-v1-{at}")}
+    assert [each.value for each in labelled.values() if each.kind == "verdict"] == [0.0, 1.0]
     assert "cut too early" in [each.text for at in range(4) for each in stored(seeded, f"fix-cache-v1-{at}")]
 
 
