@@ -21,7 +21,7 @@ from openhands_rl_plugin.core.types import Adapter, Sample, Trajectory
 from openhands_rl_plugin.models.adapters.publisher import ModelServer, RefusedByServer
 from openhands_rl_plugin.training.algorithms import ALGORITHMS
 from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset
-from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, TokenMaker, turns_for
+from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, TokenMaker, load_tokenizer, turns_for
 
 HINT = "\n\nA hint, for you alone; answer as if you did not have it:\n\n{}"
 SOLVED = "solved"
@@ -115,8 +115,6 @@ async def taught_dataset(
     for them. ``policy``: where ``parent`` is served, as its own teacher. Raises as ``with_teacher``."""
     if not settings.taught or not dataset.samples or ALGORITHMS[dataset.algorithm].kind != "reinforcement":
         return dataset
-    from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
-
     chosen = policy() if policy is not None and not settings.teacher else teacher_of(settings, model, parent)
     async with aclosing(chosen) as teacher:
         return await with_teacher(dataset, episodes, settings, teacher, load_tokenizer(str(model)))

@@ -162,11 +162,13 @@ async def run_loop(job: LoopJob, listener: LoopListener | None = None) -> LoopRe
         if job.backend is not None:
             await job.backend.check()
             remove_tree(job.directory / CHECKOUTS)  # left by a killed process
-        settings, other = _training(job.settings), evaluated_by(job.settings)
+        # Some environments are given ``max_turns``, and end an episode at it.
+        turns = job.settings.loop.training_max_turns or job.settings.max_turns
+        settings, other = job.settings.model_copy(update={"max_turns": turns}), evaluated_by(job.settings)
         runner = await opened.enter_async_context(open_player(job, settings, storage))
         demonstrator = evaluator = None
         # Another strategy of held-out tasks, or an environment that is given another last turn.
-        if other is not None or not (job.tasks.suite.software or settings.max_turns == job.settings.max_turns):
+        if other is not None or not (job.tasks.suite.software or turns == job.settings.max_turns):
             evaluator = await opened.enter_async_context(open_player(job, other or job.settings, storage))
         if job.tasks.demonstrations and script is not None:
             demonstrator = await opened.enter_async_context(script.open(job, storage))
@@ -209,11 +211,6 @@ def _note_start(job: LoopJob) -> None:
             "served: serve its base model, or choose another version"
         )
     LoopState(start=job.start.name).save(file)
-
-
-def _training(settings: RLSettings) -> RLSettings:
-    """The settings of the training episodes: some environments are given ``max_turns``, and end an episode at it."""
-    return settings.model_copy(update={"max_turns": settings.loop.training_max_turns or settings.max_turns})
 
 
 @asynccontextmanager

@@ -55,12 +55,8 @@ class TinkerSettings(Settings):
     def api_key(self) -> str:
         """The key, or what a server of one's own takes for none. Raises ``ConfigError`` for the hosted service."""
         if self.base_url and self.api_key_env not in os.environ:
-            return _KEYLESS
+            return "tml-none"  # what the client sends where a server wants no key; it refuses to send nothing
         return named_key(self.api_key_env, "[rl.tinker] api_key_env")
-
-
-_KEYLESS = "tml-none"
-"""What the client sends where a server wants no key; it refuses to send nothing."""
 
 
 # The service answers with logprobs and nothing else, and chooses the layout of its batches itself.
@@ -143,7 +139,8 @@ class RemoteAdapter:
         self._tinker = tinker
         self._client = client
         self._settings = settings
-        self._unload = weakref.finalize(self, _unload, settings, str(client.model_id))
+        self.close = weakref.finalize(self, _unload, settings, str(client.model_id))
+        """Once; also when the adapter is no longer used, and at the end of the process."""
 
     def forward(self, rows: Sequence[DatumRow]) -> list[list[float]]:
         """With the loss "cross_entropy", whose value is not used."""
@@ -185,10 +182,6 @@ class RemoteAdapter:
                 own = str(answer.next_request.url).startswith(self._settings.address)
                 answer = client.get(answer.next_request.url, headers=headers if own else {}, follow_redirects=True)
             return answer.raise_for_status().content
-
-    def close(self) -> None:
-        """Once; also when the adapter is no longer used, and at the end of the process."""
-        self._unload()
 
     def _data(self, rows: Sequence[DatumRow]) -> list[Any]:
         made = self._tinker.ModelInput.from_ints

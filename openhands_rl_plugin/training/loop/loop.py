@@ -180,22 +180,16 @@ class TrainingLoop:
 
     async def _begin(self) -> None:
         """The stages before reinforcement learning."""
-        if self._state.record("evaluate-base") is None:
-            await self._check_training()
+        if self._state.record("evaluate-base") is None:  # what cannot be trained or served fails before any episode
+            for line in (await self._make_trainer(self._settings.training)).notes:
+                self._listener.noted(line)
+            forget_unused()
         await self._stage("evaluate-base", partial(self._evaluate, first=self._loop.base_held_out or None))
         if not self._plan.demonstrations:
             return
         await self._stage("demonstrate", self._demonstrate)
         await self._stage("warm-start", self._warm_start)
         await self._stage("evaluate-warm-start", self._evaluate)
-
-    async def _check_training(self) -> None:
-        """Load the model for training and let go of it: what cannot be trained or served fails before any episode."""
-        trainer = await self._make_trainer(self._settings.training)
-        for line in trainer.notes:
-            self._listener.noted(line)
-        del trainer
-        forget_unused()
 
     async def _evaluate(self, stage: str, first: int | None = None) -> StageRecord:
         """Evaluate on the held-out tasks, or on the ``first`` of them."""
@@ -309,7 +303,12 @@ class TrainingLoop:
             return batch, await self._stored(batch)
         groups, dropped = await self._fresh_groups(stage, buffer)
         episodes = [trajectory for group in groups for trajectory in group.trajectories]
-        _require_some(episodes)
+        lost = [each.failure for each in episodes if each.failure and each.failure.kind is FailureKind.INFRASTRUCTURE]
+        if episodes and len(lost) == len(episodes):  # no group is consumed
+            raise InfrastructureError(
+                f"all {len(episodes)} episodes of a batch failed because of the infrastructure, the last with: "
+                f"{lost[-1].message}. Nothing was trained on them: fix the cause, then start the same command again"
+            )
         batch = ChosenBatch(
             stage=stage,
             groups=tuple(group.number for group in groups),
@@ -467,13 +466,3 @@ class TrainingLoop:
 
     def _trainer_directory(self, adapter: Adapter) -> Path:
         return self._parts.directory / "trainer" / adapter.name
-
-
-def _require_some(episodes: list[Trajectory]) -> None:
-    """Raise ``InfrastructureError`` where a whole batch failed because of the infrastructure; no group is consumed."""
-    lost = [each.failure for each in episodes if each.failure and each.failure.kind is FailureKind.INFRASTRUCTURE]
-    if episodes and len(lost) == len(episodes):
-        raise InfrastructureError(
-            f"all {len(episodes)} episodes of a batch failed because of the infrastructure, the last with: "
-            f"{lost[-1].message}. Nothing was trained on them: fix the cause, then start the same command again"
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -173,12 +174,11 @@ class DifficultyPool:
     """
 
     def __init__(self, tasks: Sequence[Task], bounds: tuple[float, float], *, newest: int, enough: int) -> None:
-        self._tasks = tasks
+        self._tasks = deque(tasks)
         self._low, self._high = bounds
         self._newest = max(newest, _LEAST_ATTEMPTS)
         self._enough = enough
         self._attempts: dict[str, dict[str, bool]] = {task.id: {} for task in tasks}
-        self._next = 0
 
     def note(self, task: str, episode: str, success: bool) -> None:
         """An attempt at the task of that id, newer than those before; one of another task does not count."""
@@ -190,10 +190,14 @@ class DifficultyPool:
         if len(fitting) < self._enough:
             fitting = self._attempts.keys()
         while True:
-            task = self._tasks[self._next % len(self._tasks)]
-            self._next += 1
+            self._tasks.append(task := self._tasks.popleft())
             if task.id in fitting:
                 return task
+
+    def drawn(self, task: Task) -> None:
+        """An earlier process drew it: all others come before it."""
+        self._tasks.remove(task)
+        self._tasks.append(task)
 
     def _fits(self, task: str) -> bool:
         newest = [*self._attempts[task].values()][-self._newest :]
@@ -249,6 +253,8 @@ class GroupRunner:
             number, _, task = each.group_id.removeprefix(f"{each.run_id}/").partition("/")
             if each.run_id in runs and task == each.task_id:
                 self._begun[int(number)] = tasks[task]
+        for number in sorted(self._begun):
+            self._pool.drawn(self._begun[number])
 
     async def play(self, number: int) -> Group:
         """The episodes of a group; stored ones are not rolled out again. Raises errors that must stop a run."""

@@ -359,7 +359,10 @@ class Trainer:
 
     def load_state(self, directory: Path) -> None:
         """Continue from ``save_state`` exactly where it was. Raises ``TrainingError`` when it does not fit."""
-        self._restore(load_checkpoint(directory / STATE_FILE), str(directory))
+        try:
+            self._restore(load_checkpoint(directory / STATE_FILE), str(directory))
+        except KeyError as error:
+            raise TrainingError(f"{directory}: another engine's state, without {error}; choose that engine") from error
 
     def _train(
         self, items: list[TrainingSample], loss: Loss, on_progress: OnProgress | None, run: Path | None

@@ -13,7 +13,7 @@ from tiny_model import write_model
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.contrib.trainers.tinker import TinkerSettings
 from openhands_rl_plugin.contrib.trainers.tinker_trainer import TinkerTrainer
-from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
@@ -75,6 +75,9 @@ def test_a_killed_call_continues_from_its_last_checkpoint(model: Path, tmp_path:
         trainer.save_adapter(tmp_path / name)
     left, right = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "again"))
     assert_same(left, right, 1e-6)
+    whole.save_state(tmp_path)
+    with pytest.raises(TrainingError, match="another engine"):
+        LocalTrainer(model, SETTINGS.model_copy(update={"engine": "local"})).load_state(tmp_path)
 
 
 def test_a_key_is_not_sent_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:

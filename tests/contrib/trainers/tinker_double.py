@@ -27,7 +27,6 @@ class TinkerDouble:
     def __init__(self, model: Path, *, reduction: str = "sum") -> None:
         self.model, self.reduction = model, reduction
         self.saved: dict[str, tuple[TrainingSettings, dict[str, Tensor], dict]] = {}
-        self.open_adapters = 0
 
     def create(self, base_model: str, training: TrainingSettings) -> RemoteAdapter:
         return _Adapter(self, training)
@@ -49,7 +48,6 @@ class _Adapter:
         )
         self.optimizer = torch.optim.AdamW(list(self.policy.parameters.values()), lr=0.0)
         self.sequences = 0
-        service.open_adapters += 1
 
     def forward(self, rows: Sequence[DatumRow]) -> list[list[float]]:
         with torch.no_grad():
@@ -92,7 +90,7 @@ class _Adapter:
             return made.getvalue()
 
     def close(self) -> None:
-        self.service.open_adapters -= 1
+        """Nothing is held."""
 
     def _row(self, row: DatumRow) -> Tensor:
         ids = (*row["model_input"], int(row["loss_fn_inputs"]["target_tokens"][-1]))
