@@ -249,7 +249,7 @@ def test_an_imported_file_of_swe_gym_becomes_an_adapter_that_does_what_was_done_
         where = ["--model", str(model), "--adapters", adapters]
         assert cli.main(["train", store, *where, "--algorithm", "sft", *LEARN, "--set", "training.num_epochs=12"]) == 0
         printed = capsys.readouterr().out
-        assert "4 episodes came without token ids" in printed and "4 used; left out: none" in printed
+        assert "episodes: 4 used; left out:\n    4 given token ids here" in printed
         publish = ["adapters", "publish", "--adapters", adapters, "--set", f"serving.base_url={url}/v1"]
         assert cli.main(publish) == 0
         assert "policy-v000001 is in use" in capsys.readouterr().out

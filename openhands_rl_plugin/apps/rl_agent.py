@@ -25,7 +25,6 @@ from openhands_rl_plugin.config.rl import AUTO, IN_PROCESS, RLSettings
 from openhands_rl_plugin.core.concurrency import LoopThread
 from openhands_rl_plugin.core.errors import (
     ConfigError,
-    TrainingError,
     describe,
     from_extra,
 )
@@ -57,10 +56,8 @@ from openhands_rl_plugin.models.generator.config import ServerConfig, server_opt
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
 from openhands_rl_plugin.rollout.session import SessionRunner
-from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.data.dataset import TrainReport, build_dataset, load_episodes, nothing_learnt
-from openhands_rl_plugin.training.learn import learn
-from openhands_rl_plugin.training.teacher import taught_dataset
+from openhands_rl_plugin.training.data.dataset import TrainReport
+from openhands_rl_plugin.training.learn import TrainingJob, policy_dataset, train_policy
 from openhands_rl_plugin.trajectories.view import progress_bar
 
 
@@ -324,45 +321,25 @@ class RLAgent:
         given = {"learning_rate": learning_rate, "num_epochs": num_epochs, "batch_size": batch_size}
         own = self.config.training.model_dump() | {name: value for name, value in given.items() if value is not None}
         settings = RLSettings.model_validate({"training": own}).training
-        weights = self._policy.training_weights()
         environment = self.config.env_name
         chosen = task_id_of(environment, task_id) if isinstance(task_id, int) else task_id
         where = TrajectoryFilter(environment=environment, task_id=chosen)
         with self._working():
-            collecting = load_episodes(
-                self._storage,
-                where,
+            job = TrainingJob(
+                settings=self.config.model_copy(update={"training": settings}),
+                model=Path(self._policy.training_weights()),
+                adapters=self._policy.store,
+                name=self.config.serving.adapter,
                 base_model=self._policy.base_model,
-                adapter=self.config.serving.adapter,
-                reward=self._reward,
-                unjudged=not algorithm_of(settings).rewarded,
+                parent=self._policy.adapter,
             )
-            episodes = self._thread.wait_for(collecting)
-            dataset = build_dataset(episodes, settings)
-            if not dataset.samples:
-                raise TrainingError(nothing_learnt(settings, dataset.excluded))
-            taught = taught_dataset(dataset, episodes, settings, Path(weights), self._policy.adapter)
-            dataset = self._thread.wait_for(taught)
+            dataset = self._thread.wait_for(policy_dataset(job, self._storage, where))
             for warning in dataset.warnings():
                 _LOG.warning("%s", warning)
-            with from_extra("train"):
-                from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
-            trainer = LocalTrainer(weights, settings, adapter=self._policy.adapter)
-            with progress_bar("optimiser steps") as bar:
-                for line in trainer.notes:
-                    _LOG.warning("%s", line)
-                metrics, adapter, probe = learn(
-                    trainer,
-                    dataset,
-                    self._policy.store,
-                    self.config.serving.adapter,
-                    base_model=self._policy.base_model,
-                    parent=self._policy.adapter,
-                    on_progress=lambda at: bar.update(int(at["done"]), int(at["total"]), note=f"loss {at['loss']:.3f}"),
-                )
+            adapter, probe = train_policy(job, dataset, on_note=lambda line: _LOG.warning("%s", line))
             assert adapter is not None  # this is the only process
             self._thread.wait_for(self._policy.adopt(adapter, probe))
-        used = {"used": dataset.used, "excluded": dataset.excluded, "metrics": metrics}
+        used = {"used": dataset.used, "excluded": dataset.excluded, "metrics": adapter.metrics}
         return TrainReport(algorithm=dataset.algorithm, adapter=adapter, **used)
 
     def close(self) -> None:

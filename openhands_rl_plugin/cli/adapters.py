@@ -26,7 +26,6 @@ from openhands_rl_plugin.cli.terminal import silence_libraries
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.core.types import Adapter
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
 
@@ -49,18 +48,28 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
     serving = settings_of(args).serving
-    store = AdapterStore((args.adapters or serving.adapters_directory).resolve())
-    if args.action == "list":
-        _list(store, serving.adapter)
-        return 0
-    if args.action == "export":
-        _export(store, serving.adapter, args)
-        return 0
-    if args.action == "publish":
-        adapter = find_version(store, serving.adapter, args.version, "--version")
-    else:
-        adapter = _previous(store, serving.adapter)
-    await publish(serving, store, adapter)
+    store, name = AdapterStore((args.adapters or serving.adapters_directory).resolve()), serving.adapter
+    match args.action:
+        case "list":
+            _list(store, name)
+        case "export":
+            if args.merged is None:
+                raise ConfigError("export: --merged DIR names the new folder")
+            adapter = find_version(store, name, args.version, "--version")
+            silence_libraries()
+            with from_extra("train"):
+                from openhands_rl_plugin.models.adapters.merged import write_merged
+            write_merged(adapter, args.merged, args.model)
+            print(f"{adapter.name} is in {args.merged}, a whole model")
+        case "publish":
+            await publish(serving, store, find_version(store, name, args.version, "--version"))
+        case _:
+            current = store.current(name)
+            earlier = [each for each in store.versions(name) if current is not None and each.version < current.version]
+            if not earlier:
+                used = current.name if current is not None else f"no version of {name}"
+                raise ConfigError(f"{used} is in use in {store.root}: there is no earlier one to roll back to")
+            await publish(serving, store, earlier[-1])
     return 0
 
 
@@ -73,24 +82,3 @@ def _list(store: AdapterStore, name: str) -> None:
         rows.append((each.name, each.parent or "-", each.base_model, str(each.step), probe, used))
     columns = ("version", "parent", "base model", "step", "probe", "in use")
     console().print(table(columns, rows, numbers=("step",)))
-
-
-def _export(store: AdapterStore, name: str, args: argparse.Namespace) -> None:
-    if args.merged is None:
-        raise ConfigError("export: --merged DIR names the new folder")
-    adapter = find_version(store, name, args.version, "--version")
-    silence_libraries()
-    with from_extra("train"):
-        from openhands_rl_plugin.models.adapters.merged import write_merged
-    write_merged(adapter, args.merged, args.model)
-    print(f"{adapter.name} is in {args.merged}, a whole model")
-
-
-def _previous(store: AdapterStore, name: str) -> Adapter:
-    current = store.current(name)
-    if current is None:
-        raise ConfigError(f"no version of {name} is in use in {store.root}: publish one")
-    earlier = [each for each in store.versions(name) if each.version < current.version]
-    if not earlier:
-        raise ConfigError(f"{current.name} is the first version of {name}: there is no earlier one to roll back to")
-    return earlier[-1]

@@ -59,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
                 if line == "/reset":
                     messages = ()
                     print("(a new conversation)", flush=True)
-                elif line.startswith("/"):
-                    print(f"(unknown command {line.split()[0]}; use /reset or /quit)", flush=True)
                 elif line:
                     asked = (*messages, Message(role="user", content=line))
                     try:
@@ -79,36 +77,27 @@ def run(args: argparse.Namespace) -> int:
 
 def _next_line() -> str:
     """A line of standard input, with a prompt on a terminal; empty at the end."""
-    if sys.stdin.isatty():
-        print("> ", end="", flush=True)
+    print("> " if sys.stdin.isatty() else "", end="", flush=True)
     return sys.stdin.readline()
 
 
 async def _answer(runtime: AgentRuntime, messages: tuple[Message, ...]) -> AgentResult:
-    """Print what the policy says and does, a turn at a time."""
+    """Print what the policy answers and does, a turn at a time."""
     async with aclosing(runtime.stream(messages)) as events:
         async for event in events:
             match event:
                 case TurnText():
-                    _show(event.text)
+                    text = event.text
                 case ToolCallStarted():
-                    _show(f"[{event.name}] {_short(event.arguments)}")
+                    text = f"[{event.name}] {event.arguments:.{_SHOWN}}"
                 case ToolResult():
-                    _show(f"[{event.name}] {'-> ' if event.ok else 'failed: '}{_short(event.content)}")
+                    text = f"[{event.name}] {'-> ' if event.ok else 'failed: '}{event.content:.{_SHOWN}}"
                 case AgentResult(answer=None, failure=failure):
-                    _show(f"(no answer: {failure.message if failure else event.stop})")
-                    return event
+                    text = f"(no answer: {failure.message if failure else event.stop})"
                 case AgentResult():
-                    _show(event.answer or "")
-                    if event.end["finish_reason"] == "length":
-                        _show("(cut off at --max-tokens)")
-                    return event
+                    cut = event.end["finish_reason"] == "length"
+                    text = f"{event.answer}{'\n(cut off at --max-tokens)' if cut else ''}"
+            print(visible(text), flush=True)
+            if isinstance(event, AgentResult):
+                return event
     raise AssertionError("a stream ends with an ``AgentResult``")
-
-
-def _show(text: str) -> None:
-    print(visible(text), flush=True)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

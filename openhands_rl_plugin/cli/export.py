@@ -22,7 +22,6 @@ from pathlib import Path
 
 from openhands_rl_plugin.cli.options import STORE_HELP, add_filters, filter_of, open_store, positive
 from openhands_rl_plugin.cli.terminal import sayable
-from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.trajectories.exchange.formats import exportable, table
 
 
@@ -35,11 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=kinds)
     parser.add_argument("--limit", type=positive, metavar="EPISODES", help="at most so many trajectories")
     add_filters(parser)
-    parser.add_argument(
-        "--resolved",
-        action=argparse.BooleanOptionalAction,
-        help="only resolved episodes (by the test report, else by a score of at least 1), or only unresolved ones",
-    )
+    judged = "only resolved episodes (by the test report, else by a score of at least 1), or only unresolved ones"
+    parser.add_argument("--resolved", action=argparse.BooleanOptionalAction, help=judged)
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -47,30 +43,18 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.exchange.formats import export_store
     from openhands_rl_plugin.trajectories.view import progress_bar
 
-    chosen = exportable(args.format)
+    chosen, where = exportable(args.format), filter_of(args)
+    # The format decides where no option does.
+    if where.failed is None and where.failure_kind is None:
+        where = where.model_copy(update={"failed": chosen.scope.failed})
+    if where.finished:
+        where = where.model_copy(update={"finished": chosen.scope.finished})
+    where = where.model_copy(update={"limit": args.limit})
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        where = _within(chosen.scope, filter_of(args)).model_copy(update={"limit": args.limit})
-        total = await storage.count(where)
+        total, resolved = await storage.count(where), args.resolved
         with chosen.sink(args.out) as sink, progress_bar("exporting", total) as bar:
-            report = await export_store(
-                storage,
-                where,
-                chosen,
-                sink,
-                wanted=args.resolved,
-                advanced=bar.update,
-            )
+            report = await export_store(storage, where, chosen, sink, wanted=resolved, advanced=bar.update)
     print(f"{args.out}: {report.rows} rows of {report.trajectories} trajectories")
     for reason, times in report.left_out.most_common(10):
         print(f"  {times} left out: {sayable(reason)}")
     return 0
-
-
-def _within(scope: TrajectoryFilter, chosen: TrajectoryFilter) -> TrajectoryFilter:
-    """The given filter, with the scope of the format where no option was given."""
-    changes = {}
-    if chosen.failed is None and chosen.failure_kind is None and chosen.stop is None:
-        changes["failed"] = scope.failed
-    if chosen.finished and chosen.stop is None:
-        changes["finished"] = scope.finished
-    return chosen.model_copy(update=changes)

@@ -55,10 +55,8 @@ async def run(args: argparse.Namespace) -> int:
     # Without --skip-bad the first one is the error.
     for message in report.bad[not args.skip_bad : _SHOWN]:
         print(f"skipped: {sayable(message)}", file=sys.stderr)
-    print(
-        f"{args.into}: {report.new} new trajectories of {report.records} records, {report.scores} scores"
-        + (f"; {len(report.bad)} bad records skipped" if report.bad else "")
-    )
+    bad = f"; {len(report.bad)} bad records skipped" if report.bad else ""
+    print(f"{args.into}: {report.new} new trajectories of {report.records} records, {report.scores} scores{bad}")
     if report.bad and not args.skip_bad:
         raise ExchangeError(f"{report.bad[0]}; --skip-bad leaves such records out")
     return 0

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,23 +27,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.core.types import Adapter
     from openhands_rl_plugin.models.adapters.store import AdapterStore
 
-
-def at_server(settings: RLSettings, given: Path | None) -> tuple[RLSettings, Path]:
-    """The settings with the name of the server's base model, and its weights: ``given``, or as the server says.
-
-    Raises ``ConfigError``, and ``InfrastructureError`` when the server does not answer.
-    """
-    from openhands_rl_plugin.models.engines.client import served_base
-
-    serving = settings.serving
-    base = served_base(serving.base_url, serving.model, serving.api_key(), serving.request_timeout)
-    model = given_weights(given) if given is not None else base.weights
-    if model is None:
-        raise ConfigError(
-            f"the weights of {base.id!r} are not on this machine (its server names no local directory as root): give "
-            "the model's directory with --model"
-        )
-    return settings.model_copy(update={"serving": serving.model_copy(update={"model": base.id})}), model
+LATEST, BASE = "latest", "base"
 
 
 def given_weights(model: Path | None) -> Path:
@@ -59,7 +42,35 @@ def given_weights(model: Path | None) -> Path:
     return weights
 
 
-LATEST, BASE = "latest", "base"
+@contextmanager
+def served_policy(settings: RLSettings, model: Path | None, directory: Path) -> Iterator[tuple[RLSettings, Path]]:
+    """The settings with the server's address and base model, and the folder of its weights.
+
+    ``model``: the weights' folder, which a server may also name itself. Without a server in ``[rl.serving]`` the
+    embedded one runs until the block ends, with its log in ``directory``. Raises ``ConfigError`` without weights on
+    this machine, ``InfrastructureError`` where the server does not answer.
+    """
+    from openhands_rl_plugin.models.engines.client import served_base
+    from openhands_rl_plugin.models.generator.config import server_options
+
+    serving = settings.serving
+    if serving.base_url:
+        base = served_base(serving.base_url, serving.model, serving.api_key(), serving.request_timeout)
+        weights = base.weights if model is None else given_weights(model)
+        if weights is None:
+            raise ConfigError(
+                f"the weights of {base.id!r} are not on this machine (its server names no local directory as root): "
+                "give the model's directory with --model"
+            )
+        yield settings.model_copy(update={"serving": serving.model_copy(update={"model": base.id})}), weights
+        return
+    weights = given_weights(model)
+    given = server_options(settings, str(weights)) | {"served_model_name": serving.model or weights.name}
+    command = ["serve", *(f"{option_of(option)}={value}" for option, value in given.items())]
+    with running_command(command, directory / "logs" / "serve.log") as url:
+        at = {"base_url": f"{url}/v1", "base_urls": (), "api_key_env": "", "server": "embedded"}
+        own = serving.model_copy(update={**at, "model": given["served_model_name"]})
+        yield settings.model_copy(update={"serving": own}), weights
 
 
 def find_version(adapters: AdapterStore, name: str, wanted: str, option: str) -> Adapter:
@@ -92,12 +103,14 @@ async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Ada
 
 
 @contextmanager
-def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: float = 1800.0) -> Iterator[str]:
+def running_command(arguments: Sequence[str], log: Path) -> Iterator[str]:
     """Run ``openhands-rl ARGUMENTS --port PORT`` until the block ends; yields its URL once ``/health`` answers.
 
-    Raises ``InfrastructureError`` with the last line of the log when it ends before, or does not answer within
-    ``timeout`` seconds: a large model, or a machine with other work, may take minutes.
+    The port is a free one. Raises ``InfrastructureError`` with the last line of the log when the command ends
+    before, or does not answer within half an hour: a large model, or a machine with other work, may take minutes.
     """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     log.parent.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-P", "-m", "openhands_rl_plugin.cli", *arguments, "--port", str(port)]
     # Fewer arenas: what one thread of the server frees, the others can use.
@@ -107,67 +120,29 @@ def running_command(arguments: Sequence[str], port: int, log: Path, *, timeout: 
         child = subprocess.Popen(
             dying_with_parent(program), stdin=nothing, stdout=output, stderr=output, env=environment, process_group=0
         )
-    url = f"http://127.0.0.1:{port}"
+    url, given_up = f"http://127.0.0.1:{port}", time.monotonic() + _STARTING
     try:
-        _await_health(child, url, log, time.monotonic() + timeout)
+        while not _answers(url):
+            if child.poll() is not None or time.monotonic() > given_up:
+                *_, last = ["no output", *log.read_text(errors="replace").split("\n")[:-1]]
+                raise InfrastructureError(f"{url} did not come up: {last} (log: {log})")
+            time.sleep(0.1)
         yield url
     finally:
         child.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             child.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        child.kill()
+        child.wait()
 
 
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+_STARTING = 1800.0
 
 
-def _await_health(child: subprocess.Popen[bytes], url: str, log: Path, deadline: float) -> None:
-    while time.monotonic() < deadline:
-        if child.poll() is not None:
-            raise InfrastructureError(f"{url} did not come up: {_last_line(log)} (log: {log})")
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5).is_success:
-                return
-        time.sleep(0.1)
-    raise InfrastructureError(f"{url} does not answer yet, and is given up: {_last_line(log)} (log: {log})")
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
-
-
-@contextmanager
-def served_policy(settings: RLSettings, model: Path | None, directory: Path) -> Iterator[tuple[RLSettings, Path]]:
-    """The settings with the server's address and base model, and the folder of its weights.
-
-    ``model``: the weights' folder, which a server may also name itself. Without a server in ``[rl.serving]`` the
-    embedded one runs until the block ends, with its log in ``directory``. Raises ``ConfigError`` without weights on
-    this machine, ``InfrastructureError`` where the server does not answer.
-    """
-    if settings.serving.base_url:
-        yield at_server(settings, model)
-        return
-    weights = given_weights(model)
-    name = settings.serving.model or weights.name
-    log = directory / "logs" / "serve.log"
-    with running_command(_serve(settings, weights, name), free_port(), log) as url:
-        own = {"base_url": f"{url}/v1", "base_urls": (), "model": name, "api_key_env": "", "server": "embedded"}
-        yield settings.model_copy(update={"serving": settings.serving.model_copy(update=own)}), weights
-
-
-def _serve(settings: RLSettings, model: Path, name: str) -> list[str]:
-    """The command of the embedded server, sized for the run."""
-    from openhands_rl_plugin.models.generator.config import server_options
-
-    given = server_options(settings, str(model)) | {"served_model_name": name}
-    return ["serve", *(f"{option_of(option)}={value}" for option, value in given.items())]
+def _answers(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    return False
 
 
 def loop_job(
@@ -190,6 +165,7 @@ def loop_job(
         graders=os.cpu_count() or 1,
         test_timeout=args.test_timeout,
         native_tool_calling=args.native_tool_calling,
+        backend=backend_of(args, [entry.instance for entry in tasks.entries]),
     )
 
 
@@ -199,8 +175,3 @@ def add_episodes(group: argparse._ActionsContainer) -> None:
     add_repositories(group)
     native = "tool calls by the server's API (default); --no-...: calls in the text"
     group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
-
-
-def with_backend(args: argparse.Namespace, job: LoopJob) -> LoopJob:
-    """The job with the back end of its repository tasks, if it has any."""
-    return replace(job, backend=backend_of(args, [entry.instance for entry in job.tasks.entries]))

@@ -18,24 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from functools import partial
 
-from openhands_rl_plugin.cli.options import (
-    add_filters,
-    add_store,
-    filter_of,
-    finite,
-    open_store,
-    positive,
-)
+from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, finite, open_store, positive
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryOrder
+from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.trajectories import view
 from openhands_rl_plugin.trajectories.view import console, print_json
-
-DEFAULT_LIMIT = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     orders = [each.value for each in TrajectoryOrder]
     parser.add_argument("--sort", choices=orders, default="stored", help="order of the list (default: stored)")
     parser.add_argument("--desc", action="store_true", help="highest or newest first")
-    parser.add_argument(
-        "--limit", type=positive, default=DEFAULT_LIMIT, metavar="EPISODES", help="at most so many episodes"
-    )
+    most = "at most so many episodes"
+    parser.add_argument("--limit", type=positive, default=50, metavar="EPISODES", help=most)
     scores = "take this reward's scores: human, verifier, tests, ... (default: the newest judgement, else the return)"
     parser.add_argument("--reward", metavar="NAME", help=scores)
     by = "statistics by run, environment, split, strategy, version or task, separated by commas"
@@ -59,23 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Print the list. Raises ``RLError`` when the store or a filter is wrong."""
-    order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc}
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
+        chosen = filter_of(args).model_copy(update={"sort": TrajectoryOrder(args.sort), "descending": args.desc})
         if args.by is not None:
-            return await _statistics(args, storage)
-        chosen = filter_of(args).model_copy(update=order)
+            return await _statistics(args, storage, chosen)
         if args.reward is None:
             page = chosen.model_copy(update={"limit": args.limit})
-            found = [summary async for summary in storage.summaries(page)]
-            matching = await storage.count(chosen)
+            found, matching = [each async for each in storage.summaries(page)], await storage.count(chosen)
         else:
-            ranked = [summary async for summary in view.rewarded_by(storage, chosen, args.reward)]
+            ranked = [each async for each in view.rewarded_by(storage, chosen, args.reward)]
             found, matching = ranked[: args.limit], len(ranked)
         opinions = await opinions_of(storage, [each.id for each in found])
     if args.json:
-        for summary in found:
-            columns = {name: opinions.get(summary.id, {}).get(name) for name in OPINIONS}
-            print(json.dumps(summary.model_dump(mode="json") | columns))
+        for each in found:
+            columns = {name: opinions.get(each.id, {}).get(name) for name in OPINIONS}
+            print(json.dumps(each.model_dump(mode="json") | columns))
         return 0
     if found:
         console().print(view.list_table(found, opinions))
@@ -83,30 +72,23 @@ async def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
+async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage, chosen: TrajectoryFilter) -> int:
     by = tuple(dict.fromkeys(name.strip() for name in args.by.split(",")))
     for name in by:
         if name not in view.GROUPINGS:
             raise ConfigError(f"--by: {unknown_name('grouping', name, view.GROUPINGS)}")
-    chosen = filter_of(args)
-    if args.reward is None:
-        summaries = storage.summaries(chosen)
-    else:
-        summaries = view.rewarded_by(storage, chosen, args.reward)
-        chosen = view.without_rewards(chosen)
-    groups = await view.figures_of(
-        summaries,
-        by,
-        lambda of, value: success_rule(of.environment, at=args.success_at).holds(value, of.stop),
-        await view.notes_in(storage, chosen),
-    )
+    summaries = view.rewarded_by(storage, chosen, args.reward) if args.reward else storage.summaries(chosen)
+    notes = await view.notes_in(storage, view.without_rewards(chosen) if args.reward else chosen)
+    rule = partial(success_rule, at=args.success_at)
+    groups = await view.figures_of(summaries, by, lambda of, value: rule(of.environment).holds(value, of.stop), notes)
     if args.json:
         print_json(groups)
-    elif groups:
-        console().print(view.stats_table(groups, by))
-        gaps = sum((Counter(group["gaps"]) for group in groups), Counter())
-        print("".join(f"{count:,} x {cause}\n" for cause, count in gaps.most_common()), end="")
-        print(f"{view.REMEDY}\n" if gaps else "", end="")
-    else:
+        return 0
+    if not groups:
         print("no episodes match")
+        return 0
+    console().print(view.stats_table(groups, by))
+    gaps = sum((Counter(group["gaps"]) for group in groups), Counter())
+    for line in (*(f"{count:,} x {cause}" for cause, count in gaps.most_common()), *([view.REMEDY] if gaps else [])):
+        print(line)
     return 0

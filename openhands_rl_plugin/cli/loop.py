@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,22 +36,19 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.cli.jobs import (
     BASE,
     add_episodes,
-    free_port,
+    find_version,
     given_weights,
     loop_job,
     running_command,
     served_policy,
-    starting_point,
-    with_backend,
 )
 from openhands_rl_plugin.cli.options import add_settings, add_tasks, checked, given_fields, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import ConfigError, from_extra
+from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.loop.run import LoopResult
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
     from openhands_rl_plugin.core.types import Adapter
 
@@ -83,15 +79,15 @@ def run(args: argparse.Namespace) -> int:
     """Start or resume a run. Raises ``RLError`` when an option, a task, a server, the store or the disk is unusable."""
     silence_libraries()
     prepare_threads()
-    from openhands_rl_plugin.apps.loop.checks import claim, forget, identity_of
-    from openhands_rl_plugin.evals.runs.run_files import held
-
-    settings, directory = settings_of(args), args.run_dir.absolute()
     with from_extra("openhands"):
-        from openhands_rl_plugin.apps.loop.checks import check_trainable
+        from openhands_rl_plugin.apps.loop.checks import check_trainable, claim, forget, identity_of
         from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
         from openhands_rl_plugin.apps.loop.run import run_loop
         from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
+    from openhands_rl_plugin.evals.runs.run_files import held
+    from openhands_rl_plugin.evals.runs.suites import own_suite
+
+    settings, directory = settings_of(args), args.run_dir.absolute()
     check_trainable(settings)
     if not settings.serving.base_url:
         given_weights(args.model)
@@ -99,29 +95,28 @@ def run(args: argparse.Namespace) -> int:
     source = checked(TaskSource, given_fields(args, TaskSource) | chosen, {"count": "--tasks"})
     tasks, start = loop_tasks(source, settings), _start(args, settings)
     if args.dry_run:
-        print(sayable("\n".join(_describe(args, settings, tasks, start))))
+        print(sayable("\n".join(_plan(args, settings, tasks, start))))
         return 0
-
-    async def rolled_out(listener: ProgressListener, found: tuple[RLSettings, Path]) -> LoopResult:
-        job = replace(loop_job(args, *found, tasks, directory), start=start)
-        return await run_loop(with_backend(args, job), listener)
-
-    with held(directory):
+    started = time.monotonic()
+    with held(directory), ExitStack() as opened:
         if args.fresh:
             forget(directory)
-        begun_at = args.start if args.start != BASE else ""
-        own = source.model_dump(mode="json")
+        begun_at, own = args.start if start else "", source.model_dump(mode="json")
         claim(directory, identity_of(settings, own, model=args.model, timeout=args.timeout, start=begun_at))
-        started = time.monotonic()
-        with ProgressListener(settings.loop.stages) as listener, _served(args, settings, tasks, directory) as found:
-            result = ENDING.run(rolled_out(listener, found))
+        listener = opened.enter_context(ProgressListener(settings.loop.stages))
+        suite = own_suite(name := tasks.suite.name)
+        if suite is not None and suite.server:
+            url = opened.enter_context(running_command(suite.server, directory / "logs" / f"{name}.log"))
+            options = settings.environment if settings.env_name == name else {}
+            there = {"env_name": name, "env_server_base": url, "environment": options}
+            settings = settings.model_copy(update=there)
+        settings, model = opened.enter_context(served_policy(settings, args.model, directory))
+        job = replace(loop_job(args, settings, model, tasks, directory), start=start)
+        result = ENDING.run(run_loop(job, listener))
     listener.console.print(final_table(result.state))
     minutes, used = (time.monotonic() - started) / 60, result.state.adapter or "the base model"
-    lines = [
-        *(change.sentence() for change in result.changes),
-        f"{minutes:.1f} minutes; in use: {used}; report: {result.report}",
-    ]
-    listener.console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    last = f"{minutes:.1f} minutes; in use: {used}; report: {result.report}"
+    print(sayable("\n".join([*(change.sentence() for change in result.changes), last])))
     return 0
 
 
@@ -129,58 +124,29 @@ def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.training.algorithms import check_start
 
-    serving = settings.serving
-    adapters = AdapterStore(serving.adapters_directory.resolve())
-    start = starting_point(adapters, serving.adapter, args.start)
-    if start is not None:
-        check_start(start, settings.training)
-    elif args.start != BASE:
-        raise ConfigError(
-            f"--from {args.start}: there is no version of {serving.adapter} in {adapters.root} yet; train one with "
-            "`openhands-rl train`, or omit --from"
-        )
+    if args.start == BASE:
+        return None
+    adapters = AdapterStore(settings.serving.adapters_directory.resolve())
+    start = find_version(adapters, settings.serving.adapter, args.start, "--from")
+    check_start(start, settings.training)
     return start
 
 
-@contextmanager
-def _served(
-    args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, directory: Path
-) -> Iterator[tuple[RLSettings, Path]]:
-    """The settings with all addresses, and the weights of the base model. Servers that are not named are started."""
-    from openhands_rl_plugin.evals.runs.suites import own_suite
-
-    with ExitStack() as opened:
-        own, name = own_suite(tasks.suite.name), tasks.suite.name
-        if own is not None and own.server:
-            log = directory / "logs" / f"{name}.log"
-            url = opened.enter_context(running_command(own.server, free_port(), log))
-            options = settings.environment if settings.env_name == name else {}
-            there = {"env_name": name, "env_server_base": url, "environment": options}
-            settings = settings.model_copy(update=there)
-        yield opened.enter_context(served_policy(settings, args.model, directory))
-
-
-def _describe(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
+def _plan(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
     """The output of a dry run."""
-    from openhands_rl_plugin.apps.loop.checks import evaluated_by
     from openhands_rl_plugin.apps.loop.run import STATE, objective_of
     from openhands_rl_plugin.training.loop.plan import LoopState
 
-    loop, serving = settings.loop, settings.serving
-    done, held_out = len(LoopState.load(args.run_dir / STATE).records), (evaluated_by(settings) or settings)
-    scripted = f", {len(tasks.demonstrations)} for demonstrations" if tasks.demonstrations else ""
-    ahead = f", at most {loop.max_staleness} versions behind" if loop.kind == "async" else ""
-    turns = loop.training_max_turns or settings.max_turns
+    loop, serving, done = settings.loop, settings.serving, len(LoopState.load(args.run_dir / STATE).records)
     model = f"{serving.model or 'the base model'} at {serving.base_url}"
     if not serving.base_url:
         model = f"{given_weights(args.model)}, by the embedded server"
     return [
-        f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out{scripted}",
+        f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out, "
+        f"{len(tasks.demonstrations)} for demonstrations",
         f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
-        f"{loop.samples_per_task} episodes, {loop.kind}{ahead}",
+        f"{loop.samples_per_task} episodes, {loop.kind}",
         f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
-        f"  agent: {settings.rollout_strategy}, at most {turns} turns; held-out tasks: {held_out.rollout_strategy}, "
-        f"at most {settings.max_turns} turns",
         f"  model: {model}, starting from {start.name if start is not None else 'the base model'}",
         f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {args.run_dir.absolute()}",
     ]

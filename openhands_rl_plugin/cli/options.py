@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
@@ -23,19 +23,12 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError, DamagedError, UsageError, boundary, from_extra, problems
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import SEARCHED, DamagedRecord, TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind, StopReason
+from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
-
-
-def finite(text: str) -> float:
-    """Any number but NaN and infinity."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError(text)
-    return number
 
 
 def at_least[Number: (int, float)](least: Number, read: Callable[[str], Number]) -> Callable[[str], Number]:
@@ -50,6 +43,7 @@ def at_least[Number: (int, float)](least: Number, read: Callable[[str], Number])
 
 
 positive, natural, above_zero = at_least(1, int), at_least(0, int), at_least(sys.float_info.min, float)
+finite = at_least(-float(sys.maxsize), float)
 
 
 def add_fields(
@@ -193,48 +187,49 @@ def _time(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be like 2025-01-31T12:00, got {text:.40}") from error
 
 
-_SEARCHED = ", ".join(name.removesuffix("_id").replace("_", " ") for name in SEARCHED)
-_FILTERS: Sequence[tuple[str, str, dict[str, Any], str]] = (
-    ("run", "run_id", {"metavar": "ID"}, "episodes of this run"),
-    ("group", "group_id", {"metavar": "ID"}, "episodes of this group of attempts at one task"),
-    ("task", "task_id", {"metavar": "ID"}, "episodes of this task"),
-    ("environment", "environment", {"metavar": "NAME"}, "episodes in this environment"),
-    ("split", "split", {"metavar": "NAME"}, "episodes of tasks of this split, such as train or heldout"),
-    ("strategy", "strategy", {"metavar": "NAME"}, "episodes of this rollout strategy, such as ReAct"),
-    ("adapter", "adapter", {"metavar": "NAME"}, "sampled from a version of this adapter"),
-    ("policy-version", "policy_version", {"type": natural, "metavar": "VERSION"}, "sampled from this version number"),
-    ("stop", "stop", {"choices": [each.value for each in StopReason]}, "why the episode ended"),
-    ("failed", "failed", {"action": argparse.BooleanOptionalAction}, "only failed episodes, or only the others"),
-    ("failure", "failure_kind", {"choices": [each.value for each in FailureKind]}, "what the episode failed of"),
-    ("min-reward", "reward_at_least", {"type": finite, "metavar": "REWARD"}, "lowest reward"),
-    ("max-reward", "reward_at_most", {"type": finite, "metavar": "REWARD"}, "highest reward"),
-    ("since", "since", {"type": _time, "metavar": "TIME"}, "ended at this local time or later: 2025-01-31T12:00"),
-    ("until", "until", {"type": _time, "metavar": "TIME"}, "ended at this time or before"),
-    ("contains", "contains", {"metavar": "TEXT"}, f"with this text in one of {_SEARCHED}"),
-    ("labelled", "label", {"metavar": "TEXT"}, "with this tag, or a label of this kind, such as verdict"),
-)
-"""Option, field of ``TrajectoryFilter``, how argparse reads it, its help."""
+_FILTERS = {
+    "run": ("run_id", "episodes of this run"),
+    "task": ("task_id", "episodes of this task"),
+    "split": ("split", "episodes of tasks of this split, such as train or heldout"),
+    "adapter": ("adapter", "sampled from a version of this adapter"),
+    "policy-version": ("policy_version", "sampled from this version number"),
+    "failed": ("failed", "only failed episodes, or only the others"),
+    "failure": ("failure_kind", "what the episode failed of"),
+    "min-reward": ("reward_at_least", "lowest reward"),
+    "max-reward": ("reward_at_most", "highest reward"),
+    "since": ("since", "ended at this local time or later: 2025-01-31T12:00"),
+    "until": ("until", "ended at this time or before"),
+    "contains": ("contains", f"with this text in one of {', '.join(SEARCHED).replace('_id', '').replace('_', ' ')}"),
+    "labelled": ("label", "with this tag, or a label of this kind, such as verdict"),
+}
+"""Option -> field of ``TrajectoryFilter``, and its help."""
 
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``TrajectoryFilter`` that picks episodes, and ``--skip-damaged``."""
     add_skip_damaged(parser)
     group = parser.add_argument_group("filters", "Every filter that is given must match; bounds are inclusive.")
-    for option, field, read, about in _FILTERS:
-        names = (f"--{option}", "--run-id") if option == "run" else (f"--{option}",)
-        group.add_argument(*names, dest=f"where_{field}", help=about, **read)
+    for option, (field, about) in _FILTERS.items():
+        kind = get_args(TrajectoryFilter.model_fields[field].annotation)[0]
+        how: dict[str, Any] = {"metavar": option.rpartition("-")[2].upper()}
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif issubclass(kind, StrEnum):
+            how = {"choices": [*map(str, kind)]}
+        elif option in ("since", "until"):
+            how = {"metavar": "TIME", "type": _time}
+        group.add_argument(f"--{option}", dest=f"where_{field}", help=about, **how)
     ended = group.add_mutually_exclusive_group()
     ended.add_argument("--unfinished", action="store_true", help="only episodes that have not ended")
     ended.add_argument("--all", action="store_true", help="also episodes that have not ended")
 
 
 def filter_of(args: argparse.Namespace) -> TrajectoryFilter:
-    """The filter that the options give."""
+    """The filter that the options give. Raises ``UsageError``."""
     # A command may have an option of its own in the place of a filter, as ``train --adapter``.
-    given: dict[str, Any] = {field: getattr(args, f"where_{field}", None) for _, field, _, _ in _FILTERS}
-    # An episode that has not ended stopped as "unfinished", whatever else is asked for.
-    unfinished = args.unfinished or given["stop"] == StopReason.UNFINISHED
-    return TrajectoryFilter(**given, finished=False if unfinished else None if args.all else True)
+    given: dict[str, Any] = {field: getattr(args, f"where_{field}", None) for field, _ in _FILTERS.values()}
+    given["finished"] = False if args.unfinished else None if args.all else True
+    return checked(TrajectoryFilter, given, {field: f"--{option}" for option, (field, _) in _FILTERS.items()})
 
 
 def add_settings(parser: argparse._ActionsContainer, *, required: bool = False) -> None:
@@ -310,7 +305,5 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     with from_extra("train", "tokenizers"):
         from tokenizers import Tokenizer
     file = folder / TOKENIZER if folder.is_dir() else folder
-    if not file.is_file():
-        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a {TOKENIZER}")
-    with boundary(FailureKind.MODEL, "--tokenizer"):
-        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    with boundary(FailureKind.MODEL, f"--tokenizer {file}"):
+        return Tokenizer.from_file(str(file))

@@ -19,16 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_skip_damaged(parser)
     parser.add_argument("id", metavar="ID", help="the episode's id, or a unique prefix of it")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--tree", action="store_true", help="a line per node: siblings, visits, values, cost of the search"
-    )
+    how.add_argument("--tree", action="store_true", help="a line per node: siblings, visits, values, cost of search")
     how.add_argument("--full", action="store_true", help="do not shorten long messages")
     how.add_argument("--json", action="store_true", help="the same as JSON (`export` also has token ids and evidence)")
 
 
 async def run(args: argparse.Namespace) -> int:
     """Print the episode. Raises ``RLError`` when the store or the id is wrong."""
-
     from openhands_rl_plugin.trajectories.view import as_json, console, find_episode, print_episode, print_json
 
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:

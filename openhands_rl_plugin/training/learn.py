@@ -1,26 +1,166 @@
-"""What every training has: a trainer, its notes, the steps, the next adapter version with its probe. Loads no torch."""
+"""Training on stored episodes: the dataset, a trainer, the steps, the next adapter version with its probe.
+
+One ``openhands-rl train`` is ``await policy_dataset(job, storage)``, then ``train_policy(job, dataset)``. No torch is
+loaded before that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.config import registry
+from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
 from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.errors import TrainingError, describe, from_extra
-from openhands_rl_plugin.core.machine import free_memory
+from openhands_rl_plugin.core.machine import forget_unused, free_memory
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, Probe
-from openhands_rl_plugin.training.algorithms import ALGORITHMS
-from openhands_rl_plugin.training.data.dataset import TrainingDataset
+from openhands_rl_plugin.rollout.scoring import rescore
+from openhands_rl_plugin.training.algorithms import ALGORITHMS, algorithm_of
+from openhands_rl_plugin.training.data.dataset import (
+    Episodes,
+    TrainingDataset,
+    build_dataset,
+    load_episodes,
+    nothing_learnt,
+)
+from openhands_rl_plugin.training.data.demonstrations import is_demonstration, load_tokenizer, tokenised
+from openhands_rl_plugin.training.teacher import taught_dataset
+from openhands_rl_plugin.trajectories.view import progress_bar
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.store import AdapterStore
+    from openhands_rl_plugin.training.distributed.ranks import Ranks
     from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
 
 PROBE_TOKENS = 128
 """Tokens of a probe: enough to show a wrong weight in the mean logprob difference, and one cheap forward pass."""
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """What one training makes, of what.
+
+    ``settings``: ``[rl.training]`` says how, ``[rl.reward]`` who judges. ``model``: the folder of the base model's
+    weights; ``base_model``: its name in the episodes, empty for the only one that they have. ``name``: of the adapter,
+    whose versions are in ``adapters``; ``parent``: the version to continue, ``None`` for the base model. ``ranks``: the
+    processes that train together.
+    """
+
+    settings: RLSettings
+    model: Path
+    adapters: AdapterStore
+    name: str
+    base_model: str = ""
+    parent: Adapter | None = None
+    ranks: Ranks | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Of metrics and checkpoints."""
+        return self.adapters.root / f"{self.name}.training"
+
+
+async def policy_dataset(
+    job: TrainingJob,
+    storage: TrajectoryStorage,
+    where: TrajectoryFilter | None = None,
+    *,
+    dry_run: bool = False,
+) -> TrainingDataset:
+    """What ``train_policy`` trains on: matching episodes of the base model and of the adapter's own versions.
+
+    To imitate or prefer also imported ones, which are given token ids by the model's chat template. ``dry_run``: scores
+    are not stored, no teacher is asked. Raises ``ConfigError``, and ``TrainingError`` where nothing can be learnt.
+    """
+    training, where = job.settings.training, where or TrajectoryFilter()
+    reward, algorithm = make_reward(job.settings.reward), algorithm_of(training)
+    if not dry_run:
+        await rescore(storage, reward, where, sub_agents=False)
+    episodes = await load_episodes(
+        storage,
+        where,
+        base_model=job.base_model,
+        adapter=job.name,
+        reward=reward,
+        demonstrations=algorithm.kind != "reinforcement",
+        presume=algorithm.kind == "imitation",
+        unjudged=not algorithm.rewarded,
+    )
+    if algorithm.kind != "reinforcement" and any(map(is_demonstration, episodes.trajectories)):
+        episodes = _with_token_ids(episodes, job.model)
+    dataset = build_dataset(episodes, training)
+    if not dataset.samples:
+        raise TrainingError(nothing_learnt(training, dataset.excluded))
+    return dataset if dry_run else await taught_dataset(dataset, episodes, training, job.model, job.parent)
+
+
+def _with_token_ids(episodes: Episodes, model: Path) -> Episodes:
+    """Those without token ids are rendered with the chat template of ``model``. Raises ``TrainingError``."""
+    tokenizer = load_tokenizer(str(model))
+    if not tokenizer.chat_template:
+        raise TrainingError(f"{model}: its tokenizer has no chat template; put the model's chat_template.jinja there")
+    trajectories, failed = tokenised(episodes.trajectories, tokenizer)
+    made = sum(map(is_demonstration, episodes.trajectories)) - failed.total()
+    found = {"tokenised": made} | {f"no_template: {why}": count for why, count in failed.items()}
+    return replace(episodes, trajectories=trajectories, excluded=episodes.excluded + Counter(found))
+
+
+def train_policy(
+    job: TrainingJob,
+    dataset: TrainingDataset,
+    *,
+    on_note: Callable[[str], None] = lambda _: None,
+    run: Path | None = None,
+    measure: Callable[[Trainer], Mapping[str, float]] = lambda _: {},
+    beside: Callable[[Path], None] = lambda _: None,
+) -> tuple[Adapter | None, Probe]:
+    """Train by ``[rl.training]``, and write the next version of the adapter. A killed call resumes when it is repeated.
+
+    Args:
+        job: what is trained.
+        dataset: not empty.
+        on_note: gets what a user should know before training begins, a line each.
+        run: a directory for metrics and checkpoints (default: the job's ``folder``).
+        measure: more metrics for the version's manifest, of what was trained.
+        beside: writes more files into the version's directory.
+
+    Returns the version, which only rank 0 has, and the trainer's logprobs to check a server against. Raises
+    ``TrainingError`` and ``StorageError``.
+    """
+    training, base_model = job.settings.training, job.base_model or dataset.base_model or str(job.model)
+    forget_unused()
+    if training.method == "full" and job.ranks is None:
+        check_fits(job.model, training)
+    trainer = make_trainer(job.model, training, job.settings, base_model, job.parent)
+    for line in trainer.notes:
+        on_note(line)
+    with progress_bar("training") as bar:
+
+        def advanced(at: Mapping[str, float]) -> None:
+            bar.update(int(at["done"]), int(at["total"]), note=f"loss {at['loss']:.3f}")
+
+        found = fit(trainer, dataset, advanced, run=run or job.folder)
+    metrics = {**found, "episodes_used": float(dataset.used), **measure(trainer)}
+    version = create_version(
+        trainer,
+        job.adapters,
+        job.name,
+        base_model=base_model,
+        parent=job.parent,
+        steps=int(found["steps"]),
+        metrics=metrics,
+        probe_ids=dataset.samples[0].input_ids,
+        beside=beside,
+    )
+    trainer.finish()
+    return version
 
 
 def memory_needed(model: Path, settings: TrainingSettings) -> int:
@@ -71,7 +211,8 @@ def make_trainer(
     training.check_engine()
     if training.engine != LOCAL:
         return registry.find("training_engines", training.engine).make_trainer(training, settings, base_model, adapter)
-    from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
+    with from_extra("train"):
+        from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
     return LocalTrainer(model, training, adapter=adapter)
 
@@ -151,33 +292,3 @@ def create_version(
         trainer.hand_over()
     trainer.became(adapter)
     return adapter, probe
-
-
-def learn(
-    trainer: Trainer,
-    dataset: TrainingDataset,
-    store: AdapterStore,
-    name: str,
-    *,
-    base_model: str,
-    parent: Adapter | None,
-    on_progress: OnProgress | None = None,
-    run: Path | None = None,
-) -> tuple[dict[str, float], Adapter | None, Probe]:
-    """``fit``, then ``create_version`` from its metrics, then delete the checkpoints of the call.
-
-    The arguments are those of the two; the first sample of the dataset is the probe's text.
-    """
-    metrics = fit(trainer, dataset, on_progress, run=run)
-    adapter, probe = create_version(
-        trainer,
-        store,
-        name,
-        base_model=base_model,
-        parent=parent,
-        steps=int(metrics["steps"]),
-        metrics=metrics | {"episodes_used": float(dataset.used)},
-        probe_ids=dataset.samples[0].input_ids,
-    )
-    trainer.finish()
-    return metrics, adapter, probe

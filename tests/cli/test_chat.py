@@ -49,11 +49,11 @@ async def test_a_conversation_goes_on_until_it_is_reset(tmp_path: Path) -> None:
             return respond({"error": {"message": "too long"}}, "400 Bad Request")
         return respond(answer(f"You said {last}.\x1b[31m\u202e"))
 
-    printed, asked = await talk(reply, "one\n\nbad\ntwo\n/what\n/reset\nthree\n/quit\n4\n", "--record", str(tmp_path))
+    printed, asked = await talk(reply, "one\n\nbad\ntwo\n/reset\nthree\n/quit\n4\n", "--record", str(tmp_path))
     printed, refused = re.subn(r"\(no answer: ModelError:.*too long.*\)\n", "", printed)
     assert refused == 1, printed
     assert printed == (
-        "You said one.\\x1b[31m\\u202e\nYou said two.\\x1b[31m\\u202e\n(unknown command /what; use /reset or /quit)\n"
+        "You said one.\\x1b[31m\\u202e\nYou said two.\\x1b[31m\\u202e\n"
         "(a new conversation)\nYou said three.\\x1b[31m\\u202e\n"
     )
     assert [[message["content"] for message in body["messages"]] for body in asked] == [

@@ -99,7 +99,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from openhands_rl_plugin.cli.jobs import running_command
-with running_command(["env", "webshop"], int(sys.argv[1]), Path(sys.argv[2])) as url:
+with running_command(["env", "webshop"], Path(sys.argv[1])) as url:
     print(url, flush=True)
     sys.stdin.read()
 """
@@ -107,10 +107,8 @@ with running_command(["env", "webshop"], int(sys.argv[1]), Path(sys.argv[2])) as
 
 def test_ctrl_c_in_the_terminal_is_for_the_parent_only(tmp_path: Path) -> None:
     """The whole foreground group hears it; the servers of a loop answer until the loop itself ends them."""
-    from openhands_rl_plugin.cli.jobs import free_port
-
     environment = mark()
-    words = ["-c", CHILD, str(free_port()), str(tmp_path / "log")]
+    words = ["-c", CHILD, str(tmp_path / "log")]
     with started(*words, stdin=subprocess.PIPE, env=environment, start_new_session=True) as parent:
         assert parent.stdout is not None
         url = parent.stdout.readline().strip()

@@ -72,7 +72,6 @@ def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
     held_out = {task_digest(task_of(each)) for each in toy_episodes(10)} - set(after)
     report = VerifierReport.model_validate_json((tmp_path / "verifier-v000002" / "verifier_report.json").read_text())
     assert len(held_out) == report.tasks >= 1
-    assert f"{len(before)} tasks trained verifier-v000001 or an earlier version" in capsys.readouterr().out
 
     (tmp_path / "verifier-v000002" / "verifier.json").unlink()
     assert cli.main([*words, "--dry-run"]) == 1
@@ -128,7 +127,7 @@ WRONG = [
     (["--set", "verifier.label=sucess"], "unknown reward 'sucess'; available: command, "),
     (["--set", "verifier.max_length=200"], "max_length = 200 leaves"),
     (["--task", "task-1"], "1 task(s) have labelled episodes"),
-    (["--set", "training.method=full"], "training.method=full trains no verifier"),
+    (["--set", "training.method=full"], "trains no verifier; use lora"),
     (["--reward", "return"], "leave out --reward and --algorithm"),
 ]
 

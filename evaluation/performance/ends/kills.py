@@ -30,7 +30,7 @@ from evaluation.performance.ends.family import adopt_orphans, descendants, end, 
 from evaluation.performance.ends.jobs import Evaluating, Looping
 from evaluation.performance.ends.processes import IMPORTED, Fork, Process
 from evaluation.performance.hosts.instant_model import instant_model
-from openhands_rl_plugin.cli.jobs import free_port, running_command
+from openhands_rl_plugin.cli.jobs import running_command
 from openhands_rl_plugin.cli.terminal import silence_libraries
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -111,8 +111,8 @@ def jobs(name: str, folder: Path, url: str, size: int, *, whole: bool) -> Iterat
         return
     serve = ["serve", "--model", str(model), "--dtype", "float32", "--max-adapters=64", "--threads=1", "--adapters=/"]
     with (
-        running_command(["env", "webshop"], free_port(), folder / "shop.log") as shop,
-        running_command([*serve, "--served-model-name", "tiny"], free_port(), folder / "serve.log") as server,
+        running_command(["env", "webshop"], folder / "shop.log") as shop,
+        running_command([*serve, "--served-model-name", "tiny"], folder / "serve.log") as server,
     ):
         yield lambda at: Looping(at, model, size, (shop, server))
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
-from openhands_rl_plugin.cli.jobs import free_port, running_command
+from openhands_rl_plugin.cli.jobs import running_command
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.contrib.demo.runs import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions, shop_tasks
 from openhands_rl_plugin.core.protocols import Strategy
@@ -187,8 +187,8 @@ def servers(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     policy += [f"--max-batch={args.concurrency}", f"--max-model-len={CONTEXT_TOKENS}", f"--cache-bytes={CACHE_BYTES}"]
     policy += [f"--adapters={args.run_dir / 'adapters'}"] if args.run_dir else []
     with (
-        running_command(shop, free_port(), args.out / "webshop.log") as shop_url,
-        running_command(policy, free_port(), args.out / "serve.log") as model_url,
+        running_command(shop, args.out / "webshop.log") as shop_url,
+        running_command(policy, args.out / "serve.log") as model_url,
     ):
         yield shop_url, model_url
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
-from openhands_rl_plugin.cli.jobs import free_port, running_command
+from openhands_rl_plugin.cli.jobs import running_command
 from openhands_rl_plugin.contrib.demo.runs import REPAIR_ADAPTER, RepairOptions
 from openhands_rl_plugin.contrib.repair.rows import TESTS_AS_VALUE
 from openhands_rl_plugin.core.statistics import paired_difference, wilson
@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace) -> list[Played]:
     serve = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]
     serve += [f"--max-batch={4 * args.workers}", f"--max-model-len={CONTEXT}", f"--adapters={store.root}"]
     played: list[Played] = []
-    with running_command(serve, free_port(), args.out / "serve.log") as url:
+    with running_command(serve, args.out / "serve.log") as url:
         asyncio.run(AdapterPublisher(f"{url}/v1", store).publish(adapter))
         for strategy in args.strategies:
             played.append(play(strategy, adapter, url, args))

@@ -12,7 +12,7 @@ from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.apps.loop.checks import claim
 from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult, run_loop
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
-from openhands_rl_plugin.cli.jobs import free_port, running_command
+from openhands_rl_plugin.cli.jobs import running_command
 from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import (
@@ -253,7 +253,7 @@ def run_demo(options: DemoOptions, listener: LoopListener | None = None, command
     model, settings = ensure_model(options.model_directory), options.settings()
     sizes = {"max-batch": options.concurrency, "max-model-len": CONTEXT_TOKENS, "cache-bytes": CACHE_BYTES}
     with (
-        running_command(["env", "webshop"], free_port(), options.run_directory / "logs" / "webshop.log") as url,
+        running_command(["env", "webshop"], options.run_directory / "logs" / "webshop.log") as url,
         _served(settings, options.run_directory, model, {**sizes, "prefill-tokens": PREFILL_TOKENS}) as served,
     ):
         job = LoopJob(
@@ -276,7 +276,7 @@ def _served(settings: RLSettings, directory: Path, model: Path, sizes: dict[str,
     """The settings with the address of a server of the model, which runs until the block ends."""
     words = ["serve", "--model", str(model), "--served-model-name", NAME, "--preload=false"]
     words += [f"--adapters={directory / 'adapters'}", *(f"--{name}={size}" for name, size in sizes.items())]
-    with running_command(words, free_port(), directory / "logs" / "serve.log") as url:
+    with running_command(words, directory / "logs" / "serve.log") as url:
         yield settings.model_copy(update={"serving": settings.serving.model_copy(update={"base_url": f"{url}/v1"})})
 
 

@@ -31,8 +31,6 @@ from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.loop.reporting import ProgressListener
-    from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult
     from openhands_rl_plugin.contrib.improve.gym import Gym
     from openhands_rl_plugin.evals.tasks.source import Source
 
@@ -57,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dry = "make tasks, print what was found and what the run would cost, train nothing"
     parser.add_argument("--dry-run", action="store_true", help=dry)
     _add_tasks(parser.add_argument_group("tasks"))
+    parser.set_defaults(backend="local", mirror=None)
     loop = parser.add_argument_group("loop")
     processes = "processes that play the episodes (0: this one only)"
     loop.add_argument("--processes", type=natural, metavar="PROCESSES", help=processes)
@@ -191,6 +190,7 @@ def _train(
     """The loop, and what it earned. ``settings``: as they were before the server's address was known."""
     from openhands_rl_plugin.apps.loop.checks import claim, identity_of
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
+    from openhands_rl_plugin.apps.loop.run import run_loop
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     from openhands_rl_plugin.contrib.improve.gym import use_lines
 
@@ -204,18 +204,11 @@ def _train(
     )
     adapters = settings.serving.adapters_directory.resolve()
     with ProgressListener(settings.loop.stages) as listener:
-        result = ENDING.run(_run(args, job, listener))
+        result = ENDING.run(run_loop(job, listener))
     listener.console.print(final_table(result.state))
     used = use_lines(result, model, adapters, server=settings.serving.base_url)
     _print(*(change.sentence() for change in result.changes), f"report: {result.report}", *used)
     return 0
-
-
-async def _run(args: argparse.Namespace, job: LoopJob, listener: ProgressListener) -> LoopResult:
-    from openhands_rl_plugin.apps.loop.run import run_loop
-    from openhands_rl_plugin.evals.runs.backends import make_backend
-
-    return await run_loop(replace(job, backend=make_backend("local", cache=args.cache)), listener)
 
 
 def _print(*lines: str) -> None:

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import add_episodes, at_server, loop_job, with_backend
+from openhands_rl_plugin.cli.jobs import add_episodes, loop_job, served_policy
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
@@ -97,7 +97,8 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     check_calibrated(settings)
     tasks = suite_tasks(settings)
     publisher = _publisher(settings, adapters)
-    settings, model = at_server(settings, args.model)
+    with served_policy(settings, args.model, folder) as (served, model):
+        settings = served
     if args.dry_run:
         print(
             sayable(f"{', '.join(settings.serving.publish_urls)} gets {settings.serving.adapter}, journal in {folder}")
@@ -109,7 +110,7 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
         storage = open_storage(settings)
         try:
             async with publisher:
-                watch = Watch(with_backend(args, job), storage, adapters, publisher, _print)
+                watch = Watch(job, storage, adapters, publisher, _print)
                 watch.check()
                 return await watch.look()
         finally:

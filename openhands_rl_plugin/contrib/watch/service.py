@@ -47,8 +47,7 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 from openhands_rl_plugin.training.data.dataset import TrainingDataset, nothing_learnt
-from openhands_rl_plugin.training.learn import create_version, fit
-from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
+from openhands_rl_plugin.training.learn import TrainingJob, train_policy
 
 log = redacting_logger(__name__)
 
@@ -276,22 +275,18 @@ class Watch:
         if not dataset.samples:
             raise TrainingError(nothing_learnt(settings, dataset.excluded))
         parent = self.adapters.get(current.parent) if current.parent is not None else None
+        job = TrainingJob(
+            settings=self._settings.model_copy(update={"training": settings}),
+            model=self.job.model,
+            adapters=self.adapters,
+            name=self._name,
+            base_model=self._settings.serving.model,
+            parent=parent,
+        )
         with boundary(FailureKind.MODEL, "training"):
-            trainer = LocalTrainer(self.job.model, settings, adapter=parent)
-            metrics = fit(trainer, dataset, run=self._checkpoints(current.number))
-            adapter, _ = create_version(
-                trainer,
-                self.adapters,
-                self._name,
-                base_model=self._settings.serving.model,
-                parent=parent,
-                steps=int(metrics["steps"]),
-                metrics=metrics | {"episodes_used": float(dataset.used), ROUND: float(current.number)},
-                probe_ids=dataset.samples[0].input_ids,
-            )
-            trainer.finish()
+            of_round, run = {ROUND: float(current.number)}, self._checkpoints(current.number)
+            adapter, _ = train_policy(job, dataset, run=run, measure=lambda _: of_round)
         assert adapter is not None, "a watch is one process"
-        del trainer
         forget_unused()
         return adapter
 

@@ -6,37 +6,43 @@ The loss covers the label's first token only, directly after ``<judgement>``; th
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import ValidationError
 
-from openhands_rl_plugin.config.rl import TrainingSettings, VerifierSettings
+from openhands_rl_plugin.config.registry import build
+from openhands_rl_plugin.config.rl import TrainingSettings
+from openhands_rl_plugin.config.training import LOCAL
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
-from openhands_rl_plugin.core.errors import TrainingError, describe
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
+from openhands_rl_plugin.core.protocols import TrajectoryStorage
+from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_config
-from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, AdapterStore, weights_sha256
+from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, weights_sha256
 from openhands_rl_plugin.rewards.verifier.card import (
     REPORT_FILE,
     ScoredEpisode,
     VerifierCard,
     VerifierOutput,
+    VerifierReport,
     report_of,
     task_digest,
     tasks_trained_on,
 )
-from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample
-from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
+from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample, verifier_dataset
+from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts, prompts_for
 from openhands_rl_plugin.training.data.batch import pack
+from openhands_rl_plugin.training.data.dataset import TrainingDataset
 from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.training.distributed.ranks import Ranks
-from openhands_rl_plugin.training.learn import create_version
+from openhands_rl_plugin.training.learn import TrainingJob, train_policy
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
-from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
+from openhands_rl_plugin.training.trainer.trainer import Trainer
 
 
 class VerifierModel(TrainablePolicy):
@@ -114,59 +120,54 @@ def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
         raise TrainingError(f"the adapter in {directory} cannot be used here: {describe(error)}") from error
 
 
-def train_verifier(
-    trainer: Trainer,
-    dataset: VerifierDataset,
-    settings: VerifierSettings,
-    store: AdapterStore,
-    name: str,
-    *,
-    model: Path,
-    base_model: str,
-    prompts: VerifierPrompts,
-    parent: Adapter | None = None,
-    on_progress: OnProgress | None = None,
-    run: Path | None = None,
-    ranks: Ranks | None = None,
-) -> Adapter | None:
-    """Write the next version of ``name`` with its card and its report; only rank 0 has it.
+async def verifier_data(
+    job: TrainingJob, storage: TrajectoryStorage, where: TrajectoryFilter | None = None
+) -> VerifierDataset:
+    """What ``train_verifier`` trains on: episodes of all policies, labelled as ``[rl.verifier]`` says.
 
-    ``trainer`` starts from ``parent``, the verifier to continue from; no task of its ``tasks_trained_on`` may be held
-    out. ``model`` is the folder of the base model, ``base_model`` its name at servers. ``run``: as for
-    ``Trainer.sft``. ``ranks``: the processes that train together, each of which scores a shard of the held-out
-    episodes. Raises ``TrainingError``, ``StorageError``.
+    No task that the job's ``parent`` was trained on is held out. Raises ``ConfigError``, and as ``verifier_dataset``.
     """
-    taught = tasks_trained_on(parent) | {task_digest(example.label.task) for example in dataset.training}
-    samples = [example.sample() for example in dataset.training]
-    metrics = trainer.sft(samples, on_progress, run=run)
-    report = report_of(_judge(trainer.policy, dataset.held_out, prompts, ranks or Ranks()), settings)
+    settings, training = job.settings.verifier, job.settings.training
+    if (training.method, training.engine) != ("lora", LOCAL):
+        how = f"training.method={training.method} with training.engine={training.engine}"
+        raise ConfigError(f"{how} trains no verifier; use lora and {LOCAL}")
+    reward = None if settings.label == "resolved" else build("rewards", settings.label)
+    before, prompts = tasks_trained_on(job.parent), prompts_for(str(job.model), settings.max_length)
+    where = where or TrajectoryFilter()
+    return await verifier_dataset(storage, where, prompts, settings, reward=reward, seed=training.seed, taught=before)
+
+
+def train_verifier(
+    job: TrainingJob, dataset: VerifierDataset, *, on_note: Callable[[str], None] = lambda _: None
+) -> Adapter | None:
+    """``train_policy`` on the labels, with a card and a report beside the version, which only rank 0 has.
+
+    Each of the job's ``ranks`` scores a shard of the held-out episodes. Raises ``TrainingError``, ``StorageError``.
+    """
+    settings, reports = job.settings.verifier, list[VerifierReport]()
+    prompts = prompts_for(str(job.model), settings.max_length)
+    taught = tasks_trained_on(job.parent) | {task_digest(example.label.task) for example in dataset.training}
+    samples = tuple(example.sample() for example in dataset.training)
+
+    def measure(trainer: Trainer) -> dict[str, float]:
+        reports.append(report_of(_judge(trainer.policy, dataset.held_out, prompts, job.ranks or Ranks()), settings))
+        return reports[0].as_floats()
 
     def describe_verifier(directory: Path) -> None:
         card = VerifierCard(
-            model=str(model.resolve()),
+            model=str(job.model.resolve()),
             sha256=weights_sha256(directory),
             max_length=prompts.max_length,
             yes=prompts.yes,
             no=prompts.no,
-            calibration=report.calibration,
+            calibration=reports[0].calibration,
             trained_on=tuple(sorted(taught)),
         )
         card.save(directory)
-        (directory / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (directory / REPORT_FILE).write_text(reports[0].model_dump_json(indent=1) + "\n", encoding="utf-8")
 
-    adapter, _ = create_version(
-        trainer,
-        store,
-        name,
-        base_model=base_model,
-        parent=parent,
-        steps=int(metrics["steps"]),
-        metrics=metrics | report.as_floats(),
-        probe_ids=dataset.training[0].prompt,
-        beside=describe_verifier,
-    )
-    trainer.finish()
-    return adapter
+    imitated = TrainingDataset("sft", samples, len(samples), base_model=job.model.resolve().name)
+    return train_policy(job, imitated, on_note=on_note, measure=measure, beside=describe_verifier)[0]
 
 
 _TOKENS_PER_PASS = 16_384

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
@@ -145,6 +146,8 @@ CAUSES = {
     "--id ID --value 1)",
     "no_tokens": "without token ids or, to reinforce, logprobs (serve with `openhands-rl serve`, or vLLM, and "
     "record again)",
+    "tokenised": "given token ids here, by the chat template of the model",
+    "no_template": "without token ids, which the chat template cannot give",
     "unfinished": "unfinished (a timeout or the end of the process cut them short; give them more time)",
     "overlong": 'overlong (a limit cut them short; overlong = "keep" uses them)',
     "off_temperature": "not sampled from the policy (leave top_p, top_k, min_p and the penalties of [rl.sampling] at "
@@ -154,7 +157,7 @@ CAUSES = {
     "and take it: --reward human)",
     "no_signal": "without a signal (no attempt at the same task with another reward, or not among the best)",
 }
-"""Why stored episodes are left out; of ``shortened`` ones only a part is, of ``presumed`` ones nothing.
+"""Why stored episodes are left out; of ``shortened`` ones only a part is, of ``presumed``, ``tokenised`` ones nothing.
 
 A key of a count of them may say more behind a colon: ``"failed: model"``.
 """
@@ -201,6 +204,7 @@ class Episodes:
     returns: tuple[float | None, ...]
     excluded: Counter[str] = field(default_factory=Counter)
     labelled: Preferences = field(default_factory=dict)
+    base_model: str = ""
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,7 @@ class TrainingDataset:
     pairs: tuple[PreferencePair, ...] = ()
     searched: int = 0
     untaught: int = 0
+    base_model: str = ""
 
     def as_floats(self) -> dict[str, float]:
         """How many episodes are used, and how many are not for which reason: metrics of a stage of a loop."""
@@ -252,24 +257,27 @@ async def load_episodes(
     presume: bool = False,
     unjudged: bool = False,
 ) -> Episodes:
-    """The stored episodes that ``base_model`` sampled, alone or with any version of ``adapter``.
+    """The stored episodes that ``base_model`` (empty: the only one) sampled, alone or with any version of ``adapter``.
 
     With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says; with
     ``presume`` those without a label count as chosen to be imitated: 1.0; with ``unjudged`` those without a reward
     are there, too. People's preferences between two of them come with them, and those two also without a reward.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
     reward is scored here, unless it is a sub-agent's; the score is not stored. A reward that ``JudgesLabels`` goes by
-    the labels as they are now.
+    the labels as they are now. Raises ``ConfigError`` for episodes of several base models, ``TrainingError`` for none.
     """
     own: list[Trajectory] = []
     known: dict[str, Score | Failure] = {}
     excluded: Counter[str] = Counter()
-    by_labels = isinstance(reward, JudgesLabels)
+    by_labels, models = isinstance(reward, JudgesLabels), Counter[str]()
     async for trajectory, scores in storage.find(where):
         imported, policy = demonstrations and is_imported(trajectory), trajectory.policy
+        other = policy.adapter not in (None, adapter) or base_model not in ("", policy.base_model)
+        if not (imported or other):
+            models[policy.base_model] += 1
         if where.only_measures(trajectory.task.split):
             excluded["held_out"] += 1
-        elif not imported and (policy.base_model != base_model or policy.adapter not in (None, adapter)):
+        elif other and not imported:
             excluded["other_policy"] += 1
         elif trajectory.failure is not None:
             excluded[f"failed: {trajectory.failure.kind.value}"] += 1
@@ -285,6 +293,11 @@ async def load_episodes(
                     score = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
             if score is not None:
                 known[trajectory.id] = score
+    if len(models) > 1:
+        counts = ", ".join(f"{name} ({count})" for name, count in models.most_common())
+        raise ConfigError(f"the episodes are of several base models: {counts}; choose one with --base-model")
+    if not (base_model or models or own):
+        raise TrainingError(f"no stored episode of {adapter} or a base model matches; see `openhands-rl list`")
     labels = await storage.labels([trajectory.id for trajectory in own])
     if isinstance(reward, JudgesLabels):
         of: dict[str, list[Label]] = {trajectory.id: [] for trajectory in own}
@@ -311,7 +324,7 @@ async def load_episodes(
             why = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
             excluded[f"no_reward: {why.removeprefix('GraderError: ')}"] += 1
     trajectories, returns = zip(*valid, strict=True) if valid else ((), ())
-    return Episodes(trajectories, returns, excluded, labelled)
+    return Episodes(trajectories, returns, excluded, labelled, base_model or next(iter(models), ""))
 
 
 def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bool = True) -> TrainingDataset:
@@ -342,6 +355,7 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bo
         excluded=usable.excluded + Counter(no_signal=len(trajectories) - used),
         pairs=tuple(pairs),
         searched=sum(is_searched(each) for each in trajectories if each.id in trained) if as_sampled else 0,
+        base_model=episodes.base_model,
     )
 
 

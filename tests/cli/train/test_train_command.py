@@ -217,7 +217,7 @@ def test_labels_are_trained_on_where_they_are_asked_for_only(model: Path, tmp_pa
     asyncio.run(label())
     words = ["train", str(store), "--model", str(model), "--adapters", str(tmp_path / "adapters"), *TINY, "--dry-run"]
     assert cli.main(words) == 1
-    assert "4 have no reward: say one" in capsys.readouterr().out, "a label is no reward"
+    assert "4 have no reward: say one" in capsys.readouterr().err, "a label is no reward"
     assert cli.main([*words, "--reward", "human"]) == 0
     asked = capsys.readouterr().out
     assert "episodes: 2 used" in asked and "2 have no reward: nobody gave a verdict that counts" in asked

@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from openhands_rl_plugin.apps.loop.checks import check_trainable, evaluated_by
-from openhands_rl_plugin.cli.jobs import free_port
 from openhands_rl_plugin.contrib.demo.runs import DemoOptions, RepairOptions, repair_tasks, shop_tasks
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -23,22 +22,20 @@ PARENT = """
 import os, signal, sys
 from pathlib import Path
 from openhands_rl_plugin.cli.jobs import running_command
-with running_command(["env", "webshop"], int(sys.argv[1]), Path(sys.argv[2])):
-    print("up", flush=True)
+with running_command(["env", "webshop"], Path(sys.argv[1])) as url:
+    print(url, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_server_ends_when_the_demo_is_killed(tmp_path: Path) -> None:
-    port = free_port()
-    parent = subprocess.run(
-        [sys.executable, "-c", PARENT, str(port), str(tmp_path / "log")], capture_output=True, text=True, check=False
-    )
-    assert (parent.stdout, parent.returncode) == ("up\n", -signal.SIGKILL)
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    parent = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert parent.stdout.startswith("http://") and parent.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
-            httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
+            httpx.get(f"{parent.stdout.strip()}/health", timeout=5)
         except httpx.TransportError:
             return
         time.sleep(0.1)
