@@ -101,7 +101,7 @@ def test_a_key_is_read_from_the_environment_and_never_among_the_settings(
         (["run", "--", "true"], "error: which model server? give --base-url URL"),
         ([*COMMAND, "--set", "rollout_strategy=MCTS", "--", "true"], "MCTS needs an environment that can fork"),
         ([*COMMAND, "--", "./absent"], "error: ./absent cannot be started in .: No such file or directory"),
-        ([*COMMAND, "--attempts", "2", "--", "true"], "error: --attempts: of a task;"),
+        ([*COMMAND, "--attempts", "2", "--", "true"], "after --, which has no --attempts"),
         (["run", "-t", "Think.", "--workspace", "./typo"], "error: --workspace: there is no folder typo; --create"),
         (["run", "-t", "Think.", "--model", "nosuch"], "does not serve nosuch. It has: m"),
         (["run", "-t", "Think.", "--model", "m", "--base-url", "http://127.0.0.1:9/v1"], "no model server answers at"),
