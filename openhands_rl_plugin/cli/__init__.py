@@ -63,8 +63,8 @@ COMMANDS = {name: text for group in GROUPS.values() for name, text in group.item
 modules whose docstrings say what they do after a colon.
 
 A command's module has ``add_arguments(parser)`` and ``run(args)``, which gives the exit code and may be a coroutine.
-``--help`` shows its docstring but for the first line. It may have ``RESUME`` (how to go on after a signal),
-``PATIENCE`` (seconds to clean up in then) and ``OWN_INTERRUPT`` (Ctrl-C does not end it).
+``--help`` shows its docstring but for the first line. It may have ``RESUME`` (how to go on after a signal)
+and ``PATIENCE`` (seconds to clean up in then).
 """
 
 _MODULES = {"import": "cli.import_", "list": "cli.list_"}
@@ -75,11 +75,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Adds the default to the help of an option."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        shown = (
-            action.default not in (None, False, "", argparse.SUPPRESS) and action.default != [] and action.default != {}
-        )
-        return text if not shown or "(default" in text else f"{text} (default: %(default)s)".lstrip()
+        shown = action.default and action.default != argparse.SUPPRESS and "(default" not in (action.help or "")
+        return f"{action.help or ''}{' (default: %(default)s)' if shown else ''}".lstrip()
 
 
 class Parser(argparse.ArgumentParser):
@@ -96,10 +93,9 @@ def program(run: Callable[[], int] | None = None) -> int:
     """``main``, or ``run`` in its place, as a program of its own, which decides what signals do."""
     ENDING.install()
     try:
-        ENDING.left_with = (run or main)()
+        return (run or main)()
     except KeyboardInterrupt:  # before or after the command itself
-        ENDING.left_with = _ended()
-    return ENDING.left_with
+        return ENDING.say()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,14 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if words[0] in ("-h", "--help", "--version"):
-        print(version("openhands_rl_plugin") if words[0] == "--version" else _overview())
-        return 0
-    try:
-        command = module_of(words[0])
-        parser = parser_of(words[0])
-    except ConfigError as error:
-        return _failed(error)
-    return run_command(command, parser, words[1:])
+        return ended(lambda: print(version("openhands_rl_plugin") if words[0] == "--version" else _overview()))
+    return ended(lambda: run_command(module_of(words[0]), parser_of(words[0]), words[1:]))
 
 
 def module_of(command: str) -> ModuleType:
@@ -148,37 +138,36 @@ def commands() -> dict[str, str]:
 
 
 def run_command(command: ModuleType, parser: argparse.ArgumentParser, words: Sequence[str] | None) -> int:
-    """Run ``command`` with its ``words`` (default: those of the process), and return the exit code."""
-    own = hasattr(command, "OWN_INTERRUPT")
-    ENDING.begin(getattr(command, "RESUME", ""), getattr(command, "PATIENCE", PATIENCE), own_interrupt=own)
+    """Run ``command`` with its ``words`` (default: those of the process), and return what its ``run`` does."""
+    ENDING.advice, ENDING.patience = getattr(command, "RESUME", ""), getattr(command, "PATIENCE", PATIENCE)
+    args = parser.parse_args(words)
+    args.words = [*parser.prog.split(), *(words or ())]
+    code = command.run(args)
+    return ENDING.run(code) if isinstance(code, Coroutine) else code
+
+
+def ended(work: Callable[[], int | None]) -> int:
+    """The exit code of ``work``, whose errors are printed as one line each."""
     try:
-        args = parser.parse_args(words)
-        args.words = [*parser.prog.split(), *(words or ())]
-        code = command.run(args)
-        if isinstance(code, Coroutine):
-            code = ENDING.run(code)
+        code = work()
         sys.stdout.flush()
-        return code
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else FAILED
+        return code or 0
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else FAILED
     except KeyboardInterrupt:
-        return _ended()
+        return ENDING.say()
     except BrokenPipeError:
         # Whoever read what was printed (``head``, say) has seen enough; Python would try to flush the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except RLError as error:
-        return _failed(error)
+        print(sayable("\n".join(f"error: {line}" for line in str(error).splitlines())), file=sys.stderr)
+        return WRONG_USAGE if isinstance(error, UsageError) else FAILED
     except Exception as error:
         if os.environ.get(DEBUG):
             print(sayable(traceback.format_exc()), file=sys.stderr)
         print(sayable(f"error: {describe(error)} (set {DEBUG}=1 to see where)"), file=sys.stderr)
         return FAILED
-
-
-def _failed(error: RLError) -> int:
-    print(sayable("\n".join(f"error: {line}" for line in str(error).splitlines())), file=sys.stderr)
-    return WRONG_USAGE if isinstance(error, UsageError) else FAILED
 
 
 def _overview() -> str:
@@ -198,8 +187,3 @@ def _summary(module: ModuleType) -> str:
 
 def _after_first_line(module: ModuleType) -> str:
     return (module.__doc__ or "").partition("\n\n")[2]
-
-
-def _ended() -> int:
-    ENDING.say()
-    return ENDING.code

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import sys
 from contextlib import aclosing
 
@@ -31,8 +32,6 @@ from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.types import Message
 from openhands_rl_plugin.models.engines.client import listed_models
 
-OWN_INTERRUPT = True
-
 _SHOWN = 500
 
 
@@ -47,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     A question whose answer is interrupted is dropped. Raises ``RLError`` when the options or the server cannot be used.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # stops an answer, not the command
     messages: tuple[Message, ...] = ()
     failed, config = False, read_fields(args, PolicyConfig)
     with asyncio.Runner() as runner:

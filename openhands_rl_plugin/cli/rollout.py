@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli import Parser, program, run_command
+from openhands_rl_plugin.cli import Parser, ended, program, run_command
 from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, open_store, read_fields
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.rollout import PlayOptions
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Roll out one episode; the exit code is 3 without a valid one."""
     parser = Parser(prog="python -m openhands_rl_plugin.cli.rollout", description=__doc__)
     add_arguments(parser)
-    return run_command(sys.modules[__name__], parser, argv)
+    return ended(lambda: run_command(sys.modules[__name__], parser, argv))
 
 
 async def run(args: argparse.Namespace) -> int:

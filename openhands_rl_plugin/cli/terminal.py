@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import atexit
 import os
 import re
 import shlex
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Coroutine
@@ -29,32 +27,27 @@ PATIENCE = 3.0
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal came. Python itself ends by SIGINT where a plain ``KeyboardInterrupt`` met an ``exec``."""
+
+
 class ProcessEnd:
     """The end of one process. ``advice``: how to go on. ``patience``: seconds to clean up in after a signal.
 
-    ``number``: the signal that came, 0 for none. ``left_with``: the exit code, where it is not ``code``.
+    ``number``: the signal that came, 0 for none.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.advice = ""
         self.patience = PATIENCE
-        self.left_with: int | None = None
-        self._said = False
         self._task: asyncio.Task[Any] | None = None
-
-    def begin(self, advice: str = "", patience: float = PATIENCE, *, own_interrupt: bool = False) -> None:
-        """What holds for the command that begins now. ``own_interrupt``: Ctrl-C has a meaning of its own."""
-        self.advice, self.patience, self._said = advice, patience, False
-        if own_interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def install(self) -> None:
         """From now on both signals interrupt the main thread, for a bounded time. Once a process."""
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a job in the background: ignored
-            signal.signal(signal.SIGINT, self._signalled)
-        signal.signal(signal.SIGTERM, self._signalled)
-        atexit.register(self._leave)  # before others do: it is the last
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT of a job in the background
+                signal.signal(number, self._signalled)
 
     def run[T](self, work: Coroutine[Any, Any, T]) -> T:
         """``asyncio.run``, whose task a signal cancels."""
@@ -69,20 +62,14 @@ class ProcessEnd:
         try:
             return asyncio.run(cancellable())
         except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+            raise Interrupted from None
 
-    @property
-    def code(self) -> int:
-        """The exit code of a command that a signal ended: 130 or 143."""
-        return 128 + (self.number or signal.SIGINT)
-
-    def say(self) -> None:
-        """Say once that a signal ended the command, and how to go on."""
-        if not self._said:
-            self._said = True
-            word = "terminated" if self.number == signal.SIGTERM else "interrupted"
-            cursor = _SHOW_CURSOR if self.number and os.isatty(2) else ""
-            os.write(2, f"{cursor}{word}{'; ' if self.advice else ''}{self.advice}\n".encode())
+    def say(self) -> int:
+        """Print that a signal ended the command, and how to go on. Returns the exit code: 130, or 143 for SIGTERM."""
+        number = self.number or signal.SIGINT
+        word = "terminated" if number == signal.SIGTERM else "interrupted"
+        os.write(2, f"{_SHOW_CURSOR * os.isatty(2)}{word}{'; ' if self.advice else ''}{self.advice}\n".encode())
+        return 128 + number
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self.number:
@@ -92,21 +79,11 @@ class ProcessEnd:
         bound.daemon = True
         bound.start()
         if self._task is None:
-            raise KeyboardInterrupt
-        self._task.cancel()
-        self._task.get_loop().call_soon_threadsafe(lambda: None)  # it may wait for something else
+            raise Interrupted
+        self._task.get_loop().call_soon_threadsafe(self._task.cancel)  # wakes the loop, too
 
     def _cut(self) -> None:
-        self.say()
-        os._exit(self.code)
-
-    def _leave(self) -> None:
-        """End with the exit code: Python ends by SIGINT where an interrupt met an ``exec``, as dataclasses have."""
-        if self.number:
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(self.code if self.left_with is None else self.left_with)
+        os._exit(self.say())
 
 
 ENDING = ProcessEnd()

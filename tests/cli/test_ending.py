@@ -39,8 +39,7 @@ ENDING.advice, ENDING.patience = "go on so", float(sys.argv[2])
 try:
     {"here": in_steps, "thread": lambda: ENDING.run(in_a_thread())}[sys.argv[1]]()
 except KeyboardInterrupt:
-    ENDING.say()
-    sys.exit(ENDING.code)
+    sys.exit(ENDING.say())
 """
 
 
