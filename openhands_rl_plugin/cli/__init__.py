@@ -28,7 +28,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any, NoReturn
 
-from openhands_rl_plugin.cli.terminal import ENDING, PATIENCE, sayable
+from openhands_rl_plugin.cli.terminal import ENDING, PATIENCE, sayable, silence_libraries
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, UsageError, describe, unknown_name
 
@@ -90,8 +90,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def program(run: Callable[[], int] | None = None) -> int:
-    """``main``, or ``run`` in its place, as a program of its own, which decides what signals do."""
+    """``main``, or ``run`` in its place, as a program that decides what signals do, and what libraries print."""
     ENDING.install()
+    silence_libraries(offline=False)
     try:
         return (run or main)()
     except KeyboardInterrupt:  # before or after the command itself

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import requires
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -28,48 +26,99 @@ from rich.text import Text
 from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, load_tokenizer, open_store
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, host_of, version_of
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
+from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import DEFAULT_FILE, has_settings, load_settings, starting_config
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.messages import visible
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
-from openhands_rl_plugin.models.engines.client import OpenAIEngine, listed_models
+from openhands_rl_plugin.models.engines.client import OpenAIEngine, check_model_server, served_base
 from openhands_rl_plugin.trajectories.view import console, print_json, table
 
-SECONDS = 60.0
-
-_OWN = "openhands_rl_plugin"
-_OF_EXTRA = re.compile(r"(?P<package>[A-Za-z0-9._-]+).*;.*extra == ['\"](?P<extra>[\w-]+)['\"]")
-_NOT_LISTED = {"all", "openhands", "sdk"}
+_SECONDS, _OWN = 60.0, "openhands_rl_plugin"
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-class Finding(NamedTuple):
-    """One line: what was checked, what was found, and the remedy.
+async def _host(settings: RLSettings) -> str:
+    host = host_of(settings)
+    versions = (f"{package} {version_of(package)}" for package in ([V0_PACKAGE] if host == "v0" else V1_PACKAGES))
+    return f"OpenHands {host.upper()}: {', '.join(versions)}"
 
-    ``level``: ``warn`` where something optional does not work, ``fail`` where something necessary does not.
+
+async def _training(settings: RLSettings) -> str:
+    if (torch := version_of("torch")) is None:
+        raise ConfigError("torch is not installed")
+    return f"torch {torch}"
+
+
+async def _bubblewrap(settings: RLSettings) -> str:
+    return f"{find_bubblewrap()} makes sandboxes"
+
+
+async def _storage(settings: RLSettings) -> str:
+    """The number of episodes in a store that can be written."""
+    where = settings.storage_backend
+    if where == "file":
+        where = folder = settings.storage.directory
+        place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not os.access(place, os.W_OK):
+            raise ConfigError(f"{place} cannot be written")
+    storage = open_storage(settings)
+    try:
+        return f"{await storage.count(TrajectoryFilter(finished=None)):,} episodes in {where}"
+    finally:
+        await storage.close()
+
+
+async def _model_server(settings: RLSettings) -> str:
+    """Ask for a completion of one token, with ids and logprobs."""
+    if not (url := settings.serving.base_url):
+        return ""
+    key = settings.serving.api_key()
+    model = settings.serving.model or served_base(url, "", key, _SECONDS).id
+    check_model_server(url, model, key)
+    engine = OpenAIEngine(model, url, key, timeout=_SECONDS, retries=0)
+    question = [Message(role="user", content="Say yes.")]
+    (completion,) = await engine.complete(question, sampling=SamplingParams(max_tokens=1))
+    await engine.aclose()
+    if completion.tokens is None or completion.tokens.logprobs is None:
+        missing = f"{url}: completions of {model} have no token ids, or no logprobs"
+        raise ConfigError(f"{missing}; training needs both, which vLLM and `openhands-rl serve` report")
+    return f"{url}: completions of {model} have token ids and logprobs"
+
+
+CHECKS: Sequence[tuple[str, Callable[[RLSettings], Awaitable[str]], str, str]] = (
+    ("host", _host, "warn", "needed for the agents of OpenHands only"),
+    ("training", _training, "warn", "needed for `train` and `serve` only: pip install 'openhands_rl_plugin[train]'"),
+    ("bubblewrap", _bubblewrap, "warn", 'without it: [rl.workspace] isolation = "none"'),
+    ("storage", _storage, "fail", "change its permissions, or correct [rl.storage]"),
+    ("model server", _model_server, "fail", "start it, as by `openhands-rl serve`, or correct [rl.serving]"),
+)
+"""What is checked, and how (an empty text: it does not apply); how bad a failure is, and the remedy."""
+
+
+async def check_all(config: Path | None) -> AsyncIterator[tuple[str, str, str]]:
+    """Check the installation, and with the settings of ``config``, if it is given, its storage and its server.
+
+    Gives ``ok``, ``warn`` (something optional does not work) or ``fail``, what was checked, and what was found.
     """
-
-    level: Literal["ok", "warn", "fail"]
-    what: str
-    found: str
-    remedy: str = ""
-
-
-async def check_all(config: Path | None) -> list[Finding]:
-    """Every check. The model server is checked only with a ``config``; without it the others use the defaults."""
-    findings, settings = [*check_installation()], RLSettings()
+    yield "ok", "package", f"{_OWN} {version_of(_OWN) or 'from its sources'} on Python {sys.version.split()[0]}"
+    settings, checks = RLSettings(), CHECKS
     if config is not None:
         try:
             settings = checked_settings(config)
+            yield "ok", "configuration", str(config)
         except ConfigError as error:
-            return [*findings, *(Finding("fail", "configuration", line) for line in str(error).splitlines())]
-        findings.append(Finding("ok", "configuration", str(config)))
-    findings.append(await _storage(settings))
-    if config is not None and settings.serving.base_url:
-        findings.append(await _model_server(settings.serving))
-    return findings
+            for line in str(error).splitlines():
+                yield "fail", "configuration", line
+            checks = [each for each in CHECKS if each[2] == "warn"]
+    for what, check, level, remedy in checks:
+        try:
+            if found := await check(settings):
+                yield "ok", what, found
+        except RLError as error:
+            yield level, what, f"{error}; {remedy}"
 
 
 def checked_settings(config: Path) -> RLSettings:
@@ -78,96 +127,6 @@ def checked_settings(config: Path) -> RLSettings:
     if not has_settings(config):
         raise ConfigError(f"{config}: there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl])")
     return settings
-
-
-def check_installation() -> Iterator[Finding]:
-    """The package, its extras, OpenHands, bubblewrap."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("ok", "package", f"{_OWN} {version_of(_OWN) or 'from its sources'} on Python {python}")
-    for extra, packages in _extras().items():
-        if missing := [package for package in packages if version_of(package) is None]:
-            remedy = f"needed for this only: pip install 'openhands_rl_plugin[{extra}]'"
-            yield Finding("warn", f"extra {extra}", f"{', '.join(missing)} not installed", remedy)
-        else:
-            yield Finding("ok", f"extra {extra}", _versions(packages))
-    try:
-        host = host_of(RLSettings())
-        packages = _versions([V0_PACKAGE] if host == "v0" else V1_PACKAGES)
-        yield Finding("ok", "host", f"OpenHands {host.upper()}: {packages}")
-    except ConfigError as error:
-        yield Finding("warn", "host", str(error))
-    try:
-        yield Finding("ok", "bubblewrap", f"{find_bubblewrap()} makes sandboxes")
-    except ConfigError as error:
-        remedy = 'no agent works on files until it does; without isolation: [rl.workspace] isolation = "none"'
-        yield Finding("warn", "bubblewrap", str(error), remedy)
-
-
-def _versions(packages: Sequence[str]) -> str:
-    return ", ".join(f"{package} {version_of(package)}" for package in packages)
-
-
-def _extras() -> dict[str, list[str]]:
-    """Extra -> its packages, from the package's metadata; none where the package runs from its sources."""
-    found: dict[str, list[str]] = {}
-    for line in (requires(_OWN) or []) if version_of(_OWN) is not None else []:
-        if (match := _OF_EXTRA.match(line)) is not None and match["extra"] not in _NOT_LISTED:
-            found.setdefault(match["extra"], []).append(match["package"])
-    return found
-
-
-async def _storage(settings: RLSettings) -> Finding:
-    """Whether the store can be written and read."""
-    from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, earlier_schema
-
-    where, upgraded = settings.storage_backend, ""
-    if where == "file":
-        folder = settings.storage.directory
-        place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        if not os.access(place, os.W_OK):
-            remedy = "change its permissions or choose another [rl.storage] path"
-            return Finding("fail", "storage", f"{place} cannot be written", remedy)
-        if place != folder:
-            return Finding("ok", "storage", f"{folder} will be created")
-        where = str(folder)
-    try:
-        if (Path(where) / FILE_NAME).is_file() and (schema := earlier_schema(Path(where))):
-            upgraded = f"; it was of schema {schema} and is upgraded now"
-        storage = open_storage(settings)
-        count = await storage.count(TrajectoryFilter(finished=None))
-        await storage.close()
-    except RLError as error:
-        return Finding("fail", "storage", str(error))
-    return Finding("ok", "storage", f"{count:,} episodes in {where}{upgraded}")
-
-
-async def _model_server(serving: ServingSettings) -> Finding:
-    """Whether the server has the model, and a completion of one token comes with ids and logprobs."""
-    url, key = serving.base_url, serving.api_key()
-    what, remedy = f"model server {url}", "start it, for example with `openhands-rl serve`, or correct [rl.serving]"
-    try:
-        served = [each.id for each in listed_models(url, key, SECONDS) or ()]
-        if (model := serving.model or next(iter(served), "")) not in served:
-            return Finding("fail", what, f"serves {', '.join(served) or 'no models'}, not {model}", remedy)
-        engine = OpenAIEngine(model, url, key, timeout=SECONDS, retries=0)
-        question = [Message(role="user", content="Say yes.")]
-        (completion,) = await engine.complete(question, sampling=SamplingParams(max_tokens=1))
-        await engine.aclose()
-    except RLError as error:
-        return Finding("fail", what, str(error), remedy)
-    if completion.tokens is None or completion.tokens.logprobs is None:
-        remedy = "training needs both: use vLLM (return_token_ids) or `openhands-rl serve`"
-        return Finding("fail", what, f"completions of {model} have no token ids, or no logprobs", remedy)
-    return Finding("ok", what, f"completions of {model} have token ids and logprobs")
-
-
-def print_findings(out: Console, findings: Sequence[Finding]) -> None:
-    """Print a line for each finding, and its remedy under it."""
-    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for level, what, found, remedy in findings:
-        out.print(Text(f"{level:<5}", styles[level]).append(visible(f"{what}: {found}"), "default"), soft_wrap=True)
-        if remedy:
-            out.print(Text(visible(f"      {remedy}"), "dim"), soft_wrap=True)
 
 
 def print_drift(out: Console, report: Mapping[str, Any]) -> None:
@@ -179,11 +138,11 @@ def print_drift(out: Console, report: Mapping[str, Any]) -> None:
         none = "nothing to compare: `openhands-rl list STORE --by` says why turns have no token ids"
         out.print(Text("every turn extends the one before", "green") if report["turns"] else Text(none, "yellow"))
         return
-    columns = ("cause", "breaks", "episodes", "tokens again", "of all")
-    rows = []
+    columns, rows = ("cause", "breaks", "episodes", "tokens again", "of all"), []
     for each in report["causes"]:
-        counts = (f"{each[name]:,}" for name in ("breaks", "episodes", "repeated_tokens"))
-        rows.append((each["cause"], *counts, f"{each['repeated_tokens'] / report['tokens']:.0%}"))
+        again = each["repeated_tokens"]
+        counts = f"{each['breaks']:,}", f"{each['episodes']:,}", f"{again:,}", f"{again / report['tokens']:.0%}"
+        rows.append((each["cause"], *counts))
     out.print(table(columns, rows, numbers=columns[1:]))
     for each in report["causes"]:
         out.print(Text(f"\n{each['cause']}", "bold"))
@@ -223,9 +182,12 @@ async def run(args: argparse.Namespace) -> int:
     if args.show:
         print_json({"rl": checked_settings(args.config or DEFAULT_FILE).model_dump(mode="json")})
         return 0
-    findings = await check_all(args.config)
-    print_findings(console(), findings)
-    return int(any(each.level == "fail" for each in findings))
+    out, failed = console(), False
+    async for level, what, found in check_all(args.config):
+        text = Text(f"{level:<5}", _STYLES[level]).append(visible(f"{what}: {found}"), "default")
+        out.print(text, soft_wrap=True)
+        failed |= level == "fail"
+    return int(failed)
 
 
 def _init(args: argparse.Namespace, file: Path) -> int:

@@ -108,12 +108,13 @@ def wait_until_stopped() -> None:
         threading.Event().wait()
 
 
-def silence_libraries() -> None:
-    """Keep libraries from printing over progress bars, and from using the network.
+def silence_libraries(*, offline: bool = True) -> None:
+    """Keep libraries from printing over progress bars, and, where this is ``offline``, from asking the hub.
 
-    OpenHands' LLM library downloads a price list at import; transformers queries the hub and draws bars of its own.
+    OpenHands' LLM library downloads a price list at import; transformers draws bars of its own, and warns of its own
+    code.
     """
-    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    for name, value in quiet.items():
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    for name, value in {**quiet, **({"HF_HUB_OFFLINE": "1"} if offline else {})}.items():
         os.environ.setdefault(name, value)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.simplefilter("ignore", FutureWarning)

@@ -488,12 +488,6 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
         return connection
 
 
-def earlier_schema(folder: Path) -> int:
-    """The schema version of a store that an earlier release made, and that opening it will upgrade; else 0."""
-    with explained(folder / FILE_NAME), closing(_open(folder / FILE_NAME)) as connection:
-        return connection.execute("PRAGMA user_version").fetchone()[0] if _is_earlier(connection) else 0
-
-
 def _is_earlier(connection: sqlite3.Connection) -> bool:
     return not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone()
 

@@ -9,7 +9,7 @@ import pytest
 from scripted_model import ScriptedModel, reply, serve, with_prompt_ids
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.cli.doctor import Finding, check_all
+from openhands_rl_plugin.cli.doctor import check_all
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -24,28 +24,29 @@ def model() -> Iterator[ScriptedModel]:
         yield server
 
 
-async def checked(folder: Path, text: str) -> dict[str, Finding]:
-    """The findings by what was checked, of a file with these lines and a store in ``folder``."""
+async def checked(folder: Path, text: str) -> dict[str, tuple[str, str]]:
+    """How bad it is and what was found, by what was checked, of a file with these lines and a store in ``folder``."""
     config = folder / "config.toml"
     config.write_text(f'{text}\n[rl.storage]\npath = "{folder}/store"\n')
-    return {each.what.split(" http")[0]: each for each in await check_all(config)}
+    return {what: (level, found) async for level, what, found in check_all(config)}
 
 
 async def test_what_is_installed_configured_stored_and_served_is_in_order(model: ScriptedModel, tmp_path: Path) -> None:
     async with FileTrajectoryStorage(tmp_path / "store") as storage:
         await storage.add(example_trajectory(0))
     found = await checked(tmp_path, f'[rl.serving]\nbase_url = "{model.url}"\nmodel = "base"')
-    assert found.keys() >= {"package", "host", "bubblewrap"}
-    assert found["configuration"].level == "ok"
-    assert found["storage"] == ("ok", "storage", f"1 episodes in {tmp_path}/store", "")
-    assert found["model server"].level == "ok" and "token ids and logprobs" in found["model server"].found
+    assert found.keys() >= {"package", "host", "training", "bubblewrap"}
+    assert found["configuration"][0] == "ok"
+    assert found["storage"] == ("ok", f"1 episodes in {tmp_path}/store")
+    level, what = found["model server"]
+    assert level == "ok" and "token ids and logprobs" in what
 
 
 @pytest.mark.parametrize(
     ("serving", "why"),
     [
         ('base_url = "URL"\nmodel = "bare"', "completions of bare have no token ids"),
-        ('base_url = "URL"\nmodel = "three"', "not three"),
+        ('base_url = "URL"\nmodel = "three"', "does not serve three"),
         ('base_url = "http://127.0.0.1:9/v1"', "no model server answers"),
     ],
 )
@@ -53,9 +54,9 @@ async def test_a_server_that_cannot_be_trained_on_fails(
     serving: str, why: str, model: ScriptedModel, tmp_path: Path
 ) -> None:
     found = await checked(tmp_path, f"[rl.serving]\n{serving.replace('URL', model.url)}")
-    assert found["model server"].level == "fail" and why in found["model server"].found
-    assert found["model server"].remedy
-    assert found["storage"].found.endswith("/store will be created")
+    level, what = found["model server"]
+    assert level == "fail" and why in what and "[rl.serving]" in what
+    assert found["storage"] == ("ok", f"0 episodes in {tmp_path}/store") and not (tmp_path / "store").exists()
 
 
 @pytest.mark.usefixtures("no_bubblewrap")
@@ -74,5 +75,5 @@ async def test_a_database_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("A_DATABASE", "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=50")
     config = tmp_path / "config.toml"
     config.write_text('[rl]\nstorage_backend = "mongodb"\n[rl.storage]\nuri_env = "A_DATABASE"\n')
-    found = next(each for each in await check_all(config) if each.what == "storage")
-    assert found.level == "fail" and "127.0.0.1:1 cannot be reached" in found.found
+    [(level, found)] = [(level, found) async for level, what, found in check_all(config) if what == "storage"]
+    assert level == "fail" and "127.0.0.1:1 cannot be reached" in found

@@ -16,7 +16,7 @@ from openhands.sdk import LLM, Tool
 from scripted_model import ScriptedModel
 from sdk_play import TERMINAL, finish, stored
 
-from openhands_rl_plugin.cli.doctor import check_installation
+from openhands_rl_plugin.cli.doctor import check_all
 from openhands_rl_plugin.config.host import installed_hosts
 from openhands_rl_plugin.core.types import StopReason
 from openhands_rl_plugin.hosts.v1 import RLAgent
@@ -89,7 +89,7 @@ def test_the_line_that_waits_for_v0_is_silent_and_loads_nothing() -> None:
     assert "openhands_rl_plugin" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_doctor_names_the_host() -> None:
+async def test_doctor_names_the_host() -> None:
     assert installed_hosts() == ("v1",)
-    findings = {finding.what: finding for finding in check_installation()}
-    assert findings["host"].level == "ok" and "OpenHands V1: openhands-sdk" in findings["host"].found
+    [(level, found)] = [(level, found) async for level, what, found in check_all(None) if what == "host"]
+    assert level == "ok" and "OpenHands V1: openhands-sdk" in found

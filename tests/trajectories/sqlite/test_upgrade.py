@@ -12,9 +12,8 @@ from openhands_rl_plugin.core.records import (
     TrajectoryFilter,
     TrajectoryOrder,
 )
-from openhands_rl_plugin.core.types import SCHEMA_VERSION
 from openhands_rl_plugin.testing import sample_episode, sample_score
-from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage, earlier_schema
+from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 
 
 async def as_before(folder: Path) -> None:
@@ -42,7 +41,6 @@ async def as_before(folder: Path) -> None:
 
 async def test_it_is_judged_by_outcomes_and_takes_labels(tmp_path: Path) -> None:
     await as_before(tmp_path)
-    assert earlier_schema(tmp_path) == SCHEMA_VERSION, "doctor names it"
     async with FileTrajectoryStorage(tmp_path) as storage:
         summaries = [each async for each in storage.summaries()]
         assert {each.turns for each in summaries} == {2}, "it counted the last segment of a condensed one only"
@@ -55,4 +53,3 @@ async def test_it_is_judged_by_outcomes_and_takes_labels(tmp_path: Path) -> None
         await storage.add_labels([label])
         assert await storage.labels(["nobody", "graded"]) == (label,)
         assert [each.id async for each in storage.summaries(TrajectoryFilter(label="look again"))] == ["nobody"]
-    assert earlier_schema(tmp_path) == 0
