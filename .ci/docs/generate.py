@@ -35,8 +35,9 @@ def cli() -> None:
     from openhands_rl_plugin.cli import COMMANDS, commands, parser_of
 
     parsers: list[tuple[str, argparse.ArgumentParser, str, int]] = []
-    for name, text in sorted(COMMANDS.items()):
-        parsers += _nested(f"openhands-rl {name}", parser_of(name), text, 2)
+    texts = commands()
+    for name in sorted(COMMANDS):
+        parsers += _nested(f"openhands-rl {name}", parser_of(name), texts[name], 2)
     counts = Counter(row for _, parser, _, _ in parsers for row in set(_rows(parser)) if row[0].startswith("`--"))
     shared = {row for row, count in counts.items() if count >= SHARED_BY}
     cog.outl("\n## Options of several commands\n\n| argument | meaning |\n|---|---|")
@@ -45,7 +46,7 @@ def cli() -> None:
     for name, parser, text, level in parsers:
         _command(name, parser, text, level, shared)
     cog.outl("\n## Commands with pages of their own\n\n| command | what it does |\n|---|---|")
-    for name, text in commands().items():
+    for name, text in texts.items():
         if name not in COMMANDS:
             cog.outl(f"| `openhands-rl {name}` | {_cell(text)} |")
 

@@ -22,9 +22,10 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -32,42 +33,22 @@ from openhands_rl_plugin.cli.terminal import ENDING, PATIENCE, sayable, silence_
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import DEBUG, ConfigError, RLError, UsageError, describe, unknown_name
 
-GROUPS: Mapping[str, Mapping[str, str]] = {
-    "record": {
-        "run": "let the agent work on a task in a folder, or run another agent's command, and record it",
-        "gateway": "record what an agent and a model server exchange; only the agent's base_url changes",
-        "import": "store trajectories that other tools recorded",
-        "export": "write stored trajectories in a format that other tools read",
-    },
-    "judge": {"score": "score stored episodes with a reward, a verifier, people's labels, or by hand"},
-    "train": {
-        "train": "train an adapter on stored episodes",
-        "loop": "roll out, train and publish in turn, over an environment or a suite of tasks",
-        "adapters": "list the versions of an adapter, publish one, or roll back",
-        "serve": "serve a model and its LoRA adapters, or a policy with its tools, over an OpenAI-compatible API",
-        "chat": "talk to a served policy in the terminal, with tools",
-    },
-    "evaluate": {
-        "evaluate": "roll out an agent over a suite of tasks, grade the episodes, report and compare runs",
-        "grade": "grade patches on SWE-bench, SWE-Gym or your own instances",
-        "tasks": "make tasks from real packages, check their quality, list them",
-    },
-    "look": {
-        "list": "list stored episodes, or their statistics by run, version, task, ...",
-        "show": "show a stored episode: its messages, with rewards, versions and token counts",
-        "doctor": "write a configuration, check it and the installation, or find why turns do not extend each other",
-    },
+GROUPS = {
+    "record": ("run", "gateway", "import", "export"),
+    "judge": ("score",),
+    "train": ("train", "loop", "adapters", "serve", "chat"),
+    "evaluate": ("evaluate", "grade", "tasks"),
+    "look": ("list", "show", "doctor"),
 }
-COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-"""Command -> what it does. Other packages add theirs by the entry points ``openhands_rl_plugin.commands``, which name
-modules whose docstrings say what they do after a colon.
+COMMANDS = tuple(name for group in GROUPS.values() for name in group)
+"""Other packages add theirs by the entry points ``openhands_rl_plugin.commands``, which name modules.
 
 A command's module has ``add_arguments(parser)`` and ``run(args)``, which gives the exit code and may be a coroutine.
-``--help`` shows its docstring but for the first line. It may have ``RESUME`` (how to go on after a signal)
-and ``PATIENCE`` (seconds to clean up in then).
+Its docstring says what it does, in its first line after a colon; ``--help`` shows the rest. It may have ``RESUME`` (how
+to go on after a signal) and ``PATIENCE`` (seconds to clean up in then).
 """
 
-_MODULES = {"import": "cli.import_", "list": "cli.list_"}
+_FILES = {"import": "import_", "list": "list_"}
 FAILED, WRONG_USAGE, BROKEN_PIPE = 1, 2, 141
 
 
@@ -112,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def module_of(command: str) -> ModuleType:
     """The module of a command, imported. Raises ``ConfigError``, of which ``UsageError`` for an unknown one."""
     if command in COMMANDS:
-        return import_module(f"openhands_rl_plugin.{_MODULES.get(command, f'cli.{command}')}")
+        return import_module(f"{__name__}.{_FILES.get(command, command)}")
     if command not in (others := registry.names("commands")):
         raise UsageError(unknown_name("command", command, [*COMMANDS, *others]))
     return registry.find("commands", command)
@@ -121,21 +102,24 @@ def module_of(command: str) -> ModuleType:
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of one command, which is imported."""
     module = module_of(command)
-    text = COMMANDS.get(command) or _summary(module)
-    parser = Parser(prog=f"openhands-rl {command}", description=text, epilog=_after_first_line(module))
+    first, _, rest = (module.__doc__ or "").partition("\n\n")
+    parser = Parser(prog=f"openhands-rl {command}", description=first.partition(": ")[2], epilog=rest)
     module.add_arguments(parser)
     return parser
 
 
 def commands() -> dict[str, str]:
-    """All commands, sorted, with what they do. A command of another package that cannot be imported says so."""
-    found = dict(COMMANDS)
+    """All commands, with what they do. Those of other packages are imported; one that cannot be says so."""
+    found: dict[str, str] = {}
+    for name in COMMANDS:
+        with Path(__file__).with_name(f"{_FILES.get(name, name)}.py").open(encoding="utf-8") as file:
+            found[name] = file.readline()
     for name in registry.names("commands"):
         try:
-            found[name] = _summary(registry.find("commands", name))
+            found[name] = registry.find("commands", name).__doc__ or ""
         except ConfigError as error:
-            found[name] = f"not installed ({error})"
-    return dict(sorted(found.items()))
+            found[name] = f": not installed ({error})"
+    return {name: text.partition(": ")[2].partition("\n")[0].rstrip(".") for name, text in found.items()}
 
 
 def run_command(command: ModuleType, parser: argparse.ArgumentParser, words: Sequence[str] | None) -> int:
@@ -173,18 +157,10 @@ def ended(work: Callable[[], int | None]) -> int:
 
 def _overview() -> str:
     """All commands in groups, within 80 columns, and examples."""
+    known = commands()
     lines = ["usage: openhands-rl COMMAND ...\n\nReinforcement learning for OpenHands agents."]
-    more = {name: text for name, text in commands().items() if name not in COMMANDS}
-    for group, known in {**GROUPS, "more": more}.items():
+    for group, names in {**GROUPS, "more": [each for each in known if each not in COMMANDS]}.items():
         lines.append(f"\n{group}:")
-        for name, text in known.items():
-            lines += textwrap.wrap(text, 80, initial_indent=f"  {name:<10}", subsequent_indent=" " * 12)
-    return "\n".join(lines) + "\n\n" + _after_first_line(sys.modules[__name__])
-
-
-def _summary(module: ModuleType) -> str:
-    return (module.__doc__ or "").partition(": ")[2].partition("\n")[0].rstrip(".")
-
-
-def _after_first_line(module: ModuleType) -> str:
-    return (module.__doc__ or "").partition("\n\n")[2]
+        for name in names:
+            lines += textwrap.wrap(known[name], 80, initial_indent=f"  {name:<10}", subsequent_indent=" " * 12)
+    return "\n".join(lines) + "\n\n" + (__doc__ or "").partition("\n\n")[2]

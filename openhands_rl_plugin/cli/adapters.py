@@ -1,4 +1,4 @@
-"""``openhands-rl adapters list|publish|rollback|export``: the versions of an adapter.
+"""``openhands-rl adapters``: list the versions of an adapter, publish one, or roll back.
 
 examples:
   openhands-rl adapters list --adapters ./adapters

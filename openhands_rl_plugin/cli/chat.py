@@ -1,4 +1,4 @@
-"""``openhands-rl chat``: talk to a policy in the terminal, with the tools it was trained with.
+"""``openhands-rl chat``: talk to a served policy in the terminal, with tools.
 
 examples:
   openhands-rl chat --base-url http://127.0.0.1:8100/v1 --model policy-v000007

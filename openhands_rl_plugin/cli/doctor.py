@@ -1,4 +1,4 @@
-"""``openhands-rl doctor``: write a configuration, check it and the installation; find the causes of drift.
+"""``openhands-rl doctor``: write a configuration, check it and the installation, name the causes of drift.
 
 examples:
   openhands-rl doctor --init --model model --base-url http://127.0.0.1:8100/v1 --workspace ./my-repository
@@ -34,7 +34,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, check_model_server, served_base
-from openhands_rl_plugin.trajectories.view import console, print_json, table
+from openhands_rl_plugin.trajectories.view import console, drift_of, print_json, table
 
 _SECONDS, _OWN = 60.0, "openhands_rl_plugin"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -204,8 +204,6 @@ def _init(args: argparse.Namespace, file: Path) -> int:
 
 
 async def _drift(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.trajectories.view import drift_of
-
     decode = None
     if args.tokenizer is not None:
         decode = partial(load_tokenizer(args.tokenizer).decode, skip_special_tokens=False)

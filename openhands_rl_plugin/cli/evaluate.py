@@ -1,4 +1,4 @@
-"""``openhands-rl evaluate SUITE``: roll out an agent over a suite, grade the episodes, report and compare runs.
+"""``openhands-rl evaluate``: roll out an agent over a suite of tasks, grade the episodes, report and compare runs.
 
 suites:
   swe-local             repository tasks that run on a laptop without Docker
@@ -38,10 +38,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.apps.loop.reporting import report_writer
 from openhands_rl_plugin.cli.options import (
     STORE_HELP,
     add_bounds,
@@ -56,13 +55,36 @@ from openhands_rl_plugin.cli.options import (
     settings_of,
 )
 from openhands_rl_plugin.cli.terminal import ENDING, sayable
+from openhands_rl_plugin.config.build import check_environment_server, make_strategy
+from openhands_rl_plugin.config.host import agent_named, host_of
+from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.config.rl import RLSettings
-    from openhands_rl_plugin.evals.report.figures import Comparison, EvaluationFigures
-    from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
-    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
+from openhands_rl_plugin.core.types import PolicyRef
+from openhands_rl_plugin.evals.report.figures import (
+    Comparison,
+    EvaluationFigures,
+    compare,
+    comparison_rows,
+    figures_of,
+    rows_of,
+    write_json_report,
+)
+from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, options_of, process_count
+from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, Selection, evaluated_settings, llm_section
+from openhands_rl_plugin.evals.runs.run_files import (
+    check_same_settings,
+    finished_instances,
+    json_object,
+    metadata_of,
+    read_runs,
+)
+from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, environment_tasks, find_suite, swe_tasks
+from openhands_rl_plugin.evals.swe.types import UNKNOWN, VerdictKind
+from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
+from openhands_rl_plugin.models.engines.client import check_model_server
+from openhands_rl_plugin.trajectories.view import console, progress_bar, table
 
 RESUME = "finished episodes are kept, and the same command continues"
 _SWE_GYM_TEMPERATURES = (0.0, 0.5)
@@ -74,28 +96,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", metavar="NAME", help="split of the data set (default: the suite's)")
     out = "folder of the results (default: evaluation_outputs), or of report.json and report.html"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
-    note = "name of this experiment, part of its folder's name"
-    parser.add_argument("--note", default="v1", metavar="TEXT", help=note)
+    parser.add_argument("--note", default="v1", metavar="TEXT", help="name of this experiment, in its folder's name")
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: OUT/trajectories)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, roll out nothing")
     group = parser.add_argument_group("agent and model")
     agent = "RLAgent, an agent of OpenHands, or stock: its own (default)"
     group.add_argument("--agent", default="stock", metavar="NAME", help=agent)
     add_settings(group)
-    group.add_argument("--llm", metavar="NAME", help="section [llm.NAME] of the config.toml (or llm.NAME)")
+    group.add_argument("--llm", metavar="NAME", help="section [llm.NAME] of the config.toml, over [llm]")
     group.add_argument("--model", metavar="NAME", help="model name, as in [llm]")
-    base = "base model of --model, if that is a version of an adapter (default: [rl.serving] model)"
+    base = "base model, where --model is a version of an adapter (default: [rl.serving] model)"
     group.add_argument("--base-model", metavar="NAME", help=base)
     group.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, up to and including /v1")
-    group.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable with the server's API key")
-    native = "tool calls by the server's API (default: as in [llm]); --no-...: calls in the text"
-    group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, help=native)
     add_tasks(parser.add_argument_group("tasks"))
     group = parser.add_argument_group("runs")
     group.add_argument("--runs", type=positive, default=1, metavar="RUNS", help="runs over all tasks")
     add_bounds(group)
-    failed = "roll out episodes again that ended with an infrastructure failure"
-    group.add_argument("--retry-failed", action="store_true", help=failed)
+    group.add_argument("--retry-failed", action="store_true", help="roll out again what failed of the infrastructure")
     add_repositories(group)
     group.add_argument("--network", action="store_true", help="let tests use the network")
     group.add_argument("--no-grade", action="store_true", help="do not grade: leave that to `openhands-rl grade`")
@@ -103,13 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--report", nargs="+", type=Path, metavar="RUN", help="show the figures of these runs")
     compared = "whether the second is better than the first, over the tasks of both"
     group.add_argument("--compare", nargs=2, type=Path, metavar=("RUN_A", "RUN_B"), help=compared)
-    group.add_argument("--json", action="store_true", help="print report.json instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate. Raises ``RLError`` when an option, the data, the machine or the disk does not allow it."""
-    from openhands_rl_plugin.evals.runs.evaluate import options_of
-
     if args.report or args.compare:
         return _read(args)
     if args.suite is None:
@@ -126,22 +140,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
-    from openhands_rl_plugin.config.build import make_strategy
-    from openhands_rl_plugin.config.host import agent_named, host_of
-    from openhands_rl_plugin.config.success import success_rule
-    from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, evaluated_settings, llm_section
-    from openhands_rl_plugin.evals.runs.suites import find_suite
-
     suite = find_suite(args.suite, args.split).of_environment(settings.env_name)
-    stated = settings.sampling.model_fields_set & {"temperature", "top_p"}
-    named = {name: getattr(settings.sampling, name) for name in stated}
-    named |= {name: getattr(args, name) for name in ("model", "base_url", "api_key_env", "native_tool_calling")}
+    named = {"model": args.model, "base_url": args.base_url}
+    named |= settings.sampling.model_dump(include={"temperature", "top_p"}, exclude_unset=True)
     llm = llm_section({name: value for name, value in named.items() if value is not None}, args.config, args.llm)
-    base_model, environment = _base_model(args, llm.model, settings), suite.environment(settings)
+    base_model, environment = args.base_model, suite.environment(settings)
+    if base_model is None and PolicyRef.from_served_name("", llm.model).adapter is not None:
+        base_model = settings.serving.model
+        if not base_model:
+            raise ConfigError(f"{llm.model} is a version of an adapter: give its base model with --base-model")
     chosen = {
         "agent": agent_named(args.agent, host_of(settings)),
         "suite": suite,
-        "settings": evaluated_settings(settings, suite, llm, base_model),
+        "settings": evaluated_settings(settings, suite, llm, base_model or ""),
         "served": llm.model if base_model else "",
         "native_tool_calling": llm.native_tool_calling,
         "llm_retries": llm.num_retries,
@@ -152,31 +163,10 @@ def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
         "environment": {} if suite.software else {"env_name": environment, **settings.environment},
     }
     make_strategy(settings)  # an invalid one is refused before the first episode
-    given = {name: value for name, value in given_fields(args, EvaluationPlan).items() if value is not None}
-    return checked(EvaluationPlan, given | chosen)
-
-
-def _base_model(args: argparse.Namespace, model: str, settings: RLSettings) -> str:
-    """The base model of an evaluated version of an adapter; empty when no adapter is evaluated."""
-    from openhands_rl_plugin.core.types import PolicyRef
-
-    if args.base_model:
-        return args.base_model
-    if PolicyRef.from_served_name("", model).adapter is None:
-        return ""
-    base, colon, _ = model.rpartition(":")  # SGLang names an adapter BASE:VERSION
-    if not (found := base if colon else settings.serving.model):
-        raise ConfigError(
-            f"{model} is a version of an adapter: give its base model, as the server names it, with --base-model, "
-            "or as model in [rl.serving] of --config"
-        )
-    return found
+    return checked(EvaluationPlan, given_fields(args, EvaluationPlan) | chosen)
 
 
 def _entries(args: argparse.Namespace, plan: EvaluationPlan) -> tuple[EvalTask, ...]:
-    from openhands_rl_plugin.evals.runs.plan import Selection
-    from openhands_rl_plugin.evals.runs.suites import environment_tasks, swe_tasks
-
     if plan.suite.software:
         entries = swe_tasks(plan.suite, args.dataset_file)
     else:
@@ -186,35 +176,28 @@ def _entries(args: argparse.Namespace, plan: EvaluationPlan) -> tuple[EvalTask, 
 
 
 async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
-    from openhands_rl_plugin.config.build import check_environment_server
-    from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, process_count
-    from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT
-    from openhands_rl_plugin.models.engines.client import check_model_server
-    from openhands_rl_plugin.trajectories.view import progress_bar
-
-    def started(left: int) -> Callable[[Outcome], None]:
-        serving = plan.settings.serving
-        if left:  # refuses what all episodes would fail of
-            check_model_server(serving.base_url, plan.model, serving.api_key())
-            if plan.suite.name == ENVIRONMENT:
-                check_environment_server(plan.settings)
-        bar = shown.enter_context(progress_bar("evaluating", left))
-
-        def finished(outcome: Outcome) -> None:
-            bar.print(f"{outcome.instance_id}  {outcome.kind.value}  ({outcome.seconds:.1f} s)")
-            bar.advance()
-
-        return finished
-
     entries, store = _entries(args, plan), args.store or str(plan.out / STORE)
-    instances = [entry.instance for entry in entries]
     async with open_store(store, create=True) as storage:
-        with ExitStack() as shown:
+        with progress_bar("evaluating") as bar:
+
+            def started(left: int) -> Callable[[Outcome], None]:
+                serving = plan.settings.serving
+                if left:  # refuses what all episodes would fail of
+                    check_model_server(serving.base_url, plan.model, serving.api_key())
+                    if plan.suite.name == ENVIRONMENT:
+                        check_environment_server(plan.settings)
+                bar.update(0, left)
+                return finished
+
+            def finished(outcome: Outcome) -> None:
+                bar.print(f"{outcome.instance_id}  {outcome.kind.value}  ({outcome.seconds:.1f} s)")
+                bar.advance()
+
             await evaluate(
                 plan,
                 entries,
                 storage=storage,
-                backend=backend_of(args, instances, network=args.network),
+                backend=backend_of(args, [entry.instance for entry in entries], network=args.network),
                 grade=not args.no_grade,
                 retry_failed=args.retry_failed,
                 processes=process_count(plan.settings.max_workers) if args.processes is None else args.processes,
@@ -224,47 +207,34 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
 
 def _describe(plan: EvaluationPlan, args: argparse.Namespace) -> list[str]:
     """The output of a dry run, which downloads no data set of the hub."""
-    from openhands_rl_plugin.evals.runs.run_files import check_same_settings, finished_instances, metadata_of
-    from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
-
     suite, settings, limits = plan.suite, plan.settings, plan.limits()
     on_hub = suite.on_hub and args.dataset_file is None
     count = f"instances of {suite.dataset}" if on_hub else f"{len(_entries(args, plan))} instances"
     strategy = f" with {settings.rollout_strategy}" if plan.agent == RL_AGENT else ""
-    adapts = f" on {settings.serving.model}" if plan.served else ""
     prompt = "as the server takes" if limits.max_prompt_length is None else f"{limits.max_prompt_length:,}"
     lines = [
         f"{suite.name}: {count}, {plan.runs} runs, {settings.max_workers} at a time",
         f"  agent: {plan.agent}{strategy}, at most {settings.max_turns} iterations and {plan.timeout:g} s",
-        f"  model: {plan.model}{adapts} at {settings.serving.base_url}",
+        f"  model: {plan.model}{f' on {settings.serving.model}' if plan.served else ''} at {settings.serving.base_url}",
         f"  in tokens: prompt {prompt}, answer {limits.max_response_length:,}, observation {limits.max_obs_length:,}",
         *([] if suite.software else [f"  resolved by {plan.success}"]),
     ]
     for run in plan.each_run():
         check_same_settings(plan, run)
-        details, done = metadata_of(plan, run, 0.0)["details"], len(finished_instances(plan.run_directory(run)))
-        sampled = details["temperature"] if isinstance(details, dict) else ""
-        lines.append(f"  run {run.index}: temperature {sampled:g}, {done} done, {plan.run_directory(run)}")
+        folder, noted = plan.run_directory(run), json_object(metadata_of(plan, run, 0.0)["details"])
+        lines.append(
+            f"  run {run.index}: temperature {noted['temperature']:g}, {len(finished_instances(folder))} done, {folder}"
+        )
     return lines
 
 
 def _read(args: argparse.Namespace) -> int:
     """Report or compare finished runs. Raises ``RLError`` when a run or the store cannot be read."""
-    from openhands_rl_plugin.evals.report.figures import EvaluationReport, compare, figures_of, write_json_report
-    from openhands_rl_plugin.evals.runs.run_files import read_runs
-    from openhands_rl_plugin.trajectories.view import print_json
-
     sides = [read_runs(tuple(paths)) for paths in (args.report and [args.report]) or [[each] for each in args.compare]]
-    comparison = compare(*sides) if args.compare else None
-    runs = [run for side in sides for run in side]
+    comparison, runs = compare(*sides) if args.compare else None, [run for side in sides for run in side]
     groups = figures_of(runs)
-    if args.json:
-        print_json(EvaluationReport(groups=groups, comparison=comparison))
-    else:
-        _print_tables(groups, comparison)
+    _print_tables(groups, comparison)
     if args.out is not None:
-        from openhands_rl_plugin.apps.loop.reporting import report_writer
-
         write_json_report(args.out, groups, comparison)
         if (writer := report_writer()) is not None:
             writer.write_evaluation_report(args.out, runs, comparison)
@@ -273,9 +243,6 @@ def _read(args: argparse.Namespace) -> int:
 
 def _print_tables(groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
     """Print a table with a column for each group of runs, and the comparison."""
-    from openhands_rl_plugin.evals.report.figures import comparison_rows, rows_of
-    from openhands_rl_plugin.trajectories.view import console, table
-
     lines = [(rows[0][0], *(value for _, value in rows)) for rows in zip(*map(rows_of, groups), strict=True)]
     console().print(table(("", *(f"({at})" for at in range(1, len(groups) + 1))), lines))
     if comparison is not None:
@@ -284,10 +251,6 @@ def _print_tables(groups: Sequence[EvaluationFigures], comparison: Comparison | 
 
 def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     """Print the results; exit code 1 when they say nothing about the agent. ``graded``: verdicts were wanted."""
-    from openhands_rl_plugin.evals.report.figures import figures_of
-    from openhands_rl_plugin.evals.runs.run_files import read_runs
-    from openhands_rl_plugin.evals.swe.types import UNKNOWN, VerdictKind
-
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
     runs = read_runs(directories)
     _print_tables(figures_of(runs))

@@ -1,4 +1,4 @@
-"""``openhands-rl export``: stored trajectories in a format that other tools read.
+"""``openhands-rl export``: write stored trajectories in a format that other tools read.
 
 formats:
 {formats}

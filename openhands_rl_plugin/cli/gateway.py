@@ -1,4 +1,4 @@
-"""``openhands-rl gateway``: record what an agent and an OpenAI-compatible model server exchange.
+"""``openhands-rl gateway``: record what an agent and a model server exchange; only the agent's base_url changes.
 
 examples:
   openhands-rl gateway --upstream http://127.0.0.1:8100/v1 --store ./trajectories
@@ -27,6 +27,7 @@ from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.session.client_sessions import GatewayConfig
+from openhands_rl_plugin.session.gateway import running_gateway
 
 _STORE = "./trajectories"
 _OF_SETTINGS = ("base_model", "adapters_path", "upstream_key_env", "reward_min", "reward_max")
@@ -66,8 +67,6 @@ def _known_from(settings: RLSettings) -> dict[str, object]:
 
 
 async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str, settings: RLSettings | None) -> None:
-    from openhands_rl_plugin.session.gateway import running_gateway
-
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Nearly all objects of a call are freed without a search for cycles, which would take a tenth of the time.
     gc.freeze()

@@ -1,4 +1,4 @@
-"""``openhands-rl grade``: verdicts on predictions, with or without a container engine.
+"""``openhands-rl grade``: grade patches on SWE-bench, SWE-Gym or your own instances.
 
 examples:
   openhands-rl grade preds.jsonl --instances rows.jsonl --mirror ./mirrors --out ./graded
@@ -16,15 +16,15 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.cli.options import add_repositories, backend_of, positive
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.evals.swe.dataset import PatchPrediction
-    from openhands_rl_plugin.evals.swe.types import PatchVerdict
+from openhands_rl_plugin.evals.runs.plan import Selection
+from openhands_rl_plugin.evals.swe.dataset import PatchPrediction, read_instances, read_predictions
+from openhands_rl_plugin.evals.swe.run_evaluation import grade_all, summary
+from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
+from openhands_rl_plugin.trajectories.view import progress_bar
 
 RESUME = "the same command continues where it stopped"
 
@@ -50,12 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Grade; exit code 1 when nothing got a verdict. Raises ``RLError`` for files that cannot be read."""
-    from openhands_rl_plugin.evals.runs.plan import Selection
-    from openhands_rl_plugin.evals.swe.dataset import read_instances, read_predictions
-    from openhands_rl_plugin.evals.swe.run_evaluation import grade_all, summary
-    from openhands_rl_plugin.evals.swe.types import VerdictKind
-    from openhands_rl_plugin.trajectories.view import progress_bar
-
     if not re.fullmatch(r"\w[\w.-]*", args.run_id):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")
     chosen = Selection(include=tuple(args.ids))

@@ -1,4 +1,4 @@
-"""``openhands-rl import``: trajectories of other tools into a store.
+"""``openhands-rl import``: store trajectories that other tools recorded.
 
 formats:
 {formats}

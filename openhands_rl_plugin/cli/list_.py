@@ -1,4 +1,4 @@
-"""``openhands-rl list STORE``: the stored episodes, or statistics of groups of them.
+"""``openhands-rl list``: list stored episodes, or statistics of them by run, version or task.
 
 examples:
   openhands-rl list ~/.openhands/rl_trajectories

@@ -1,4 +1,4 @@
-"""``openhands-rl loop SUITE``: roll out, train and publish in turn, over any environment or suite of tasks.
+"""``openhands-rl loop``: roll out, train and publish in turn, over an environment or a suite of tasks.
 
 suites: those of `openhands-rl evaluate`
   webshop               the embedded shop, started for the run

@@ -25,17 +25,14 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING
 
+from openhands_rl_plugin.apps.rollout.play import GivenTask, play
+from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.cli import Parser, ended, program, run_command
 from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, open_store, read_fields
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.rollout.play import GivenTask
-    from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 
 INVALID = 3
 """The exit code without a valid episode."""
@@ -76,8 +73,6 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _play(args: argparse.Namespace) -> PlayedRollout:
-    from openhands_rl_plugin.apps.rollout.play import play
-
     task, options = _source(args.task), read_fields(args, PlayOptions)
     if args.store is None:
         return await play(task, options)

@@ -30,6 +30,7 @@ from typing import Any, cast
 
 from openhands_rl_plugin.cli.options import add_settings, positive
 from openhands_rl_plugin.cli.terminal import ENDING
+from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import OwnWork, changed, work_of
 from openhands_rl_plugin.core.errors import ConfigError
@@ -37,6 +38,9 @@ from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node
+from openhands_rl_plugin.hosts.command import record_command
+from openhands_rl_plugin.hosts.pool import local_runner, task_attempts
+from openhands_rl_plugin.hosts.shared.sessions import group_summary, judged, run_summary
 from openhands_rl_plugin.models.engines.openai_wire import parse_object
 
 PATIENCE = 35.0
@@ -83,8 +87,6 @@ def run(args: argparse.Namespace) -> int:
     work = work_of(args.config, [*args.set, *stored], **named)
     if args.agent:
         return ENDING.run(_recorded(args, work, run_id, work.settings))
-    from openhands_rl_plugin.hosts.pool import task_attempts
-
     return ENDING.run(_recorded(args, work, run_id, *task_attempts(task, args.workspace, work, run_id, args.attempts)))
 
 
@@ -103,11 +105,6 @@ async def _recorded(
     attempts: Sequence[tuple[EpisodeRequest, Any]] = (),
 ) -> int:
     """Run the command or the ``attempts`` into the storage, and print what was recorded. Returns the exit code."""
-    from openhands_rl_plugin.config.build import open_storage
-    from openhands_rl_plugin.hosts.command import record_command
-    from openhands_rl_plugin.hosts.pool import local_runner
-    from openhands_rl_plugin.hosts.shared.sessions import group_summary, judged, run_summary
-
     storage, code = open_storage(settings), 0
     try:
         if args.agent:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
 
 from openhands_rl_plugin.cli.options import add_filters, add_store, author, filter_of, finite, open_store
 from openhands_rl_plugin.cli.terminal import sayable
@@ -37,12 +36,16 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import LabelKind
-from openhands_rl_plugin.core.types import StopReason, Trajectory
-from openhands_rl_plugin.rollout.scoring import add_label, give_score, rescore, undo
+from openhands_rl_plugin.core.types import StopReason
+from openhands_rl_plugin.rollout.scoring import add_label, give_score, rescore
 from openhands_rl_plugin.trajectories.view import find_episode, progress_bar
 
 RESUME = "finished scores are kept; the same command goes on with the rest"
 _WITHDRAW = "none"
+
+
+def _score(text: str) -> str:
+    return text if text == _WITHDRAW else str(finite(text))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--verifier", metavar="DIR", help="folder of a version trained by `train --verifier`")
     value = "your own score of the episodes of --id: 1 solved, 0 not, or any number; none withdraws the last one"
-    what.add_argument("--value", type=score, metavar="REWARD", help=value)
+    what.add_argument("--value", type=_score, metavar="REWARD", help=value)
     what.add_argument("--better-than", metavar="ID", help="keep that --id is better than this attempt at the same task")
-    what.add_argument("--undo", action="store_true", help="take back your newest label, whatever it was")
-    own = "an episode's id, or a unique prefix of it (for --value; may be repeated)"
-    parser.add_argument("--id", action="append", dest="ids", metavar="ID", help=own)
+    own = "an episode's id, or a unique prefix of it (may be repeated)"
+    parser.add_argument("--id", action="append", dest="ids", default=[], metavar="ID", help=own)
     parser.add_argument("--note", default="", metavar="TEXT", help="why, kept with --value or --better-than")
     parser.add_argument("--author", default=author(), metavar="NAME", help="who judges (default: the user's name)")
     about = "options of the reward, such as threshold=0.5; of a verifier: model=DIR, or base_url=URL of a server"
@@ -69,19 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def run(args: argparse.Namespace) -> int:
     """Score. Exit code 1 when no episode could be scored. Raises ``RLError`` for wrong options, stores and servers."""
-    if (args.ids or args.note) and (args.value is None and not args.better_than):
-        raise ConfigError("--id and --note go with a score by hand: give --value REWARD too, or choose by filters")
-    reward = None
-    if args.reward or args.verifier:
+    by_hand = not (args.reward or args.verifier)
+    if by_hand != bool(args.ids) or (by_hand and args.dry_run):
+        raise ConfigError("--id goes with --value or --better-than, filters and --dry-run with --reward or --verifier")
+    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
+        if by_hand:
+            return await _by_hand(args, storage)
         chosen = {"adapter": args.verifier} if args.verifier else {}
         reward = build("rewards", args.reward or "verifier", {**chosen, **changed(args.set)})
-    elif args.dry_run:
-        raise ConfigError("--dry-run is for --reward and --verifier: a score by hand, or its withdrawal, is written")
-    async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        if args.value is not None:
-            return await _give(args, storage)
-        if reward is None:
-            return await _undo(args, storage) if args.undo else await _prefer(args, storage)
         with progress_bar("scoring") as bar:
             report = await rescore(storage, reward, filter_of(args), on_progress=bar.update, dry_run=args.dry_run)
     done = ("to score", "to withdraw") if args.dry_run else ("scored", "withdrawn")
@@ -93,52 +90,26 @@ async def run(args: argparse.Namespace) -> int:
     return 0 if report.scored or report.already_scored or report.withdrawn or not report.unscored else 1
 
 
-async def _give(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    if not args.ids:
-        raise ConfigError("--value is a score of an episode: give its --id; `openhands-rl list STORE` shows them")
-    value = None if args.value == _WITHDRAW else float(args.value)
+async def _by_hand(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
+    """Give ``--value`` to the episodes of ``--id``, or keep that they are better than that of ``--better-than``."""
     # All are looked up first, so that a wrong id leaves nothing half done.
-    found = [(await find_episode(storage, each))[0] for each in args.ids]
-    _refuse_unjudgeable(found)
+    found = [(await find_episode(storage, each))[0] for each in [*args.ids, *filter(None, [args.better_than])]]
     for episode in found:
-        await give_score(storage, episode.id, value, note=args.note, author=args.author)
-        print(f"{episode.id}: {'score withdrawn' if value is None else f'{value:g}'}")
+        if episode.stop is StopReason.UNFINISHED or episode.failure is not None:
+            why = f"failed ({episode.failure.kind})" if episode.failure is not None else "has not ended yet"
+            raise ConfigError(f"{episode.id} {why}: no judgement of it would count")
+    if not args.better_than:
+        value = None if args.value == _WITHDRAW else float(args.value)
+        for episode in found:
+            await give_score(storage, episode.id, value, note=args.note, author=args.author)
+            print(f"{episode.id}: {'score withdrawn' if value is None else f'{value:g}'}")
+        return 0
+    *better, other = found
+    for episode in better:
+        if episode.id == other.id or asked_in_common(episode.task) != asked_in_common(other.task):
+            raise ConfigError(f"{episode.id} and {other.id} are not two attempts at one task, which can be compared")
+    for episode in better:
+        given = {"value": 1.0, "other": other.id, "text": args.note, "author": args.author}
+        await add_label(storage, episode.id, LabelKind.PREFERENCE, **given)
+        print(f"{episode.id}: better than {other.id}")
     return 0
-
-
-def score(text: str) -> str:
-    return text if text == _WITHDRAW else str(finite(text))
-
-
-async def _undo(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    """Take back the author's newest label, and print that."""
-    if (label := await undo(storage, author=args.author)) is None:
-        print("there is nothing to take back")
-        return 1
-    about = label.trajectory_id if label.other is None else f"{label.trajectory_id} and {label.other}"
-    print(f"taken back: {label.text if label.kind is LabelKind.TAG else label.kind.value} of {about}")
-    return 0
-
-
-async def _prefer(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
-    """Keep that the episode of ``--id`` is better than that of ``--better-than``."""
-    if len(args.ids or ()) != 1:
-        raise ConfigError("--better-than compares two attempts: give the better one as --id")
-    one, other = [(await find_episode(storage, each))[0] for each in (args.ids[0], args.better_than)]
-    _refuse_unjudgeable((one, other))
-    if one.id == other.id:
-        raise ConfigError(f"{one.id} is one episode: give the ids of two")
-    if asked_in_common(one.task) != asked_in_common(other.task):
-        raise ConfigError(f"{one.id} and {other.id} are of two tasks: only attempts at one task can be compared")
-    given = {"value": 1.0, "other": other.id, "text": args.note, "author": args.author}
-    await add_label(storage, one.id, LabelKind.PREFERENCE, **given)
-    print(f"{one.id}: better than {other.id}")
-    return 0
-
-
-def _refuse_unjudgeable(episodes: Sequence[Trajectory]) -> None:
-    for each in episodes:
-        if each.stop is StopReason.UNFINISHED:
-            raise ConfigError(f"{each.id} has not ended yet: judge it when it has")
-        if each.failure is not None:
-            raise ConfigError(f"{each.id} failed ({each.failure.kind}), so that no score would count")

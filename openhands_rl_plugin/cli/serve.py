@@ -1,4 +1,4 @@
-"""``openhands-rl serve``: serve a model and its LoRA adapters, or a served policy with its tools.
+"""``openhands-rl serve``: serve a model and its LoRA adapters, or a policy with tools, over an OpenAI-compatible API.
 
 examples:
   openhands-rl serve --model smollm2-135m --adapters ~/.openhands/rl_adapters

@@ -1,4 +1,4 @@
-"""``openhands-rl show STORE ID``: one stored episode.
+"""``openhands-rl show``: show a stored episode: its messages, with rewards, versions and token counts.
 
 examples:
   openhands-rl show ~/.openhands/rl_trajectories 3f2a

@@ -1,4 +1,4 @@
-"""``openhands-rl tasks``: make repository tasks, check their quality, list them.
+"""``openhands-rl tasks``: make tasks from real packages, check their quality, list them.
 
 examples:
   openhands-rl tasks make ./my-repository@v1.2 --out tasks.jsonl      (bugs in its code, and fixes in its history)
@@ -17,6 +17,14 @@ from pathlib import Path
 
 from openhands_rl_plugin.cli.options import above_zero, checked, positive
 from openhands_rl_plugin.cli.terminal import ENDING
+from openhands_rl_plugin.evals.runs.backends import make_backend
+from openhands_rl_plugin.evals.runs.suites import own_suite, rows_file
+from openhands_rl_plugin.evals.swe.backends.local import default_cache
+from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.tasks.gate import check_tasks, read_lineage, table_of
+from openhands_rl_plugin.evals.tasks.make import TaskPlan, make_tasks
+from openhands_rl_plugin.evals.tasks.source import find_source
+from openhands_rl_plugin.trajectories.view import console, progress_bar
 
 RESUME = "the same command begins again; environments that are installed stay"
 
@@ -58,11 +66,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.evals.swe.backends.local import default_cache
-    from openhands_rl_plugin.evals.tasks.make import TaskPlan, make_tasks
-    from openhands_rl_plugin.evals.tasks.source import find_source
-    from openhands_rl_plugin.trajectories.view import progress_bar
-
     cache = args.cache or default_cache()
     given = {name: getattr(args, name) for name in ("seed", "python", "timeout", "requirements", "tests")}
     match = re.fullmatch(r"(.+?)(?:@([^@/:]+(?:/[^@:]+)?))?", args.source)
@@ -81,13 +84,6 @@ def _make(args: argparse.Namespace) -> int:
 
 
 async def _check(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.evals.runs.backends import make_backend
-    from openhands_rl_plugin.evals.runs.suites import rows_file
-    from openhands_rl_plugin.evals.swe.backends.local import default_cache
-    from openhands_rl_plugin.evals.swe.dataset import read_instances
-    from openhands_rl_plugin.evals.tasks.gate import check_tasks
-    from openhands_rl_plugin.trajectories.view import progress_bar
-
     path, cache = rows_file(args.file), args.cache or default_cache()
     backend = make_backend("local", cache=cache, instances=read_instances(path))
     options = {"repeats": args.repeats, "workers": args.workers, "timeout": args.timeout}
@@ -104,11 +100,6 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from openhands_rl_plugin.evals.runs.suites import own_suite, rows_file
-    from openhands_rl_plugin.evals.swe.dataset import read_instances
-    from openhands_rl_plugin.evals.tasks.gate import read_lineage, table_of
-    from openhands_rl_plugin.trajectories.view import console
-
     path, own = rows_file(args.file), own_suite(args.file)
     lineage = read_lineage(path)
     if own is not None and own.further and args.split == own.further:

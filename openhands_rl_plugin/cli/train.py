@@ -1,4 +1,4 @@
-"""``openhands-rl train``: train an adapter, or a verifier, on stored episodes.
+"""``openhands-rl train``: train an adapter on stored episodes.
 
 examples:
   openhands-rl train ./trajectories --model ./SmolLM2-135M-Instruct --adapters ./adapters --dry-run

@@ -231,24 +231,6 @@ async def give_score(
     await add_label(storage, trajectory_id, LabelKind.VERDICT, identity=identity, **fields)
 
 
-async def undo(storage: TrajectoryStorage, *, author: str = "") -> Label | None:
-    """Withdraw the newest label of ``author``; an earlier verdict of theirs holds again.
-
-    Returns:
-        The withdrawn label, ``None`` when there is none.
-
-    Raises:
-        StorageError: the storage cannot be read or written.
-    """
-    ids = [summary.id async for summary in storage.summaries(TrajectoryFilter(finished=None))]
-    own = [label for label in standing(await storage.labels(ids)) if label.author == author]
-    if not own:
-        return None
-    last = max(own, key=lambda label: label.at)
-    await withdraw(storage, last, author=author)
-    return last
-
-
 async def withdraw(storage: TrajectoryStorage, label: Label, *, author: str = "") -> Label:
     """Append what says that ``label`` holds no more. If the newest score by hand was stored with it, the score before
     holds again. Returns what was appended. Raises ``RLError``."""

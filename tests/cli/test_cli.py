@@ -17,7 +17,6 @@ def command_that(monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namesp
     """Make ``openhands-rl try`` do ``run``."""
     module = SimpleNamespace(add_arguments=lambda parser: None, run=run, **extra)
     monkeypatch.setattr(cli, "module_of", lambda name: module)
-    monkeypatch.setattr(cli, "COMMANDS", {**cli.COMMANDS, "try": "try it"})
 
 
 def test_help_lists_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def commands(port: int, folder: Path) -> dict[str, list[list[str]]]:
         "evaluate": [
             ["evaluate", rows, *play, "--out", str(folder / "out")],
             ["evaluate", "environment", *play, "--agent", "RLAgent", "--tasks", "2", "--out", str(folder / "out2")],
-            ["evaluate", rows, *model, "--api-key-env", "MY_SERVER_KEY", "--out", str(folder / "out3")],
+            ["evaluate", rows, *model, "--out", str(folder / "out3")],
             ["evaluate", "--compare", rows, url],
             ["evaluate", "--report", rows, "--store", mongodb],
         ],

@@ -13,13 +13,7 @@ from openhands_rl_plugin.core.judgements import majority, newest_outcome, opinio
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.core.types import Score
 from openhands_rl_plugin.rewards.outcome import HumanReward, RecordedReward, ReturnReward
-from openhands_rl_plugin.rollout.scoring import (
-    add_label,
-    give_score,
-    rescore,
-    stored_rewards,
-    undo,
-)
+from openhands_rl_plugin.rollout.scoring import add_label, give_score, rescore, stored_rewards, withdraw
 from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -64,9 +58,9 @@ def test_labels_change_no_reward(folder: Path, added: list[tuple[LabelKind, str,
             before = await rewards_of(storage)
             for kind, identity, author, value, taken_back in added:
                 other = next(each for each in IDS if each != identity) if kind is LabelKind.PREFERENCE else None
-                await add_label(storage, identity, kind, value=value, other=other, author=author, text="so")
+                made = await add_label(storage, identity, kind, value=value, other=other, author=author, text="so")
                 if taken_back:
-                    await undo(storage, author=author)
+                    await withdraw(storage, made, author=author)
             assert await rewards_of(storage) == before
             await rescore(storage, HumanReward())
             assert await rewards_of(storage) == before, "what people think stands in a column of its own"
@@ -109,9 +103,10 @@ async def test_a_score_by_hand_counts_and_is_a_verdict_too(tmp_path: Path) -> No
         assert summary.reward == 0.0
         await give_score(storage, "one", 0.5, author="bob")
         assert verdicts(await storage.labels(["one"])) == {"ann": 0.0, "bob": 0.5}
-        await undo(storage, author="ann")
+        of_ann, of_bob = [each for each in await storage.labels(["one"]) if each.value in (0.0, 0.5)]
+        await withdraw(storage, of_ann, author="ann")
         (summary,) = [each async for each in storage.summaries()]
         assert (summary.reward, verdicts(await storage.labels(["one"]))) == (0.5, {"ann": 1.0, "bob": 0.5})
-        await undo(storage, author="bob")
+        await withdraw(storage, of_bob, author="bob")
         (summary,) = [each async for each in storage.summaries()]
         assert summary.reward is None

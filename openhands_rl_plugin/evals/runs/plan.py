@@ -91,10 +91,9 @@ class LLMSection(Frozen, extra="ignore"):
 def llm_section(options: Mapping[str, object], config: Path | None = None, section: str | None = None) -> LLMSection:
     """``[llm.<section>]`` over ``[llm]`` of ``config``, ``options`` over both.
 
-    ``section`` may begin with ``llm.``, as in OpenHands' own commands. A key in the file is moved to the
-    environment variable ``KEY_VARIABLE`` of this process. Raises ``ConfigError``.
+    A key in the file is moved to the environment variable ``KEY_VARIABLE`` of this process. Raises ``ConfigError``.
     """
-    name = (section or "").removeprefix("llm.")
+    name = section or ""
     if name and config is None:
         raise ConfigError(f"--llm {section}: give the config.toml that has [llm.{name}] with --config")
     table = (table_of(read_document(config), ("llm",)) or {}) if config is not None else {}
@@ -105,10 +104,10 @@ def llm_section(options: Mapping[str, object], config: Path | None = None, secti
     model, url = given.get("model"), given.get("base_url") or OPENAI_URL
     if not isinstance(model, str) or not model:
         raise ConfigError("no model is named: give --model NAME, or --llm NAME and a config.toml with [llm.NAME]")
-    if isinstance(key := given.get("api_key"), str) and key and "api_key_env" not in options:
+    if isinstance(key := given.get("api_key"), str) and key:
         os.environ[KEY_VARIABLE] = key
         given["api_key_env"] = KEY_VARIABLE
-    elif "api_key_env" not in options:
+    elif "api_key_env" not in given:
         ours = "OPENAI_API_KEY" if str(url).startswith(OPENAI_URL) else ""
         given["api_key_env"] = "LLM_API_KEY" if os.environ.get("LLM_API_KEY") else ours
     given = {key: value for key, value in given.items() if value is not None}

@@ -79,7 +79,7 @@ def test_a_comparison_is_over_tasks_of_both():
         compare([before], [RunRecord(name="x", index=0, directory=Path("/x"))])
 
 
-def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_sides_are_named_by_what_differs(tmp_path: Path):
     rows = [{"instance_id": "t0", "test_result": {"report": {"resolved": True}}}]
 
     def side(agent: str, note: str = "v1", **details: object) -> Path:
@@ -93,8 +93,8 @@ def test_sides_are_named_by_what_differs(tmp_path: Path, capsys: pytest.CaptureF
         (plain, best, ("StandardReAct", 'BestOfN {"n": 4}')),
         (stock, noted, ("qwen_maxiter_50_N_v1", "qwen_maxiter_50_N_v2")),
     ):
-        assert main(["evaluate", "--compare", str(one), str(other), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
+        assert main(["evaluate", "--compare", str(one), str(other), "--out", str(tmp_path / "both")]) == 0
+        found = json.loads((tmp_path / "both/report.json").read_text())
         named = (found["comparison"]["first"], found["comparison"]["second"])
         assert all(part in name for name, part in zip(named, expected, strict=True)), named
         assert [group["label"] for group in found["groups"]] == list(named)
@@ -138,8 +138,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert page[f"evaluations/{names[0]}?<t0>"]["patch"] == "x" and page["export"]["left_out"] == []
     assert json.loads((tmp_path / "out" / "report.json").read_text())["groups"][0]["pass_at_1"]["n"] == 3
     sides = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(["evaluate", "--compare", *sides, "--json", "--out", str(tmp_path / "both")]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", "--compare", *sides, "--out", str(tmp_path / "both")]) == 0
+    found = json.loads((tmp_path / "both/report.json").read_text())
     assert found["comparison"]["gained"] == ["<t0>", "<t1>"] and found["comparison"]["test"] == "paired permutation"
     compared = dict(data_of(tmp_path / "both" / "report.html")["evaluations"]["comparison"])
     assert compared["solved more often"] == "2: <t0>, <t1>" and "paired permutation" in compared["p-value"]

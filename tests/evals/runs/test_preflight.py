@@ -10,7 +10,7 @@ from scripted_model import refusal, serve
 
 from openhands_rl_plugin.cli import main
 
-WORDS = ["evaluate", "webshop", "--agent", "RLAgent", "--limit", "2", "--api-key-env", "", "--processes", "0"]
+WORDS = ["evaluate", "webshop", "--agent", "RLAgent", "--limit", "2", "--processes", "0"]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_an_environment_that_is_away(closed: str, tmp_path: Path, capsys: pytest
     config.write_text(f'[rl]\nenv_name = "openenv/echo"\nenv_server_base = "{closed}"\n')
     with serve() as model:
         words = ["evaluate", "environment", "--tasks", "1", "--agent", "RLAgent", "--config", str(config)]
-        where = ["--model", "m", "--base-url", model.url, "--api-key-env", "", "--out", str(tmp_path)]
+        where = ["--model", "m", "--base-url", model.url, "--out", str(tmp_path)]
         line = one_line(capsys, [*words, *where])
     assert f"no server of the environment openenv/echo answers at {closed}" in line and "[rl]" in line
 
