@@ -21,8 +21,7 @@ from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.suites import own_suite, rows_file
 from openhands_rl_plugin.evals.swe.backends.local import default_cache
 from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.tasks.gate import check_tasks, read_lineage, table_of
-from openhands_rl_plugin.evals.tasks.make import TaskPlan, make_tasks
+from openhands_rl_plugin.evals.tasks.make import TaskPlan, check_tasks, make_tasks, table_of
 from openhands_rl_plugin.evals.tasks.source import find_source
 from openhands_rl_plugin.trajectories.view import console, progress_bar
 
@@ -84,27 +83,25 @@ def _make(args: argparse.Namespace) -> int:
 
 
 async def _check(args: argparse.Namespace) -> int:
-    path, cache = rows_file(args.file), args.cache or default_cache()
-    backend = make_backend("local", cache=cache, instances=read_instances(path))
+    path = rows_file(args.file)
+    instances = read_instances(path)
+    backend = make_backend("local", cache=args.cache, instances=instances)
     options = {"repeats": args.repeats, "workers": args.workers, "timeout": args.timeout}
-    with progress_bar("checking") as bar:
-        report = await check_tasks(
-            path, backend, **options, on_progress=lambda done, total, last: bar.update(done, total, note=last)
-        )
-    bad = [task for task in report.tasks if task.check and task.check.problems]
-    for task in bad:
-        for problem in task.check.problems if task.check else ():
-            print(f"{task.instance_id}: {problem}")
-    print(f"{path}: {len(report.tasks) - len(bad)} of {len(report.tasks)} tasks pass")
-    return int(bool(bad))
+    with progress_bar("checking", len(instances)) as bar:
+        found = await check_tasks(instances, backend, **options, on_checked=lambda name: bar.advance())
+    for name, problems in found.items():
+        for problem in problems:
+            print(f"{name}: {problem}")
+    bad = sum(map(bool, found.values()))
+    print(f"{path}: {len(found) - bad} of {len(found)} tasks pass")
+    return int(bad > 0)
 
 
 def _list(args: argparse.Namespace) -> int:
     path, own = rows_file(args.file), own_suite(args.file)
-    lineage = read_lineage(path)
     if own is not None and own.further and args.split == own.further:
-        lineage, instances = None, [entry.instance for entry in own.tasks(own.further) if entry.instance is not None]
+        instances = [entry.instance for entry in own.tasks(own.further) if entry.instance is not None]
     else:
         instances = [each for each in read_instances(path) if args.split in (None, each.extra.get("split"))]
-    console().print(table_of(instances, lineage))
+    console().print(table_of(instances))
     return 0

@@ -20,7 +20,7 @@ from openhands_rl_plugin.evals.runs.suites import local_rows
 from openhands_rl_plugin.evals.swe.backends.local import default_cache
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict
-from openhands_rl_plugin.evals.tasks.gate import NO_OP
+from openhands_rl_plugin.evals.tasks.make import NO_OP
 
 
 async def round_of(

@@ -8,7 +8,6 @@ import shlex
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, ValidationError
 
@@ -22,8 +21,7 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.swe.dataset import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
-from openhands_rl_plugin.evals.tasks.gate import check_tasks, lineage_path, write_tasks
-from openhands_rl_plugin.evals.tasks.make import TaskPlan, make_tasks
+from openhands_rl_plugin.evals.tasks.make import TaskPlan, check_tasks, make_tasks, write_tasks
 from openhands_rl_plugin.evals.tasks.source import Source
 from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
 from openhands_rl_plugin.trajectories.view import ProgressBar
@@ -45,11 +43,10 @@ class WantedTasks(Frozen):
     timeout: float = Field(default=60.0, gt=0)
 
 
-class Gym(Frozen):
+class Gym(Frozen, extra="ignore"):
     """The tasks of a repository. ``rows``: the name of their file. Of both parts, to train on and held out: ``counts``,
     how many are ``fixes`` of the history, how many ``files`` they change. ``dropped``: reason -> how many tasks.
-    ``grading``: mean seconds in which one patch is graded. ``longest``: the longest text of a problem. ``split_by``:
-    what no two tasks of different parts change.
+    ``grading``: mean seconds in which one patch is graded. ``longest``: the longest text of a problem.
     """
 
     rows: str
@@ -59,7 +56,6 @@ class Gym(Frozen):
     dropped: dict[str, int]
     grading: float
     longest: str
-    split_by: Literal["file", "function"] = "file"
 
 
 def make_gym(source: Source, wanted: WantedTasks, folder: Path, cache: Path, bar: ProgressBar) -> tuple[Source, Gym]:
@@ -71,7 +67,7 @@ def make_gym(source: Source, wanted: WantedTasks, folder: Path, cache: Path, bar
     if not (folder / _SOURCE).exists():
         count = math.ceil(_SPARE * (wanted.tasks + wanted.held_out))
         plan = TaskPlan(source=source, wanted=count, **wanted.model_dump(exclude={"tasks", "held_out"}))
-        if not lineage_path(made).exists():  # it is written after the rows
+        if not made.exists():
             bar.update(0, count, what="making tasks")
             ENDING.run(make_tasks(plan, made, cache, lambda done, why: bar.update(done, note=why or "made one")))
         write_file(folder / _SOURCE, source.model_dump_json())
@@ -90,33 +86,22 @@ def _checked(source: Source, wanted: WantedTasks, folder: Path, cache: Path, bar
     bar.update(0, len(instances), what="checking tasks", note="")
     backend = make_backend("local", cache=cache)
     # Once: the task was made of two runs each already.
-    checking = check_tasks(
-        made,
-        backend,
-        repeats=1,
-        workers=workers,
-        on_progress=lambda done, total, last: bar.update(done, total, note=last),
-    )
-    lineage = {task.instance_id: task for task in ENDING.run(checking).tasks}
+    checking = check_tasks(instances, backend, repeats=1, workers=workers, on_checked=lambda name: bar.advance())
+    found = ENDING.run(checking)
     grading = (time.monotonic() - began) * workers / (2 * len(instances))
-    problems = {name: task.check.problems for name, task in lineage.items() if task.check and task.check.problems}
-    good = {each.instance_id: each for each in instances if each.instance_id not in problems}
-    tasks = [
-        SplitTask(name, touched_files(each.patch), each.created_at, lineage[name].function)
-        for name, each in good.items()
-    ]
-    split = split_tasks(tasks, wanted.tasks, wanted.held_out, seed=wanted.seed)
-    parts = (split.training, split.held_out)
+    good = {each.instance_id: each for each in instances if not found[each.instance_id]}
+    tasks = [SplitTask(name, touched_files(each.patch), each.created_at) for name, each in good.items()]
+    parts = split_tasks(tasks, wanted.tasks, wanted.held_out, seed=wanted.seed)
     rows = [
         good[name].model_copy(update={"extra": {**good[name].extra, "split": part}})
         for part, names in zip(("train", HELD_OUT), parts, strict=True)
         for name in names
     ]
     file = f"{source.name.replace('.', '-')}.jsonl"
-    write_tasks(folder / file, rows, [lineage[each.instance_id] for each in rows])
+    write_tasks(folder / file, rows)
     fixes = [sum(bool(good[name].created_at) for name in names) for names in parts]
     files = [len({file for task in tasks if task.id in names for file in task.files}) for names in parts]
-    dropped = Counter(reasons[0] for reasons in problems.values())
+    dropped = Counter(problems[0] for problems in found.values() if problems)
     left = len(good) - len(rows)
     return Gym(
         rows=file,
@@ -126,7 +111,6 @@ def _checked(source: Source, wanted: WantedTasks, folder: Path, cache: Path, bar
         dropped={**dropped, **({"in neither part of the split": left} if left else {})},
         grading=round(grading, 1),
         longest=max((each.problem_statement for each in good.values()), key=len),
-        split_by=split.by,
     )
 
 
@@ -144,12 +128,8 @@ def gym_lines(gym: Gym) -> list[str]:
         f"{count} {what} ({fixes} past fixes; they change {files} {'files' if files > 1 else 'file'})"
         for count, fixes, files, what in zip(gym.counts, gym.fixes, gym.files, ("to train on", "held out"), strict=True)
     ]
-    shared = (
-        "  the files are too few to be split: both parts read the same ones, and the result says less about new code"
-    )
     return [
-        f"tasks: {', '.join(parts)}; no {gym.split_by} is changed by both",
-        *([shared] if gym.split_by == "function" else []),
+        f"tasks: {', '.join(parts)}; no file is changed by both",
         *(f"  dropped: {count}: {reason:.120}" for reason, count in gym.dropped.items()),
     ]
 

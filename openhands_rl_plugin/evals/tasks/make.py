@@ -1,35 +1,40 @@
-"""Makes a file of tasks: bugs that tests notice, and past fixes."""
+"""Makes tasks (bugs that tests notice, and past fixes), checks them by the quality gate, and lists them."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
+import json
 import random
 import re
 import shlex
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import Field, JsonValue
+from rich.table import Table
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.files import scratch_folder
+from openhands_rl_plugin.core.files import scratch_folder, write_file
 from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
+from openhands_rl_plugin.evals.swe.dataset import row_of
 from openhands_rl_plugin.evals.swe.grading import Grading, TestRun, run_tests
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import Bug, PythonSource, bugs_of, patch_of
-from openhands_rl_plugin.evals.tasks.gate import NO_OP, TaskLineage, write_tasks
 from openhands_rl_plugin.evals.tasks.source import Source, commit_files, is_test, requirements_of
+from openhands_rl_plugin.trajectories.view import table
 
 PAST_FIX = "reopen_fix"
-"""What the lineage names in place of a kind of bug where a past fix is taken back."""
+"""What a row names in place of a kind of bug where a past fix is taken back."""
+MADE_BY = "made_by"
+"""The column with the kind of bug."""
 LARGEST_SHARE = 0.6
 """The fraction of tests that may fail with the bug."""
 TRIES_PER_TASK = 20
@@ -53,14 +58,6 @@ class TaskPlan(Frozen):
     wanted: int = Field(default=4, ge=1, le=1000)
     seed: int = 1
     timeout: float = Field(default=60.0, gt=0)
-
-
-class TriedBug(NamedTuple):
-    """The result of one change: a task, or the reason for rejecting it."""
-
-    reason: str = ""
-    instance: Instance | None = None
-    lineage: TaskLineage | None = None
 
 
 type OnTried = Callable[[int, str], None]
@@ -133,21 +130,20 @@ def _passed(run: TestRun) -> set[str]:
 
 
 async def make_tasks(plan: TaskPlan, out: Path, cache: Path, on_tried: OnTried) -> int:
-    """Make the tasks of a plan and write them to ``out``, with their lineage beside it; their number.
+    """Make the tasks of a plan and write them to ``out``; their number.
 
     Up to half of them are of the newest fixes, the others of bugs. They depend on the plan alone. Raises
     ``ConfigError`` for a repository that gives no task.
     """
-    made: list[TriedBug] = []
+    made: list[Instance] = []
 
-    async def attempt(change: Awaitable[TriedBug]) -> bool:
-        result = await change
-        tests = result.instance.fail_to_pass if result.instance else None
-        if tests and any(each.instance and each.instance.fail_to_pass == tests for each in made):
-            result = TriedBug(reason="another task fails the same tests")
-        made.extend([result] if result.instance else [])
-        on_tried(len(made), result.reason)
-        return result.instance is not None
+    async def attempt(change: Awaitable[Instance | str]) -> bool:
+        task = await change
+        if isinstance(task, Instance) and any(each.fail_to_pass == task.fail_to_pass for each in made):
+            task = "another task fails the same tests"
+        made.extend([task] if isinstance(task, Instance) else [])
+        on_tried(len(made), task if isinstance(task, str) else "")
+        return isinstance(task, Instance)
 
     prepared = await prepare(plan, cache)
     for commit, time in islice(_fixes(plan.source), plan.wanted // 2 * _TRIES_PER_FIX):
@@ -160,11 +156,11 @@ async def make_tasks(plan: TaskPlan, out: Path, cache: Path, on_tried: OnTried) 
         key = hashlib.sha256(repr((bug.path, bug.function, bug.edits)).encode()).hexdigest()[:12]
         wrong = {bug.path: PythonSource(prepared.texts[bug.path]).apply(bug.edits)}
         place = (bug.path, bug.function)
-        if place not in used and await attempt(try_change(prepared, key, wrong, bug.kind, bug.function)):
+        if place not in used and await attempt(try_change(prepared, key, wrong, bug.kind)):
             used.add(place)
     if not made:
         raise ConfigError(f"{plan.source.name}: no bug gives a good task")
-    write_tasks(out, [each.instance for each in made if each.instance], [each.lineage for each in made if each.lineage])
+    write_tasks(out, made)
     return len(made)
 
 
@@ -198,54 +194,54 @@ def _fixes(source: Source) -> Iterator[tuple[str, int]]:
             yield first.split()[0], int(first.split()[1])
 
 
-async def _past_fix(plan: TaskPlan, cache: Path, commit: str, time: int) -> TriedBug:
+async def _past_fix(plan: TaskPlan, cache: Path, commit: str, time: int) -> Instance | str:
     """The task of one fix: the code before it, with the tests after it."""
     try:
         prepared = await prepare(plan, cache, commit)
     except ConfigError as error:
-        return TriedBug(reason=str(error))
+        return str(error)
     before = plan.source.texts(f"{commit}^")
     code = {
         path: before[path]
         for path, text in prepared.texts.items()
         if path.endswith(".py") and not is_test(path) and before.get(path, text) != text
     }
-    return await try_change(prepared, commit[:12], code, PAST_FIX, "", datetime.fromtimestamp(time, UTC).isoformat())
+    return await try_change(prepared, commit[:12], code, PAST_FIX, datetime.fromtimestamp(time, UTC).isoformat())
 
 
 async def try_change(
-    prepared: Prepared, key: str, wrong: Mapping[str, str], kind: str, function: str, created: str = ""
-) -> TriedBug:
-    """Run the tests twice with the texts ``wrong``, and make a task if the bug is suitable."""
+    prepared: Prepared, key: str, wrong: Mapping[str, str], kind: str, created: str = ""
+) -> Instance | str:
+    """Run the tests twice with the texts ``wrong``: a task, or the reason why it would be none."""
     right, tests = prepared.texts, prepared.tests
     bug = "".join(patch_of(path, right[path], text) for path, text in wrong.items())
     first = await prepared.run(bug)
     failing = tests - _passed(first)
     if first.cut:
-        return TriedBug(reason=first.cut)
+        return first.cut
     if not tests <= first.statuses.keys():
-        return TriedBug(reason="tests disappear with it")
+        return "tests disappear with it"
     if not failing:
-        return TriedBug(reason="no test notices it")
+        return "no test notices it"
     if len(failing) > LARGEST_SHARE * len(tests):
-        return TriedBug(reason=f"{len(failing)} of {len(tests)} tests fail")
+        return f"{len(failing)} of {len(tests)} tests fail"
     second = await prepared.run(bug)
     if second.cut or failing != tests - _passed(second):
-        return TriedBug(reason="two runs with the bug differ")
+        return "two runs with the bug differ"
     statement = _statement(prepared, first, failing)
     if statement is None or statement != _statement(prepared, second, failing):
-        return TriedBug(reason="no output of what fails is the same in two runs")
+        return "no output of what fails is the same in two runs"
     files = sorted({test.partition("::")[0] for test in failing})
     if missing := [path for path in files if path not in right]:
-        return TriedBug(reason=f"{missing[0]} is no file of Python tests")
+        return f"{missing[0]} is no file of Python tests"
     patch = "".join(patch_of(path, text, right[path]) for path, text in wrong.items())
     if leaks(statement, patch):
-        return TriedBug(reason="the output shows a line of the fix")
+        return "the output shows a line of the fix"
     test_patch = "".join(patch_of(path, None, right[path]) for path in files)
     source = prepared.plan.source.model_copy(update={"commit": prepared.instance.base_commit})
     with scratch_folder("tasks") as folder:
         base = commit_files(folder / "task.git", source, source.name, patch=patch + test_patch)
-    instance = prepared.instance.model_copy(
+    return prepared.instance.model_copy(
         update={
             "instance_id": f"{prepared.instance.instance_id}-{key[:8]}",
             "base_commit": base,
@@ -255,10 +251,9 @@ async def try_change(
             "test_patch": test_patch,
             "fail_to_pass": tuple(sorted(failing)),
             "pass_to_pass": tuple(sorted(tests - failing)),
+            "extra": {**prepared.instance.extra, MADE_BY: kind},
         }
     )
-    where = TaskLineage(instance_id=instance.instance_id, modifier=kind, path=next(iter(wrong)), function=function)
-    return TriedBug(instance=instance, lineage=where)
 
 
 def _statement(prepared: Prepared, run: TestRun, failing: Iterable[str]) -> str | None:
@@ -301,3 +296,79 @@ def changed_lines(patch: str) -> list[str]:
     return [
         line[1:].strip() for line in patch.splitlines() if line[:1] in "+-" and not line.startswith(("+++ ", "--- "))
     ]
+
+
+def write_tasks(path: Path, instances: Iterable[Instance]) -> None:
+    """Write the rows, all or none. Raises ``StorageError``."""
+    rows = (json.dumps(row_of(each), ensure_ascii=False) + "\n" for each in instances)
+    write_file(path, "".join(rows), parents=True)
+
+
+NO_OP = """diff --git a/no_op.txt b/no_op.txt
+new file mode 100644
+--- /dev/null
++++ b/no_op.txt
+@@ -0,0 +1 @@
++Nothing is changed.
+"""
+"""A patch that applies and has no effect: an empty patch would not run the tests."""
+
+
+async def check_tasks(
+    instances: Sequence[Instance],
+    backend: InstanceBackend,
+    *,
+    repeats: int = 2,
+    workers: int = 2,
+    timeout: float = 600.0,
+    on_checked: Callable[[str], object] = lambda name: None,
+) -> dict[str, tuple[str, ...]]:
+    """The quality gate: what is wrong with each task, by its id. Its own patch has to resolve it in each of ``repeats``
+    runs, one without effect in none, and no earlier task of its repository has the same fix.
+
+    ``timeout`` is in seconds for one run of the tests. Raises ``ConfigError``, and ``InfrastructureError`` without a
+    usable back end.
+    """
+    await backend.check()
+    turns, first = asyncio.Semaphore(workers), dict[tuple[str, str], str]()
+    same = {each.instance_id: first.setdefault((each.repo, each.patch), each.instance_id) for each in instances}
+
+    async def checked(instance: Instance) -> tuple[str, ...]:
+        runs = [(name, at) for name in ("oracle", "no-op") for at in range(repeats)]
+        async with turns:
+            with scratch_folder("check") as folder:
+                verdicts = [
+                    await backend.grade(
+                        instance,
+                        instance.patch if name == "oracle" else NO_OP,
+                        logs=folder / f"{name}-{at}" / instance.instance_id,
+                        timeout=timeout,
+                    )
+                    for name, at in runs
+                ]
+        on_checked(instance.instance_id)
+        oracle, no_op = verdicts[:repeats], verdicts[repeats:]
+        problems: list[str] = []
+        if (solved := sum(each.resolved for each in oracle)) < repeats:
+            why = next((f" ({each.reason})" for each in oracle if each.reason), "")
+            problems.append(f"its own patch resolves it in {solved} of {repeats} runs{why}")
+        if kinds := {each.kind for each in no_op} - {VerdictKind.UNRESOLVED}:
+            why = next((f" ({each.reason})" for each in no_op if each.reason), "")
+            problems.append(f"changing nothing gives {', '.join(sorted(kinds))}{why}")
+        if any(len({(e.kind, e.fail_to_pass, e.pass_to_pass) for e in each}) > 1 for each in (oracle, no_op)):
+            problems.append("its tests come out differently from run to run")
+        if (other := same[instance.instance_id]) != instance.instance_id:
+            problems.append(f"it is {other} once more")
+        return tuple(problems)
+
+    found = await asyncio.gather(*map(checked, instances))
+    return {instance.instance_id: problems for instance, problems in zip(instances, found, strict=True)}
+
+
+def table_of(instances: Iterable[Instance]) -> Table:
+    """One line a task: its split, how its bug was made, and how many tests fail with it and pass."""
+    rows: list[tuple[str, ...]] = []
+    for each in instances:
+        noted = (str(each.extra.get(name) or "") for name in ("split", MADE_BY))
+        rows.append((each.instance_id, *noted, str(len(each.fail_to_pass)), str(len(each.pass_to_pass))))
+    return table(("task", "split", "made by", "fail", "pass"), rows, numbers=("fail", "pass"))

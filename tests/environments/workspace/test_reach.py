@@ -19,7 +19,7 @@ from openhands_rl_plugin.environments.workspace.shell import Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room, find_python
 from openhands_rl_plugin.evals.swe.types import Instance
-from openhands_rl_plugin.evals.tasks.gate import NO_OP
+from openhands_rl_plugin.evals.tasks.make import NO_OP
 
 pytestmark = needs_bubblewrap
 Attempt = Callable[[Path, list[str]], str]

@@ -7,17 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
-from openhands_rl_plugin.evals.tasks.gate import (
-    NO_OP,
-    TaskLineage,
-    TasksLineage,
-    check_tasks,
-    lineage_path,
-    read_lineage,
-    write_tasks,
-)
+from openhands_rl_plugin.evals.tasks.make import NO_OP, check_tasks
 
 Judge = Callable[[Instance, str, int], VerdictKind]
 
@@ -51,34 +42,15 @@ def instance(name: str, **changes: str | tuple[str, ...]) -> Instance:
         "instance_id": name,
         "repo": "sdist/a",
         "base_commit": "1" * 40,
-        "problem_statement": f"{name} is wrong: " + " ".join(f"{name}{at}" for at in range(30)),
         "patch": f"patch of {name}",
         "fail_to_pass": (f"t.py::{name}",),
     }
     return Instance.model_validate({**row, **changes})
 
 
-def written(path: Path, *instances: Instance) -> Path:
-    known = [TaskLineage(instance_id=each.instance_id, path="a.py", function=each.instance_id) for each in instances]
-    write_tasks(path, instances, known)
-    return path
-
-
-async def problems(path: Path, judge: Judge = good) -> dict[str, str]:
-    lineage = await check_tasks(path, KnownBackend(judge), repeats=3)
-    assert lineage.checked == (not any(task.check and task.check.problems for task in lineage.tasks))
-    return {
-        task.instance_id: "; ".join(task.check.problems if task.check else ("unchecked",)) for task in lineage.tasks
-    }
-
-
-async def test_good_tasks_pass_and_are_remembered(tmp_path: Path) -> None:
-    path = written(tmp_path / "t.jsonl", instance("one"), instance("two"))
-    assert await problems(path) == {"one": "", "two": ""}
-    assert (read_lineage(path) or TasksLineage()).checked
-    lineage_path(path).write_text("[]")
-    with pytest.raises(ConfigError, match="openhands-rl tasks check"):
-        read_lineage(path)
+async def problems(*tasks: Instance, judge: Judge = good) -> dict[str, str]:
+    found = await check_tasks(tasks, KnownBackend(judge), repeats=3)
+    return {name: "; ".join(each) for name, each in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -90,13 +62,11 @@ async def test_good_tasks_pass_and_are_remembered(tmp_path: Path) -> None:
         (lambda i, p, at: VerdictKind.INFRASTRUCTURE if p == NO_OP else good(i, p, at), "gives infrastructure"),
     ],
 )
-async def test_a_bad_task_is_named(judge: Judge, reason: str, tmp_path: Path) -> None:
-    path = written(tmp_path / "t.jsonl", instance("one"))
-    assert reason in (await problems(path, judge))["one"]
+async def test_a_bad_task_is_named(judge: Judge, reason: str) -> None:
+    assert reason in (await problems(instance("one"), judge=judge))["one"]
 
 
-@pytest.mark.parametrize("same", ["patch", "fail_to_pass", "problem_statement"])
-async def test_duplicates_are_named(same: str, tmp_path: Path) -> None:
-    again = instance("two", **{same: getattr(instance("one"), same)})
-    path = written(tmp_path / "t.jsonl", instance("one"), again, instance("three"))
-    assert await problems(path) == {"one": "", "two": "it is one once more", "three": ""}
+async def test_good_tasks_pass_and_one_with_the_fix_of_another_does_not() -> None:
+    again = instance("two", patch=instance("one").patch)
+    found = await problems(instance("one"), again, instance("three"))
+    assert found == {"one": "", "two": "it is one once more", "three": ""}

@@ -39,18 +39,3 @@ def test_too_few_are_counted_in_one_line(count: int, files: int) -> None:
     with pytest.raises(ConfigError, match=f"of {count} good ones.*at least 4 and 4 are needed") as refused:
         split_tasks(injected(count, files), 32, 16, seed=1)
     assert "\n" not in str(refused.value)
-
-
-def in_function(at: int, function: str, file: str = "one.py") -> SplitTask:
-    return SplitTask(id=f"bug-{at}", files=frozenset({file}), function=function)
-
-
-def test_one_file_is_split_by_function_and_a_nested_one_goes_with_its_outer() -> None:
-    tasks = [in_function(at, f"Table.method_{at}") for at in range(6)]
-    tasks += [in_function(6, "render"), in_function(7, "render.cell"), in_function(8, "render.cell.width")]
-    tasks.append(fix(9, "one.py"))
-    split = split_tasks(tasks, 5, 4, seed=1)
-    assert split.by == "function" and "fix-9" not in (*split.training, *split.held_out)
-    assert len(split.training) == 5 and len(split.held_out) == 4
-    bugs = {"bug-6", "bug-7", "bug-8"}
-    assert bugs <= set(split.training) or bugs <= set(split.held_out)
