@@ -26,7 +26,7 @@ llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperatur
 repository task takes the limits that are set; prices and timeouts of the model are those of [llm]. A run with another
 strategy, model, seed or limit is not continued: give each experiment its own --note.
 
---report and --compare read folders of runs, or output.jsonl files of this harness or of OpenHands' own. Runs whose
+--report and --compare read folders of runs, or output.jsonl files. Runs whose
 folders differ only in -run_<i> are one group. Intervals are bootstraps over tasks; pass@k is an exact expectation
 over subsets. With one run on either side the p-value is from McNemar's exact test, with several from a
 sign permutation test over the tasks' differences.

@@ -202,17 +202,15 @@ def read_metadata(file: Path) -> JsonObject:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
 
 
-def outcome_of_row(row: JsonObject, run: int = 0) -> Outcome:
-    """The attempt in a line of ``output.jsonl``. Fields that OpenHands' harness does not write keep their defaults.
-
-    Raises ``ConfigError``.
-    """
-    result = json_object(row.get("test_result"))
-    own = result.get("outcome")
+def outcome_of_row(row: JsonObject) -> Outcome:
+    """The attempt in a line of ``output.jsonl``. Raises ``ConfigError``, also for a line of OpenHands' own harness."""
     try:
-        return Outcome.model_validate(own) if isinstance(own, dict) else _foreign(row, result, run)
+        return Outcome.model_validate(json_object(row.get("test_result")).get("outcome"))
     except ValidationError as error:
-        raise ConfigError(f"{row['instance_id']}: test_result.outcome is damaged; remove the line") from error
+        raise ConfigError(
+            f"{row['instance_id']}: no test_result.outcome as `openhands-rl evaluate` writes it; "
+            "`openhands-rl import` reads files of OpenHands' own harness"
+        ) from error
 
 
 def _run(file: Path, at: int) -> RunRecord:
@@ -224,38 +222,8 @@ def _run(file: Path, at: int) -> RunRecord:
         index=index,
         directory=directory,
         metadata=read_metadata(directory / METADATA),
-        outcomes=tuple(outcome_of_row(row, index) for row in read_rows(file)),
+        outcomes=tuple(map(outcome_of_row, read_rows(file))),
     )
-
-
-def _foreign(row: JsonObject, result: JsonObject, run: int) -> Outcome:
-    error, patch = row.get("error"), str(result.get("git_patch") or result.get("model_patch") or "").strip()
-    late = isinstance(error, str) and error.startswith("Timeout after")
-    return Outcome(
-        instance_id=str(row["instance_id"]),
-        run=run,
-        kind=_foreign_kind(row, result, bool(patch), late),
-        reason=error if isinstance(error, str) else "",
-    )
-
-
-def _foreign_kind(row: JsonObject, result: JsonObject, patched: bool, timed_out: bool) -> VerdictKind:
-    report = json_object(result.get("report") or row.get("report"))
-    flags = {
-        "error_eval": VerdictKind.INFRASTRUCTURE,
-        "resolved": VerdictKind.RESOLVED,
-        "empty_generation": VerdictKind.EMPTY_PATCH,
-        "failed_apply_patch": VerdictKind.UNAPPLIED,
-        "test_timeout": VerdictKind.TIMED_OUT,
-    }
-    for name, kind in flags.items():
-        if report.get(name) is True:
-            return kind
-    if isinstance(report.get("resolved"), bool):
-        return VerdictKind.UNRESOLVED
-    if not patched and (row.get("error") is None or timed_out):
-        return VerdictKind.EMPTY_PATCH
-    return VerdictKind.UNGRADED
 
 
 def json_object(value: JsonValue) -> JsonObject:

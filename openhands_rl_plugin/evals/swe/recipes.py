@@ -231,9 +231,10 @@ def _swe_bench(instance: Instance, read_file: ReadFile) -> Recipe:
         raise ConfigError(f"{instance.instance_id}: no recipe for {what}; give the row a test_command of its own")
     with _files_from(read_file):
         spec = swebench("test_spec.test_spec").make_test_spec(row_of(instance), namespace="swebench")
+    # Of other languages, and where conda's packages are needed, there are images only.
+    local = "python" in specs and specs.get("packages") != "environment.yml"
     return Recipe(
-        # Of other languages there are images only.
-        environment_script=spec.setup_env_script if "python" in specs else "",
+        environment_script=spec.setup_env_script if local else "",
         install_script=spec.install_repo_script,
         evaluation_script=spec.eval_script,
         python=str(specs.get("python", "")),

@@ -16,7 +16,7 @@ from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.report.figures import compare, figures_of, mcnemar, sign_permutation
 from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.run_files import RunRecord, read_runs
+from openhands_rl_plugin.evals.runs.run_files import RunRecord
 from openhands_rl_plugin.evals.swe.types import VerdictKind
 
 RESOLVED, UNRESOLVED = VerdictKind.RESOLVED, VerdictKind.UNRESOLVED
@@ -34,6 +34,10 @@ def write(folder: Path, rows: Sequence[dict], metadata: dict | None = None) -> P
     if metadata is not None:
         (folder / "metadata.json").write_text(json.dumps(metadata))
     return folder
+
+
+def row_of(name: str, kind: VerdictKind) -> dict:
+    return {"instance_id": name, "test_result": {"git_patch": "x", "outcome": {"instance_id": name, "kind": kind}}}
 
 
 def test_what_is_unknown_is_in_no_rate_of_success():
@@ -80,7 +84,7 @@ def test_a_comparison_is_over_tasks_of_both():
 
 
 def test_sides_are_named_by_what_differs(tmp_path: Path):
-    rows = [{"instance_id": "t0", "test_result": {"report": {"resolved": True}}}]
+    rows = [row_of("t0", RESOLVED)]
 
     def side(agent: str, note: str = "v1", **details: object) -> Path:
         name = f"qwen_maxiter_50_N_{note}-run_0"
@@ -100,31 +104,11 @@ def test_sides_are_named_by_what_differs(tmp_path: Path):
         assert [group["label"] for group in found["groups"]] == list(named)
 
 
-def test_openhands_own_output_is_read(tmp_path: Path):
-    stuck = "AgentStuckInLoopError: Agent got stuck in a loop"
-    rows = [
-        {"instance_id": "a", "test_result": {"git_patch": "diff", "report": {"resolved": True}}},
-        {"instance_id": "b", "test_result": {"git_patch": "", "report": {"empty_generation": True, "resolved": False}}},
-        {"instance_id": "c", "test_result": {"git_patch": "d", "report": {"error_eval": True, "resolved": False}}},
-        {"instance_id": "d", "test_result": {}, "error": "Timeout after 60 seconds"},
-        {"instance_id": "e", "test_result": {"git_patch": "d"}, "error": stuck},
-        {"instance_id": "f", "test_result": {"git_patch": "d"}, "report": {"resolved": False, "test_timeout": True}},
-    ]
-    folder = write(tmp_path / "gpt_maxiter_30_N_v-run_3", rows)
-    (record,) = read_runs((folder,))
-    kinds = [outcome.kind.value for outcome in record.outcomes]
-    assert kinds == ["resolved", "empty_patch", "infrastructure", "empty_patch", "ungraded", "timed_out"]
-    assert record.index == 3 and record.outcomes[4].reason == stuck
-
-
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     metadata = {"agent_class": "RLAgent", "llm_config": {"model": "m"}, "dataset": "d", "data_split": "test"}
     for name, resolved in (("a", [False, False, True]), ("b", [True, True, True])):
         for number in range(2):
-            rows = [
-                {"instance_id": f"<t{at}>", "test_result": {"git_patch": "x", "report": {"resolved": each}}}
-                for at, each in enumerate(resolved)
-            ]
+            rows = [row_of(f"<t{at}>", RESOLVED if each else UNRESOLVED) for at, each in enumerate(resolved)]
             write(tmp_path / name / f"m_maxiter_5_N_{name}-run_{number}", rows, metadata)
     assert main(["evaluate", "--report", str(tmp_path / "a"), "--out", str(tmp_path / "out")]) == 0
     compared = capsys.readouterr().out
@@ -148,9 +132,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('{"instance_id": "a", "test_result": {}}\n{broken\n', "line 2 is not JSON"),
+        (f"{json.dumps(row_of('a', RESOLVED))}\n{{broken\n", "line 2 is not JSON"),
         (None, "no run of an evaluation"),
-        ('{"instance_id": "a", "test_result": {"outcome": {"kind": "nice"}}}\n', "a: test_result.outcome is damaged"),
+        ('{"instance_id": "a", "test_result": {"report": {"resolved": true}}}\n', "`openhands-rl import`"),
     ],
 )
 def test_bad_files_are_one_clear_line(

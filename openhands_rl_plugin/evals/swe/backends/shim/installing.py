@@ -1,8 +1,8 @@
 """``installing.py conda|pip WORDS...``: conda and pip of the official scripts by way of uv, which can leave out what
 the index did not have at a date (``UV_EXCLUDE_NEWER``). It runs inside the sandbox by the Python of this package.
 
-It translates what the scripts of swebench 4.1.0 contain: conda's ``create``, ``install``, ``env create`` and ``env
-update`` (xarray and matplotlib have an ``environment.yml``), pip's ``install`` and ``uninstall``. Anything else fails.
+It translates what the scripts of swebench 4.1.0 contain, but for an ``environment.yml``: conda's ``create``, pip's
+``install`` and ``uninstall``. Anything else fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,18 +22,6 @@ OFFLINE = bool(os.environ.get("UV_OFFLINE"))
 SEEDS = ("pip", "setuptools", "wheel")
 """What conda puts into every environment with Python."""
 
-RENAMED = {
-    **{"dask-core": "dask", "iris": "scitools-iris", "matplotlib-base": "matplotlib", "pyqt": "PyQt5"},
-    "seaborn-base": "seaborn",
-}
-"""Names on conda-forge -> names on PyPI."""
-NO_PACKAGES = {
-    *("cfgrib", "eccodes", "esmpy", "ffmpeg", "graphviz", "hdf5", "imagemagick", "libnetcdf", "make", "pandoc"),
-    *("python", "texlive-core", "tk"),
-}
-"""On conda-forge no Python packages, or one that needs one of these."""
-
-VALUES_OF_CONDA = ("-n", "--name", "-c", "--channel", "-f", "--file")
 WITHOUT_EFFECT = {"--no-use-pep517", "--verbose", "-v"}
 LEGACY = ("--config-setting", "editable_mode=compat")
 """Makes setuptools link an editable project's folder, as ``setup.py develop`` does, instead of installing a finder."""
@@ -44,71 +31,24 @@ def main(words: list[str]) -> int:
     """Run one command; the exit status is that of the program which did it last."""
     if constraints := os.environ.get("PIP_CONSTRAINT"):
         os.environ["UV_CONSTRAINT"] = os.environ["UV_BUILD_CONSTRAINT"] = constraints
-    command = " ".join(words[1:3] if words[1:2] == ["env"] else words[1:2])
-    if words[0] == "conda" and command in ("create", "install", "env create", "env update"):
-        return conda(command, words[2:])
-    if words[0] == "pip" and command == "install":
-        return install(words[2:])
-    if words[0] == "pip" and command == "uninstall":
-        return uv("uninstall", *(word for word in words[2:] if not word.startswith("-")))
-    say(f"{' '.join(words)} cannot be run here: {words[0]} {command} is not translated")
+    match words:
+        case ["conda", "create", *rest]:
+            return create(rest)
+        case ["pip", "install", *rest]:
+            return install(rest)
+        case ["pip", "uninstall", *rest]:
+            return uv("uninstall", *(word for word in rest if not word.startswith("-")))
+    say(f"{' '.join(words)} cannot be run here: it is not translated")
     return 1
 
 
-def conda(command: str, words: list[str]) -> int:
-    """One command for the environment ``testbed``. What conda has and PyPI has not is left out."""
-    if command != "install" and not ENVIRONMENT.exists():
-        made = subprocess.run([os.environ["SHIM_PYTHON"], "-m", "venv", "--without-pip", str(ENVIRONMENT)], check=False)
-        if made.returncode or ("--no-default-packages" not in words and uv("install", *SEEDS)):
-            return 1
-    values = [(name, value) for name, value in pairwise(["", *words]) if not value.startswith("-")]
-    packages, requirements = [value for name, value in values if name not in VALUES_OF_CONDA], list[str]()
-    if command.startswith("env"):
-        file = next((value for name, value in values if name in ("-f", "--file")), "environment.yml")
-        packages, requirements = dependencies(Path(file).read_text("utf-8"))
-    install_parts([each for each in map(requirement, packages) if each])
-    install_parts(requirements)
-    return 0
-
-
-def requirement(specification: str) -> str | None:
-    """``numpy=1.19`` or ``conda-forge::numpy >=1.19`` -> a requirement of pip; ``None`` for what pip cannot install."""
-    text = specification.split("::")[-1].strip().strip("'\"")
-    match = re.fullmatch(r"([A-Za-z0-9_.\-]+(?:\[[^\]]*\])?)\s*(.*)", text)
-    if match is None:
-        return text if "://" in text else None
-    name, constraint = match[1].lower(), match[2].replace(" ", "")
-    # conda's `=1.19` is a prefix, and a build string may follow.
-    if single := re.fullmatch(r"=([^=<>!,]+)(?:=.*)?", constraint):
-        constraint = f"=={single[1].removesuffix('.*').removesuffix('*').rstrip('.')}.*"
-    return None if name in NO_PACKAGES else RENAMED.get(name, name) + constraint
-
-
-def dependencies(text: str) -> tuple[list[str], list[str]]:
-    """The lists below ``dependencies:`` and below its ``pip:``, in the plain YAML that such files are written in."""
-    text = re.sub(r"(^|\s)#.*", "", text, flags=re.MULTILINE)
-    listed = re.split(r"\n(?=[^\s-])", text.partition("\ndependencies:")[2])[0]
-    items = re.findall(r"^( *)-\s*['\"]?(.*?)['\"]?\s*$", listed, re.MULTILINE)
-    first = items[0][0] if items else ""
-    packages = [item for indent, item in items if indent == first and item != "pip:"]
-    return packages, [item for indent, item in items if indent != first]
-
-
-def install_parts(wanted: list[str]) -> None:
-    """All together, so that their versions fit; when one of them does not install, each half by itself."""
-    if not wanted:
-        return
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", dir="/tmp") as file:
-        file.write("\n".join(wanted) + "\n")
-        file.flush()
-        if not uv("install", "-r", file.name):
-            return
-    if len(wanted) == 1:
-        say(f"{wanted[0]} is left out: it does not install")
-        return
-    middle = len(wanted) // 2
-    install_parts(wanted[:middle])
-    install_parts(wanted[middle:])
+def create(words: list[str]) -> int:
+    """Make the environment ``testbed`` with the named packages."""
+    unwanted = ("-", "python=", ENVIRONMENT.name)
+    packages = [word for word in words if not word.startswith(unwanted)]
+    packages += SEEDS if "--no-default-packages" not in words else ()
+    made = subprocess.run([os.environ["SHIM_PYTHON"], "-m", "venv", "--without-pip", str(ENVIRONMENT)], check=False)
+    return made.returncode or (uv("install", *packages) if packages else 0)
 
 
 def install(words: list[str]) -> int:
