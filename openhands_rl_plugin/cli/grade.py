@@ -20,10 +20,15 @@ from pathlib import Path
 from openhands_rl_plugin.cli.options import add_repositories, backend_of, positive
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.runs.plan import Selection
-from openhands_rl_plugin.evals.swe.dataset import PatchPrediction, read_instances, read_predictions
-from openhands_rl_plugin.evals.swe.run_evaluation import grade_all, summary
-from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.runs.plan import select
+from openhands_rl_plugin.evals.swe.grading import grade_all, summary
+from openhands_rl_plugin.evals.swe.instances import (
+    PatchPrediction,
+    PatchVerdict,
+    VerdictKind,
+    read_instances,
+    read_predictions,
+)
 from openhands_rl_plugin.trajectories.view import progress_bar
 
 RESUME = "the same command continues where it stopped"
@@ -52,8 +57,7 @@ async def run(args: argparse.Namespace) -> int:
     """Grade; exit code 1 when nothing got a verdict. Raises ``RLError`` for files that cannot be read."""
     if not re.fullmatch(r"\w[\w.-]*", args.run_id):
         raise ConfigError(f"--run-id {args.run_id!r}: letters, digits, dots, dashes and underscores only")
-    chosen = Selection(include=tuple(args.ids))
-    instances = chosen.of(read_instances(args.instances), lambda each: each.instance_id)
+    instances = select(read_instances(args.instances), lambda each: each.instance_id, args.ids)
     predictions = read_predictions(args.predictions, instances)
     asked = {each.instance_id for each in predictions}
     rows = [instance for instance in instances if instance.instance_id in asked]

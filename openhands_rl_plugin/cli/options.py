@@ -28,7 +28,7 @@ from openhands_rl_plugin.core.types import FailureKind
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
+    from openhands_rl_plugin.evals.swe.instances import Instance, InstanceBackend
 
 
 def at_least[Number: (int, float)](least: Number, read: Callable[[str], Number]) -> Callable[[str], Number]:
@@ -36,7 +36,8 @@ def at_least[Number: (int, float)](least: Number, read: Callable[[str], Number])
 
     def number(text: str) -> Number:
         if not least <= (found := read(text)) <= sys.maxsize:
-            raise argparse.ArgumentTypeError(f"must be at least {least:g}, got {text:.40}")
+            bound = f"at most {sys.maxsize}" if found > sys.maxsize else f"at least {least:g}"
+            raise argparse.ArgumentTypeError(f"must be {bound}, got {text:.40}")
         return found
 
     return number
@@ -290,7 +291,7 @@ def backend_of(
 
     ``network``: tests may use it.
     """
-    from openhands_rl_plugin.evals.runs.backends import make_backend
+    from openhands_rl_plugin.evals.runs.suites import make_backend
 
     given = {"mirror": args.mirror, "cache": args.cache, "network": network}
     found = [each for each in instances if each is not None]

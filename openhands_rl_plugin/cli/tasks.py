@@ -17,10 +17,9 @@ from pathlib import Path
 
 from openhands_rl_plugin.cli.options import above_zero, checked, positive
 from openhands_rl_plugin.cli.terminal import ENDING
-from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.suites import own_suite, rows_file
-from openhands_rl_plugin.evals.swe.backends.local import default_cache
-from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.runs.suites import make_backend, own_suite, rows_file
+from openhands_rl_plugin.evals.swe.backends import default_cache
+from openhands_rl_plugin.evals.swe.instances import read_instances
 from openhands_rl_plugin.evals.tasks.make import TaskPlan, check_tasks, make_tasks, table_of
 from openhands_rl_plugin.evals.tasks.source import find_source
 from openhands_rl_plugin.trajectories.view import console, progress_bar

@@ -15,7 +15,7 @@ from page_session import DOCS, NEEDS, ROOT, Session, blocks, language_of, missin
 from train_store import store_of
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.swe.backends.sandbox import find_uv
+from openhands_rl_plugin.evals.swe.backends import find_uv
 from openhands_rl_plugin.testing import example_trajectory
 
 RUN = ("console", "python")

@@ -10,7 +10,8 @@ import uuid
 from pathlib import Path
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.evals.swe.types import Checkout, Flag, Instance, PatchVerdict, TestsStatus, VerdictKind
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.evals.swe.instances import Flag, Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
 
 WHO = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -62,7 +63,7 @@ class GitBackend:
     async def check(self) -> None:
         return None
 
-    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+    async def checkout(self, instance: Instance, directory: Path) -> TaskWorkspace:
         if self.lost_checkouts:
             self.lost_checkouts -= 1
             raise InfrastructureError("the mirror is away")
@@ -70,7 +71,8 @@ class GitBackend:
             raise ConfigError("nothing is known about this row")
         self.checked_out.append(instance.instance_id)
         await asyncio.to_thread(self._clone, instance, directory)
-        return Checkout(directory=directory, variables={"INSTANCE": instance.instance_id})
+        variables = {"INSTANCE": instance.instance_id}
+        return TaskWorkspace(root=directory.parent, repository=directory.name, variables=variables)
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         if self.outages:

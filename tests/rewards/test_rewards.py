@@ -12,7 +12,7 @@ from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.judgements import newest_outcome
 from openhands_rl_plugin.core.types import Node, Score, StopReason, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.evals.runs.evaluate import report_of, with_verdict
-from openhands_rl_plugin.evals.swe.types import PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.instances import PatchVerdict, VerdictKind
 from openhands_rl_plugin.rewards.command import CommandOptions, CommandReward
 from openhands_rl_plugin.rewards.matching import MatchingOptions, MatchingReward
 from openhands_rl_plugin.rewards.outcome import (

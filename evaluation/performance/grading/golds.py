@@ -19,10 +19,9 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.dataset import read_instances, read_rows
-from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict
+from openhands_rl_plugin.evals.swe.backends import LocalBackend
+from openhands_rl_plugin.evals.swe.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.instances import Instance, PatchVerdict, read_instances, read_rows
 
 NOTHING = """\
 diff --git a/a_note_of_nobody.md b/a_note_of_nobody.md

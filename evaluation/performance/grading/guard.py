@@ -18,8 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.backends import LocalBackend
+from openhands_rl_plugin.evals.swe.guard import RewardHackGuard
 
 
 def patches(folder: Path, only: str) -> dict[str, dict[str, Callable[[], str]]]:

@@ -15,11 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.runs.suites import local_rows
-from openhands_rl_plugin.evals.swe.backends.local import default_cache
-from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict
+from openhands_rl_plugin.evals.runs.suites import local_rows, make_backend
+from openhands_rl_plugin.evals.swe.backends import default_cache
+from openhands_rl_plugin.evals.swe.instances import Instance, InstanceBackend, PatchVerdict, read_instances
 from openhands_rl_plugin.evals.tasks.make import NO_OP
 
 

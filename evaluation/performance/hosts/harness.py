@@ -29,13 +29,12 @@ from rich.table import Table
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.evals.runs.backends import make_backend
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.evals.runs.evaluate import evaluate, process_count
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, bounded
-from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
-from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, InstanceBackend, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.runs.run_files import Outcome
+from openhands_rl_plugin.evals.runs.suites import EvalTask, Suite, make_backend, swe_task
+from openhands_rl_plugin.evals.swe.instances import Instance, InstanceBackend, PatchVerdict, VerdictKind, read_instances
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 REPLIES = [
@@ -69,10 +68,10 @@ class Clones:
     async def check(self) -> None:
         """Nothing is needed but git."""
 
-    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+    async def checkout(self, instance: Instance, directory: Path) -> TaskWorkspace:
         """A clone."""
         await asyncio.to_thread(_git, directory.parent, "clone", "--quiet", str(self._origin), str(directory))
-        return Checkout(directory=directory)
+        return TaskWorkspace(root=directory.parent, repository=directory.name)
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """Not judged."""

@@ -47,14 +47,14 @@ def attempts(count: int, length: int, share: float, vocabulary: int, seed: int) 
     return [common + some(length - len(common)) for _ in range(count)]
 
 
-def ways(model: Path, scratch: Path, length: int) -> tuple[dict[str, Way], int]:
+def ways(model: Path, scratch: Path) -> tuple[dict[str, Way], int]:
     """The ways to score, by name, and the size of the vocabulary."""
     adapter = AdapterWriter(model, scratch).write("verifier")
     prompts = prompts_for(str(model), 2**20)
     known = {"model": str(model), "sha256": weights_sha256(adapter), "max_length": prompts.max_length}
     card = VerifierCard.model_validate({**known, "yes": prompts.yes, "no": prompts.no, "trained_on": ()})
     card.save(adapter)
-    verifier = VerifierModel(adapter, tokens_per_pass=64 * length)
+    verifier = VerifierModel(adapter)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=verifier.dtype, local_files_only=True)
     plain = PeftModel.from_pretrained(base, str(adapter)).eval()
 
@@ -119,7 +119,7 @@ def main() -> None:
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="verifier-benchmark-") as scratch:
         model = options.model or tiny_model(Path(scratch) / "model")
-        found, vocabulary = ways(model, Path(scratch), options.length)
+        found, vocabulary = ways(model, Path(scratch))
         for share in options.shares:
             figures[f"{share:g}"] = measured = measure(found, vocabulary, options, share)
             print(f"{options.attempts} prompts of {options.length} tokens, {share:.0%} of each common to all:")

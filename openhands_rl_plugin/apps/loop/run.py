@@ -26,10 +26,9 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.evals.runs.evaluate import EvalRunner, judging_reward, options_of
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.suites import TESTS
-from openhands_rl_plugin.evals.swe.types import InstanceBackend
+from openhands_rl_plugin.evals.runs.suites import TESTS, EvalTask
+from openhands_rl_plugin.evals.swe.instances import InstanceBackend
 from openhands_rl_plugin.hosts.pool import open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.adapters.publisher import publisher_for

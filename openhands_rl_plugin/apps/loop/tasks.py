@@ -17,12 +17,12 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.plan import Selection
+from openhands_rl_plugin.evals.runs.plan import select
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     FILE_SPLITS,
     LOCAL,
+    EvalTask,
     Suite,
     environment_tasks,
     find_suite,
@@ -30,7 +30,7 @@ from openhands_rl_plugin.evals.runs.suites import (
     own_suite,
     swe_tasks,
 )
-from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.swe.instances import read_instances
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.run import LoopJob
@@ -97,8 +97,8 @@ def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
     """The tasks in the order of the run's seed. Raises ``ConfigError`` for a suite that has too few."""
     splits = _splits(source)
     suite = find_suite(source.suite, source.split or (splits[0] if splits else None))
-    chosen = Selection(include=source.include, exclude=source.exclude)
-    pool = [*chosen.of(_entries(suite, settings, source.count, source.rows), lambda entry: entry.task.id)]
+    entries = _entries(suite, settings, source.count, source.rows)
+    pool = [*select(entries, lambda entry: entry.task.id, source.include, source.exclude)]
     if source.held_out_rows is not None:
         others = _entries(suite, settings, None, source.held_out_rows)
         held_out = _apart(suite, others)[: settings.loop.held_out]

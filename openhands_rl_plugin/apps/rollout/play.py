@@ -24,25 +24,24 @@ from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Score, Task, Trajectory
-from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.evaluate import open_eval_runner
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, bounded
 from openhands_rl_plugin.evals.runs.suites import (
     ENDINGS,
     ENVIRONMENT,
     LOCAL,
     TESTS,
+    EvalTask,
     Suite,
     find_suite,
     folder_name,
     indexed_tasks,
+    make_backend,
     own_suite,
     swe_task,
     swe_tasks,
 )
-from openhands_rl_plugin.evals.swe.dataset import instance_of, read_rows
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance, instance_of, read_rows
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.engines.client import listed_models
 from openhands_rl_plugin.rollout.scoring import judge

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.run import check_trainable
         from openhands_rl_plugin.evals.runs.run_files import held
-    from openhands_rl_plugin.evals.swe.backends.local import default_cache
+    from openhands_rl_plugin.evals.swe.backends import default_cache
     from openhands_rl_plugin.evals.tasks.source import find_source
 
     source = find_source(str(args.repo), args.commit, args.cache or default_cache())
@@ -163,7 +163,7 @@ def _fitted(args: argparse.Namespace, settings: RLSettings) -> tuple[Path, RLSet
 def _gym(args: argparse.Namespace, source: Source, directory: Path) -> Gym:
     """The tasks, made or found. A run keeps the commit that it began with."""
     from openhands_rl_plugin.contrib.improve.gym import WantedTasks, make_gym
-    from openhands_rl_plugin.evals.swe.backends.local import default_cache
+    from openhands_rl_plugin.evals.swe.backends import default_cache
     from openhands_rl_plugin.trajectories.view import progress_bar
 
     wanted = checked(

@@ -18,12 +18,20 @@ from openhands_rl_plugin.core.errors import StorageError, describe
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.core.records import HELD_OUT
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.runs.backends import make_backend
-from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.runs.suites import make_backend
+from openhands_rl_plugin.evals.swe.instances import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
-from openhands_rl_plugin.evals.tasks.make import TaskPlan, check_tasks, make_tasks, write_tasks
+from openhands_rl_plugin.evals.tasks.make import (
+    LEAST_HELD_OUT,
+    LEAST_TRAINING,
+    SplitTask,
+    TaskPlan,
+    check_tasks,
+    make_tasks,
+    split_tasks,
+    write_tasks,
+)
 from openhands_rl_plugin.evals.tasks.source import Source
-from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
 from openhands_rl_plugin.trajectories.view import ProgressBar
 
 _SOURCE, _MADE, _GYM = "source.json", "made.jsonl", "gym.json"

@@ -39,7 +39,7 @@ from openhands_rl_plugin.contrib.repair.rows import spec_of, statement
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node, Trajectory
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance
 from openhands_rl_plugin.evals.tasks.bugs import parse
 from openhands_rl_plugin.training.loop.loop import Lessons
 

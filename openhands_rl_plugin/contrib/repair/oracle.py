@@ -19,7 +19,7 @@ from openhands_rl_plugin.contrib.repair.rows import RUN_TESTS, spec_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.servers import listening, serving
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance
 
 ORACLE = "repair-oracle"
 WRONG_FIX = 0.6

@@ -11,8 +11,7 @@ from pydantic import Field, ValidationError
 from openhands_rl_plugin.contrib.repair.bugs import function_told
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject
-from openhands_rl_plugin.evals.swe.dataset import read_instances
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance, read_instances
 
 REPAIR = "repair"
 COLUMN = "repair"

@@ -37,16 +37,16 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     OF_A_PREFIX,
     SandboxLimits,
     check_bubblewrap,
+    installed_parts,
+    is_system,
     limited,
     prefix_mounts,
     sandboxed,
 )
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.suites import OwnSuite, Suite, swe_task
-from openhands_rl_plugin.evals.swe.backends.sandbox import with_own_interpreter
-from openhands_rl_plugin.evals.swe.grading import grade_and_log
-from openhands_rl_plugin.evals.swe.run_evaluation import InstanceLogs
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace, WorkspaceMount
+from openhands_rl_plugin.evals.runs.suites import EvalTask, OwnSuite, Suite, swe_task
+from openhands_rl_plugin.evals.swe.grading import InstanceLogs, grade_and_log
+from openhands_rl_plugin.evals.swe.instances import Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
 from openhands_rl_plugin.evals.tasks.source import commit_files, git_output
 
@@ -64,7 +64,7 @@ class RepairBackend:
         """Raise ``ConfigError`` when instances cannot run here."""
         await asyncio.to_thread(check_bubblewrap)
 
-    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+    async def checkout(self, instance: Instance, directory: Path) -> TaskWorkspace:
         """The repository with the bug, and this interpreter. Raises ``InfrastructureError``, ``ConfigError``."""
         write_repository(spec_of(instance), directory)
         commit = await asyncio.to_thread(commit_files, directory / ".git", directory, "start", who=REPAIR)
@@ -73,9 +73,15 @@ class RepairBackend:
                 f"{instance.instance_id}: its files give commit {commit[:12]}, not {instance.base_commit[:12]}; the row"
                 " has been changed"
             )
-        checkout = with_own_interpreter(directory)
+        prefix = Path(sys.base_prefix).resolve()
+        parts = [] if is_system(prefix.parts[1]) else installed_parts(prefix)
         # A compiled module counts as that of another text of the same size and second: edits may be that quick.
-        return checkout.model_copy(update={"variables": {**checkout.variables, "PYTHONDONTWRITEBYTECODE": "1"}})
+        return TaskWorkspace(
+            root=directory.parent,
+            repository=directory.name,
+            mounts=tuple(WorkspaceMount(host=part, inside=str(part)) for part in parts),
+            variables={"PATH": f"{prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:
         """The verdict on ``patch``; ``logs`` is the instance's folder. Never raises for what a patch does."""

@@ -45,8 +45,7 @@ from openhands_rl_plugin.core.judgements import opinions
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject
-from openhands_rl_plugin.evals.report.figures import Comparison
-from openhands_rl_plugin.evals.runs.run_files import OUTPUT, RunRecord, read_rows
+from openhands_rl_plugin.evals.runs.run_files import OUTPUT, Comparison, RunRecord, read_rows
 from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, evaluations, success_of
 
 MOST_EXPORTED = 50 * 1024 * 1024

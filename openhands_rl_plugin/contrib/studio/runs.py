@@ -26,17 +26,20 @@ from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import over_tasks
 from openhands_rl_plugin.core.types import Adapter, JsonObject
-from openhands_rl_plugin.evals.report.figures import (
+from openhands_rl_plugin.evals.runs.run_files import (
+    OUTPUT,
     Comparison,
     EvaluationFigures,
+    Outcome,
+    RunRecord,
     compare,
     comparison_rows,
     figures_of,
     grouped,
+    read_rows,
+    read_runs,
     rows_of,
 )
-from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.run_files import OUTPUT, RunRecord, read_rows, read_runs
 from openhands_rl_plugin.models.adapters.store import MANIFEST, PROBE, AdapterStore
 from openhands_rl_plugin.training.loop.plan import FACTS, LoopState, RunFacts, StageRecord, success_of
 
@@ -309,7 +312,7 @@ def instance_rows(outcomes: Sequence[Outcome]) -> JsonObject:
         "flags": [list(each.flags) or None for each in outcomes],
         "turns": [each.turns for each in outcomes],
         "tokens": [each.prompt_tokens + each.completion_tokens for each in outcomes],
-        **{name: [number(getattr(each, name)) for each in outcomes] for name in ("reward", "cost", "seconds")},
+        **{name: [number(getattr(each, name)) for each in outcomes] for name in ("reward", "seconds")},
         "episode": [each.trajectory_id or None for each in outcomes],
     }
     return columns(rows)

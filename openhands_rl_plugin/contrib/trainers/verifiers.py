@@ -16,8 +16,7 @@ from openhands_rl_plugin.apps.rollout.play import tasks_of_file
 from openhands_rl_plugin.apps.rollout.rollout import roll_out
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlaySettings
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.suites import ENDINGS, environment_tasks, find_suite, swe_tasks
+from openhands_rl_plugin.evals.runs.suites import ENDINGS, EvalTask, environment_tasks, find_suite, swe_tasks
 
 FACTS = "openhands_rl"
 """Where a trace's ``info`` has what the episode came to."""

@@ -16,8 +16,7 @@ from openhands_rl_plugin.core.protocols import EpisodeRunner, Forkable, LLMEngin
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, StrategySpec
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.suites import OwnSuite, Suite, indexed_tasks
+from openhands_rl_plugin.evals.runs.suites import EvalTask, OwnSuite, Suite, indexed_tasks
 from openhands_rl_plugin.rollout.session import SessionRunner
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Evaluation runs: suites, episodes, grading, resuming, OpenHands' output files.
+"""Evaluation runs: suites, episodes, grading, resuming, OpenHands' output files, metrics.
 
-Start with ``evaluate``, which the command calls, then ``runner`` (one graded episode).
+Start with ``evaluate``, which the command calls.
 """

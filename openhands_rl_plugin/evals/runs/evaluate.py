@@ -35,11 +35,10 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, GradedEpisode, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.run_files import RunFolder
-from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, directory_of, own_suite
-from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.runs.run_files import GradedEpisode, Outcome, RunFolder
+from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, EvalTask, directory_of, own_suite
+from openhands_rl_plugin.evals.swe.instances import Instance, InstanceBackend, PatchVerdict, VerdictKind
 from openhands_rl_plugin.hosts.pool import HostRunner, open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, HostOptions
 from openhands_rl_plugin.rollout.scoring import judge
@@ -73,8 +72,6 @@ async def evaluate(
     Raises ``ConfigError``, also for runs that were made with other settings, and ``StorageError``; an interruption
     keeps finished attempts.
     """
-    if plan.suite.software and backend is None:
-        raise ConfigError(f"{plan.suite.name} needs a back end for its instances")
     if backend is not None:
         await backend.check()
     scratch = plan.out / SCRATCH
@@ -290,37 +287,24 @@ class EvalRunner:
         try:
             with boundary(FailureKind.INFRASTRUCTURE, _CHECKOUT):
                 root.mkdir(parents=True, mode=0o700)
-                checkout = await self.backend.checkout(instance, directory)
+                return await self.backend.checkout(instance, directory)
         except CaughtFailure as caught:
             return caught.failure
         except ConfigError as error:
             # One invalid row must not stop the evaluation.
             return Failure(kind=FailureKind.ENVIRONMENT, message=str(error)[:500], boundary=_CHECKOUT)
-        return TaskWorkspace(
-            root=root,
-            repository=directory.name,
-            mounts=checkout.mounts,
-            variables=checkout.variables,
-        )
 
     async def _verdict(self, trajectory: Trajectory, instance: Instance) -> PatchVerdict:
         assert self.backend is not None
-        evidence, refused = trajectory.evidence, VerdictKind.REFUSED
-        patch = evidence.get("git_patch")
-        if why := evidence.get("git_patch_refused"):
-            return PatchVerdict(instance_id=instance.instance_id, kind=refused, reason=str(why))
-        if evidence.get("git_patch_cut"):
-            why = "the change is larger than a recorded patch may be"
-            return PatchVerdict(instance_id=instance.instance_id, kind=refused, reason=why)
-        if isinstance(patch, str):
+        evidence, patch = trajectory.evidence, trajectory.evidence.get("git_patch")
+        cut = evidence.get("git_patch_cut") and "the change is larger than a recorded patch may be"
+        refused = evidence.get("git_patch_refused") or cut
+        if isinstance(patch, str) and not refused:
             logs = self.plan.out / trajectory.run_id / "eval_logs" / instance.instance_id
-            try:
-                return await self.backend.grade(instance, patch, logs=logs, timeout=self.plan.test_timeout)
-            except ConfigError as error:
-                why = str(error)
-        else:
-            why = str(evidence.get("git_patch_missing") or "the episode left no patch")
-        return PatchVerdict(instance_id=instance.instance_id, kind=VerdictKind.INFRASTRUCTURE, reason=why)
+            return await self.backend.grade(instance, patch, logs=logs, timeout=self.plan.test_timeout)
+        why = refused or evidence.get("git_patch_missing") or "the episode left no patch"
+        kind = VerdictKind.REFUSED if refused else VerdictKind.INFRASTRUCTURE
+        return PatchVerdict(instance_id=instance.instance_id, kind=kind, reason=str(why))
 
 
 def _with_result(trajectory: Trajectory, result: JsonObject) -> Trajectory:

@@ -46,23 +46,21 @@ class Suite(Frozen):
         return settings.env_name if self.software or self.name == ENVIRONMENT else self.name
 
 
-class Selection(Frozen):
-    """Ids or shell patterns of ids (empty: everything), then a limit."""
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    limit: int | None = Field(default=None, ge=1)
-
-    def of[T](self, items: Sequence[T], id_of: Callable[[T], str]) -> tuple[T, ...]:
-        """The chosen items. Raises ``ConfigError`` for an id or pattern without a match."""
-        ids = [id_of(item) for item in items]
-        for wanted in self.include:
-            if not fnmatch.filter(ids, wanted):
-                raise ConfigError(f"no instance matches {wanted!r}")
-        included = {name for each in self.include or ("*",) for name in fnmatch.filter(ids, each)}
-        excluded = {name for each in self.exclude for name in fnmatch.filter(ids, each)}
-        chosen = [item for item, each in zip(items, ids, strict=True) if each in included - excluded]
-        return tuple(chosen[: self.limit])
+def select[T](
+    items: Sequence[T],
+    id_of: Callable[[T], str],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    limit: int | None = None,
+) -> tuple[T, ...]:
+    """The items with ids, or shell patterns of ids, in ``include`` (empty: all) but not in ``exclude``, at most
+    ``limit``. Raises ``ConfigError`` for an id or pattern to include without a match."""
+    ids = [id_of(item) for item in items]
+    if unknown := [wanted for wanted in include if not fnmatch.filter(ids, wanted)]:
+        raise ConfigError(f"no instance matches {unknown[0]!r}")
+    included, excluded = ({name for each in some for name in fnmatch.filter(ids, each)} for some in (include, exclude))
+    chosen = [item for item, each in zip(items, ids, strict=True) if each not in excluded]
+    return tuple(item for item in chosen if not include or id_of(item) in included)[:limit]
 
 
 KEY_VARIABLE = "OPENHANDS_RL_LLM_API_KEY"
@@ -94,12 +92,10 @@ def llm_section(options: Mapping[str, object], config: Path | None = None, secti
     A key in the file is moved to the environment variable ``KEY_VARIABLE`` of this process. Raises ``ConfigError``.
     """
     name = section or ""
-    if name and config is None:
-        raise ConfigError(f"--llm {section}: give the config.toml that has [llm.{name}] with --config")
     table = (table_of(read_document(config), ("llm",)) or {}) if config is not None else {}
     named = {key: value for key, value in table.items() if isinstance(value, dict)}
     if name and name not in named:
-        raise ConfigError(f"{config}: {unknown_name('[llm] section', name, named)}")
+        raise ConfigError(f"{config or '--config is not given'}: {unknown_name('[llm] section', name, named)}")
     given = {**table, **named.get(name, {}), **options}
     model, url = given.get("model"), given.get("base_url") or OPENAI_URL
     if not isinstance(model, str) or not model:

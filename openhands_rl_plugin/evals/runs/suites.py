@@ -1,27 +1,40 @@
-"""Suites by name, those that other packages bring, their tasks, and the instruction of a task.
+"""Suites by name, those that other packages bring, their tasks, the instruction of a task, and where it is graded.
 
 Other packages' are entry points of the group ``openhands_rl_plugin.suites``, each an ``OwnSuite``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra, unknown_name
 from openhands_rl_plugin.core.types import JsonObject, Task
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
 from openhands_rl_plugin.evals.runs.plan import ENVIRONMENT, Suite, folder_name
-from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, read_rows, row_of
-from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend
+from openhands_rl_plugin.evals.swe.backends import DockerBackend, LocalBackend, default_cache
+from openhands_rl_plugin.evals.swe.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.instances import (
+    Instance,
+    InstanceBackend,
+    instance_of,
+    read_instances,
+    read_rows,
+    row_of,
+)
 
-_ROW_NAMES = ("id", "task_id", "instance_id", "task", "name")
-_LONGEST_NAME = 100
+
+class EvalTask(NamedTuple):
+    """A task of a suite with its row of the dataset."""
+
+    task: Task
+    row: JsonObject
+    instance: Instance | None = None
 
 
 class OwnSuite:
@@ -76,31 +89,17 @@ def own_suite_of(instance: Instance) -> OwnSuite | None:
     return next((each for each in own_suites() if each.column and instance.extra.get(each.column)), None)
 
 
-def indexed_tasks(environment: str, indices: range | tuple[int, ...], split: str) -> tuple[EvalTask, ...]:
-    """A task for each index that the environment's ``reset`` takes. Ids are valid folder names."""
-    name = folder_name(environment)
-    tasks = (Task(id=f"{name}-{index}", environment=environment, data={"idx": index}, split=split) for index in indices)
-    return tuple(EvalTask(task, {"idx": task.data["idx"], "environment": environment}) for task in tasks)
-
-
-def row_tasks(environment: str, file: Path, split: str) -> tuple[EvalTask, ...]:
-    """A task for each row of a file; ``reset`` gets the row. Raises ``ConfigError``.
-
-    A task has the name that its row gives, if no other row has it, else the row's number.
-    """
-    rows = read_rows(file)
-    names = [_name_of(row) for row in rows]
+def indexed_tasks(
+    environment: str, indices: Iterable[int], split: str, rows: Sequence[JsonObject] = ()
+) -> tuple[EvalTask, ...]:
+    """A task for each index that the environment's ``reset`` takes, with its row where there are ``rows``. Ids are
+    valid folder names."""
     found: list[EvalTask] = []
-    for index, (row, own) in enumerate(zip(rows, names, strict=True)):
-        name = f"{folder_name(environment)}-{own if own and names.count(own) == 1 else index}"
-        task = Task(id=name, environment=environment, data={"idx": index, "row": row}, split=split)
-        found.append(EvalTask(task, {"idx": index, "environment": environment, "row": row}))
+    for index in indices:
+        data: JsonObject = {"idx": index, **({"row": rows[index]} if rows else {})}
+        task = Task(id=f"{folder_name(environment)}-{index}", environment=environment, data=data, split=split)
+        found.append(EvalTask(task, {**data, "environment": environment}))
     return tuple(found)
-
-
-def _name_of(row: JsonObject) -> str:
-    given = next((row[key] for key in _ROW_NAMES if isinstance(row.get(key), str | int)), "")
-    return folder_name(str(given))[:_LONGEST_NAME]
 
 
 _INSTRUCTION = """\
@@ -234,7 +233,8 @@ def environment_tasks(
     if suite.name != ENVIRONMENT:
         return registry.find("suites", suite.name).tasks(suite.split)
     if rows is not None:
-        return row_tasks(environment, rows, suite.split)[:count]
+        table = read_rows(rows)
+        return indexed_tasks(environment, range(len(table))[:count], suite.split, table)
     if count is None:
         raise ConfigError(
             "an environment does not say how many tasks it has: give --tasks N, or its rows with --dataset-file"
@@ -283,3 +283,28 @@ def _from_hub(suite: Suite) -> tuple[Instance, ...]:
             "(evaluate: --dataset-file)"
         ) from error
     return tuple(instance_of(dict(row)) for row in rows)
+
+
+def make_backend(
+    name: Literal["local", "docker"],
+    *,
+    mirror: Path | None = None,
+    cache: Path | None = None,
+    network: bool = False,
+    instances: Iterable[Instance] = (),
+) -> InstanceBackend:
+    """The back end of that name, for ``instances``: tasks of another package's suite have a back end of their own.
+
+    ``mirror``: a folder of git repositories to use instead of clones from GitHub. Repositories of ``swe-local`` tasks
+    are made from the packages in their rows. ``network``: tests may use it.
+    The reward-hack guard is always on. Raises ``ConfigError``.
+    """
+    if mirror is not None and not mirror.is_dir():
+        raise ConfigError(f"--mirror {mirror}: no such folder")
+    if len(suites := {own_suite_of(each) for each in instances}) == 1 and (own := suites.pop()) is not None:
+        return own.backend()
+    place = cache or default_cache()
+    guard = RewardHackGuard(place / "calibrations")
+    if name == "docker":
+        return DockerBackend(guard=guard, network=network)
+    return LocalBackend(cache=place, mirror=mirror, guard=guard, network=network)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.files import is_gits_own
-from openhands_rl_plugin.evals.swe.types import Box, Instance, VerdictKind
+from openhands_rl_plugin.evals.swe.instances import Box, Instance, VerdictKind
 
 MAX_PATCH = 16 * 2**20
 """Bytes. Larger patches contain generated files, not a fix."""

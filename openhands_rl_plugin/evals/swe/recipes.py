@@ -15,8 +15,7 @@
 
   The environment is shared by all rows with the same ``python``, ``packages`` and ``exclude_newer``.
 - A repository of SWE-Gym, which no released ``swebench`` knows: SWE-Gym's image and test command.
-- Any other: the tables in the ``swebench`` package, version 4.1.0; with ``eval_script``, ``log_parser`` and ``image``
-  (SWE-bench's tools, version 5) also without.
+- Any other: the tables in the ``swebench`` package, version 4.1.0.
 
 Scripts run what the official ones run, command by command. The package is imported when a row needs it: that takes
 seconds.
@@ -29,7 +28,7 @@ import re
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
@@ -39,9 +38,8 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, from_extra, problems
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.instances import Instance, row_of
 from openhands_rl_plugin.evals.swe.patches import changed_files, restored_files
-from openhands_rl_plugin.evals.swe.types import Instance
 
 REPOSITORY = "/testbed"
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
@@ -52,11 +50,6 @@ _ACTIVATE = ("source /opt/miniconda3/bin/activate", "conda activate testbed")
 _PATCH_END = "EOF_114329324912"
 _RAW = "https://raw.githubusercontent.com/"
 _LOCK = threading.Lock()
-_OF_VERSION_5 = {
-    **{"image": "image", "log_parser": "parser", "eval_script": "evaluation_script", "eval_type": "eval_type"},
-    "exclude_newer": "exclude_newer",
-}
-
 ReadFile = Callable[[str, str, str], str | None]
 """``(repo, commit, path)`` -> the file's text, or ``None`` when there is no such file.
 
@@ -103,19 +96,13 @@ def recipe_of(instance: Instance, read_file: ReadFile) -> Recipe:
     extra = {name: value for name, value in instance.extra.items() if value not in (None, "")}
     if "test_command" in extra:
         named = {name: extra[name] for name in Columns.model_fields if name in extra}
-        return _own(instance, _checked(instance, Columns, named))
-    script = str(extra.get("eval_script", f": '{START}' : '{END}'"))
-    if not all(f": '{mark}'" in script for mark in (START, END)):
-        raise ConfigError(f"{instance.instance_id}: its eval_script does not mark the output of its tests: {START}")
-    changes = {field: extra[column] for column, field in _OF_VERSION_5.items() if column in extra}
-    try:
-        find = _swe_gym if instance.repo.lower() in _SWE_GYM else _swe_bench
-        recipe = find(instance, read_file)
-    except ConfigError:
-        if not {"image", "eval_script", "log_parser"} <= extra.keys():
-            raise
-        recipe = Recipe()
-    return _checked(instance, Recipe, {**recipe.model_dump(), **changes})
+        try:
+            return _own(instance, Columns.model_validate(named))
+        except ValidationError as error:
+            wrong = "; ".join(f"column {'.'.join(at)} {what}" for at, what in problems(error, Columns))
+            raise ConfigError(f"{instance.instance_id}: {wrong}") from error
+    find = _swe_gym if instance.repo.lower() in _SWE_GYM else _swe_bench
+    return find(instance, read_file)
 
 
 def _own(instance: Instance, columns: Columns) -> Recipe:
@@ -178,14 +165,6 @@ def _evaluation_script(instance: Instance, test_command: str) -> str:
 
 def _script(options: str, lines: Iterable[str]) -> str:
     return "\n".join(["#!/bin/bash", options, *lines]) + "\n"
-
-
-def _checked[M: Frozen](instance: Instance, model: type[M], values: Mapping[str, object]) -> M:
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        wrong = "; ".join(f"column {'.'.join(at)} {what}" for at, what in problems(error, model))
-        raise ConfigError(f"{instance.instance_id}: {wrong}") from error
 
 
 _SWE_GYM = {

@@ -1,4 +1,4 @@
-"""Makes tasks (bugs that tests notice, and past fixes), checks them by the quality gate, and lists them."""
+"""Makes tasks (bugs that tests notice, and past fixes), checks them by the quality gate, splits and lists them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import accumulate, islice
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import Field, JsonValue
 from rich.table import Table
@@ -23,10 +24,9 @@ from rich.table import Table
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import scratch_folder, write_file
 from openhands_rl_plugin.core.types import Frozen
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.backends import LocalBackend
 from openhands_rl_plugin.evals.swe.grading import Grading, TestRun, run_tests
-from openhands_rl_plugin.evals.swe.types import Instance, InstanceBackend, VerdictKind
+from openhands_rl_plugin.evals.swe.instances import Instance, InstanceBackend, VerdictKind, row_of
 from openhands_rl_plugin.evals.tasks.bugs import Bug, PythonSource, bugs_of, patch_of
 from openhands_rl_plugin.evals.tasks.source import Source, commit_files, is_test, requirements_of
 from openhands_rl_plugin.trajectories.view import table
@@ -115,7 +115,7 @@ async def prepare(plan: TaskPlan, cache: Path, commit: str = "") -> Prepared:
     ran = {name for name, status in first.statuses.items() if status != "SKIPPED"}
     steady = _passed(first) & _passed(await run(NO_OP))
     if len(steady) < 2 or len(steady) < _LEAST_STEADY * len(ran):
-        last = next((line for line in reversed(first.tests.splitlines()) if line.startswith("E  ")), "")
+        last = next((line for line in reversed((first.log.tests or "").splitlines()) if line.startswith("E  ")), "")
         raise ConfigError(
             f"{source.name}: {len(steady)} of {len(ran)} tests pass twice, which are too few: mend them, install what "
             f"they need (--with), or name those that pass (--tests){f'; {last:.200}' if last else ''}"
@@ -165,18 +165,16 @@ async def make_tasks(plan: TaskPlan, out: Path, cache: Path, on_tried: OnTried) 
 
 
 def candidates(prepared: Prepared) -> list[Bug]:
-    """The bugs in an order that depends on the seed only: kinds alternate, then functions."""
+    """The bugs in an order that depends on the seed only: kinds alternate."""
     order = random.Random(f"{prepared.plan.seed}:{prepared.plan.source.name}:{prepared.plan.source.commit}")
     bugs = [bug for path, text in prepared.texts.items() if not is_test(path) for bug in bugs_of(path, text)]
     order.shuffle(bugs)
-    for name in ("kind", "function"):
-        earlier: Counter[str] = Counter()
-        turns: list[tuple[int, Bug]] = []
-        for bug in bugs:
-            turns.append((earlier[getattr(bug, name)], bug))
-            earlier[getattr(bug, name)] += 1
-        bugs = [bug for _, bug in sorted(turns, key=itemgetter(0))]
-    return bugs
+    earlier: Counter[str] = Counter()
+    turns: list[tuple[int, Bug]] = []
+    for bug in bugs:
+        turns.append((earlier[bug.kind], bug))
+        earlier[bug.kind] += 1
+    return [bug for _, bug in sorted(turns, key=itemgetter(0))]
 
 
 def _fixes(source: Source) -> Iterator[tuple[str, int]]:
@@ -258,18 +256,16 @@ async def try_change(
 
 def _statement(prepared: Prepared, run: TestRun, failing: Iterable[str]) -> str | None:
     """The output of the failing tests that say it shortest; ``None`` where it differs from run to run."""
-    shown = failures(run.tests)
+    shown = failures(run.log.tests or "")
     outputs = {test: shown.get(".".join(test.split("::")[1:]), "") for test in sorted(failing)}
     found = sorted((len(text), test) for test, text in outputs.items() if text and not _UNSTABLE.search(text))
     if not found:
         return None
     best = [test for _, test in found[:_MOST_SHOWN]]
-    others = [test for test in outputs if test not in best]
     parts = [f"Tests of {prepared.plan.source.name} fail with Python {prepared.plan.python}."]
     parts += [f"`{test}`:\n\n```\n{outputs[test]}\n```" for test in best]
-    if others:
-        more = ["- ..."] if len(others) > _MOST_NAMED else []
-        parts.append("\n".join(["These fail, too:\n", *(f"- `{test}`" for test in others[:_MOST_NAMED]), *more]))
+    if others := [f"- `{test}`" for test in outputs if test not in best]:
+        parts.append("\n".join(["These fail, too:\n", *others[:_MOST_NAMED]]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -372,3 +368,65 @@ def table_of(instances: Iterable[Instance]) -> Table:
         noted = (str(each.extra.get(name) or "") for name in ("split", MADE_BY))
         rows.append((each.instance_id, *noted, str(len(each.fail_to_pass)), str(len(each.pass_to_pass))))
     return table(("task", "split", "made by", "fail", "pass"), rows, numbers=("fail", "pass"))
+
+
+LEAST_TRAINING, LEAST_HELD_OUT = 4, 4
+"""Below these a run says nothing: it is refused."""
+_ORDERS = 500
+
+
+class SplitTask(NamedTuple):
+    """``files``: those that its fix changes. ``time``: of a fix's commit, ISO 8601 in UTC; empty: injected."""
+
+    id: str
+    files: frozenset[str]
+    time: str = ""
+
+
+class TaskSplit(NamedTuple):
+    """The ids of both parts."""
+
+    training: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+
+    @property
+    def enough(self) -> bool:
+        """Whether each part has as many as a run needs."""
+        return len(self.training) >= LEAST_TRAINING and len(self.held_out) >= LEAST_HELD_OUT
+
+
+def split_tasks(tasks: Sequence[SplitTask], training: int, held_out: int, *, seed: int) -> TaskSplit:
+    """At most so many of each part, in the tasks' order; fewer tasks than both are shared out in the same proportion.
+
+    Of many random sets of files to hold out, it takes the one that gives enough, is near the goal and leaves few out.
+    Raises ``ConfigError`` where a part has fewer than ``LEAST_TRAINING`` or ``LEAST_HELD_OUT`` even so.
+    """
+    goal = min(held_out, max(LEAST_HELD_OUT, round(len(tasks) * held_out / (training + held_out))))
+    count = Counter(file for task in tasks for file in task.files)
+    files, order = sorted(count), random.Random(seed)
+    splits = [TaskSplit()]
+    for _ in range(_ORDERS if tasks else 0):
+        order.shuffle(files)
+        before = accumulate((count[file] for file in files), initial=0)
+        splits.append(_cut(tasks, {file for file, so_far in zip(files, before, strict=False) if so_far < goal}))
+    best = max(splits, key=lambda each: (each.enough, -abs(len(each.held_out) - goal), len(each.training)))
+    if not best.enough:
+        raise ConfigError(
+            f"too few tasks: {len(best.training)} to train on and {len(best.held_out)} held out of {len(tasks)} good "
+            f"ones, which change {len(files)} files; at least {LEAST_TRAINING} and {LEAST_HELD_OUT} are needed that "
+            "share no file: ask for more (--tasks, --held-out)"
+        )
+    return TaskSplit(best.training[:training], best.held_out[:held_out])
+
+
+def _cut(tasks: Sequence[SplitTask], files: set[str]) -> TaskSplit:
+    """The parts of one choice of files, with the cut in time that keeps most fixes."""
+    held_out = [task for task in tasks if task.files <= files]
+    training = [task for task in tasks if not task.files & files]
+    new, old = ([task.time for task in part if task.time] for part in (held_out, training))
+    cuts = sorted({*new, *old, "9"})
+    cut = max(cuts, key=lambda cut: sum(time >= cut for time in new) + sum(time < cut for time in old))
+    return TaskSplit(
+        training=tuple(task.id for task in training if task.time < cut),
+        held_out=tuple(task.id for task in held_out if not task.time or task.time >= cut),
+    )

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import html
+import io
 import os
 import re
 import subprocess
 import tarfile
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
@@ -38,7 +40,7 @@ from openhands_rl_plugin.environments.workspace.git import (
     make_git_folder,
     run_git,
 )
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance
 
 _MOST_BYTES = 256 * 1024**2
 _WHEN = "@946684800 +0000"
@@ -70,25 +72,19 @@ class Source(Frozen):
 
     def texts(self, commit: str) -> dict[str, str]:
         """The Python files of a commit and its ``pyproject.toml``, as far as they are UTF-8."""
-        listed = self.read("ls-tree", "-r", "-z", commit).decode("utf-8", "replace").split("\0")
-        entries = [(*meta.split(), path) for meta, _, path in (line.partition("\t") for line in listed if line)]
-        wanted = {
-            path: blob
-            for mode, _, blob, path in entries
-            if mode.startswith("100") and (path.endswith(".py") or path == "pyproject.toml") and is_contained(path)
-        }
-        batch = self.read("cat-file", "--batch", stdin="".join(f"{blob}\n" for blob in wanted.values()).encode())
-        found, at = {}, 0
+        wanted: dict[str, str] = {}
+        for line in self.read("ls-tree", "-r", "-z", commit).decode("utf-8", "replace").split("\0"):
+            meta, _, path = line.partition("\t")
+            if meta.startswith("100") and (path.endswith(".py") or path == "pyproject.toml") and is_contained(path):
+                wanted[path] = meta.split()[2]
+        blobs = "".join(f"{blob}\n" for blob in wanted.values())
+        batch, found = io.BytesIO(self.read("cat-file", "--batch", stdin=blobs.encode())), dict[str, str]()
         for path in wanted:
-            start = batch.index(b"\n", at) + 1
-            head = batch[at:start].split()
+            head = batch.readline().split()
             if len(head) != 3:
                 raise ConfigError(f"{self.git} lacks files (is it a partial clone?): give a complete clone")
-            at = start + int(head[2]) + 1
-            try:
-                found[path] = batch[start : at - 1].decode()
-            except UnicodeDecodeError:
-                continue
+            with suppress(UnicodeDecodeError):
+                found[path] = batch.read(int(head[2]) + 1)[:-1].decode()
         return found
 
 
@@ -101,30 +97,28 @@ def find_source(where: str, commit: str, cache: Path) -> Source:
     if re.match(r"https?://", where):
         place = root = cache / "git" / hashlib.sha256(where.encode()).hexdigest()[:16]
         place.parent.mkdir(parents=True, exist_ok=True)
-        with locked_folder(place.parent), draft_folder(place.parent, f".{place.name}-") as fresh:
-            if not (place / "HEAD").exists():
-                try:
-                    git_output(clone_command(where, fresh, "--bare"), f"{where} could not be cloned")
-                except ConfigError as error:
-                    raise InfrastructureError(str(error)) from error
-                fresh.rename(place)
+        if not (place / "HEAD").exists():
+            with locked_folder(place.parent), draft_folder(place.parent, f".{place.name}-") as fresh:
+                if not (place / "HEAD").exists():
+                    try:
+                        git_output(clone_command(where, fresh, "--bare"), f"{where} could not be cloned")
+                    except ConfigError as error:
+                        raise InfrastructureError(str(error)) from error
+                    fresh.rename(place)
         name = PurePosixPath(where).name
     else:
         here = path.resolve()
         above = (each for each in (here, *here.parents) if (each / ".git").exists() or (each / "objects").is_dir())
         if not here.is_dir() or (root := next(above, None)) is None:
-            raise ConfigError(
-                f"{where} is no folder of a git repository, nor an HTTPS address: tasks are made of commits; run `git "
-                "init`, `git add` and `git commit` in it, or give another folder"
-            )
+            raise ConfigError(f"{where} is no folder of a git repository with commits, nor an HTTPS address")
         place, where, name = git_folder(root), str(root), root.name
     name = re.sub(r"[^A-Za-z0-9._-]", "-", name.removesuffix(".git")).strip("._-") or "repository"
     source = Source(name=name, git=where, place=place, commit=commit)
     try:
         words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
         return source.model_copy(update={"commit": source.read(*words).decode().strip()})
-    except ConfigError as error:
-        raise ConfigError(f"{where} has no commit {commit}: tasks are made of commits (`git commit`)") from error
+    except ConfigError:
+        raise ConfigError(f"{where} has no commit {commit} (in {place})") from None
 
 
 _TEST_FOLDERS = {"tests", "test", "testing"}
@@ -209,7 +203,7 @@ def task_repository(instance: Instance, cache: Path) -> Path | None:
         return place
     patch = "".join(f"{each.rstrip('\n')}\n" for each in (instance.patch, instance.test_patch) if each)
     label = texts.get("label", "")
-    if "git" in texts:
+    if {"git", "commit"} <= texts.keys():
         found = find_source(texts["git"], texts["commit"], cache)
         if found.commit == instance.base_commit:
             return found.place

@@ -23,7 +23,6 @@ from openhands_rl_plugin.core.statistics import Estimate, best_at_k, over_tasks,
 from openhands_rl_plugin.core.types import Adapter, Frozen
 
 CARD_FILE = "verifier.json"
-_MARK = 8  # hexadecimal digits
 
 
 class VerifierOutput(NamedTuple):
@@ -97,7 +96,7 @@ VERSION_PREFIX = "verifier-1@"
 
 def task_digest(task: str) -> str:
     """A short digest of a task. In a collision, the only effect is that the second task is not held out."""
-    return hashlib.sha256(task.encode()).hexdigest()[:_MARK]
+    return hashlib.sha256(task.encode()).hexdigest()[:8]
 
 
 def tasks_trained_on(parent: Adapter | None) -> frozenset[str]:

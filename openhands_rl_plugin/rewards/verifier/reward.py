@@ -178,8 +178,7 @@ class ServedVerifier:
         self, base_url: str, model: str, *, yes: int, no: int, api_key_env: str = "", timeout: float = 120.0
     ) -> None:
         self._base_url, self._key, self._timeout = base_url, named_key(api_key_env, "api_key_env"), timeout
-        self._model = model
-        self._yes, self._no = yes, no
+        self._model, self._yes, self._no = model, yes, no
 
     async def judge(self, prompts: Sequence[tuple[int, ...]]) -> list[VerifierOutput | Failure]:
         """One output per prompt, in order; a failed request affects its own prompt only."""

@@ -44,12 +44,14 @@ from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import PackedModel
 from openhands_rl_plugin.training.trainer.trainer import Trainer
 
+_TOKENS_PER_PASS = 16_384
+"""Tokens of a micro-batch, common prefixes counted once; a longer prompt is a micro-batch of its own."""
+
 
 class VerifierModel(TrainablePolicy):
     """A base model with a verifier's adapter. Any thread may call it; calls wait for each other.
 
-    ``tokens_per_pass``: tokens of a micro-batch, common prefixes counted once; a longer prompt is a micro-batch of its
-    own. Raises ``TrainingError`` when the model or the adapter cannot be used, ``ConfigError`` when the directory has
+    Raises ``TrainingError`` when the model or the adapter cannot be used, ``ConfigError`` when the directory has
     no verifier.
     """
 
@@ -59,7 +61,6 @@ class VerifierModel(TrainablePolicy):
         *,
         model: str | Path | None = None,
         dtype: Literal["auto", "bfloat16", "float32"] = "auto",
-        tokens_per_pass: int = 16_384,
     ) -> None:
         self.card = VerifierCard.load(directory)
         if weights_sha256(directory) != self.card.sha256:
@@ -70,7 +71,6 @@ class VerifierModel(TrainablePolicy):
             raise TrainingError(f"{base} has another tokenizer than the model that {directory} was trained on")
         super().__init__(base, _settings_of(directory, self.card).model_copy(update={"dtype": dtype}))
         self.load(directory)
-        self._tokens_per_pass = tokens_per_pass
         self._turn = threading.Lock()
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class VerifierModel(TrainablePolicy):
             )
         found: dict[Ids, VerifierOutput] = {}
         with self._turn:
-            for group in pack([_sample(prompt) for prompt in {*map(Ids, prompts)}], self._tokens_per_pass):
+            for group in pack([_sample(prompt) for prompt in {*map(Ids, prompts)}], _TOKENS_PER_PASS):
                 sequences = [sample.input_ids for sample in group]
                 found.update(zip(sequences, verdicts(self, sequences, self.card.yes, self.card.no), strict=True))
         return [found[Ids(prompt)] for prompt in prompts]
@@ -132,8 +132,8 @@ async def verifier_data(
         how = f"training.method={training.method} with training.engine={training.engine}"
         raise ConfigError(f"{how} trains no verifier; use lora and {LOCAL}")
     reward = None if settings.label == "resolved" else build("rewards", settings.label)
-    before, prompts = tasks_trained_on(job.parent), prompts_for(str(job.model), settings.max_length)
     where = where or TrajectoryFilter()
+    before, prompts = tasks_trained_on(job.parent), prompts_for(str(job.model), settings.max_length)
     return await verifier_dataset(storage, where, prompts, settings, reward=reward, seed=training.seed, taught=before)
 
 
@@ -168,9 +168,6 @@ def train_verifier(
 
     imitated = TrainingDataset("sft", samples, len(samples), base_model=job.model.resolve().name)
     return train_policy(job, imitated, on_note=on_note, measure=measure, beside=describe_verifier)[0]
-
-
-_TOKENS_PER_PASS = 16_384
 
 
 @torch.no_grad()

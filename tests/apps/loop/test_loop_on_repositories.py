@@ -14,7 +14,7 @@ from train_store import stored
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.instances import row_of
 from openhands_rl_plugin.training.loop.plan import LoopState
 
 SHELL = {"v0": "execute_bash", "v1": "terminal"}[host_of(RLSettings())]

@@ -19,7 +19,7 @@ from openhands_rl_plugin.cli import rollout
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import FailureKind, StopReason
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.instances import row_of
 
 pytestmark = pytest.mark.contract
 

@@ -20,8 +20,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.improve.gym import Gym, WantedTasks
 from openhands_rl_plugin.contrib.improve.price import context_of, fitted, native_calls
 from openhands_rl_plugin.core.records import HELD_OUT
-from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance, read_instances, row_of
 from openhands_rl_plugin.evals.tasks.source import find_source
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig

@@ -14,7 +14,7 @@ from openhands_rl_plugin.contrib.repair.demonstrations import lessons
 from openhands_rl_plugin.contrib.repair.oracle import oracle_plan
 from openhands_rl_plugin.contrib.repair.rows import repair_instances, spec_of
 from openhands_rl_plugin.core.types import Message, Node, Task, Trajectory
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance
 from openhands_rl_plugin.testing import sample_episode
 
 V0 = TOOLS["v0"]

@@ -19,7 +19,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
     hidden_package,
     system_mounts,
 )
-from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.instances import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.source import commit_files
 
 MODULE, TESTS = "pack/__init__.py", "test_counts.py"

@@ -28,7 +28,7 @@ from openhands_rl_plugin.contrib.repair.rows import (
 )
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance
 
 V0 = TOOLS["v0"]
 

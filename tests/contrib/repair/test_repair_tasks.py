@@ -25,7 +25,7 @@ from openhands_rl_plugin.contrib.repair.rows import (
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend, more_instances, same
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.runs.suites import find_suite, instruction_of, swe_tasks
-from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.instances import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import KINDS
 from openhands_rl_plugin.evals.tasks.make import NO_OP
 

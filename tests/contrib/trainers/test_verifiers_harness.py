@@ -19,7 +19,7 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.contrib.environments.verifiers import VARIABLE
 from openhands_rl_plugin.evals.runs.suites import local_rows
-from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.swe.instances import read_instances
 
 pytest.importorskip("transformers")
 from generate_server import END, GenerateServer, Policy, logprob_of, serve_generate, write_qwen_tokenizer

@@ -18,8 +18,7 @@ from openhands_rl_plugin.contrib.watch.service import Watch
 from openhands_rl_plugin.core.records import HELD_OUT, Label, LabelKind
 from openhands_rl_plugin.core.types import Limits, SamplingParams, StrategySpec, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
-from openhands_rl_plugin.evals.runs.outcome import EvalTask
-from openhands_rl_plugin.evals.runs.suites import Suite
+from openhands_rl_plugin.evals.runs.suites import EvalTask, Suite
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, SeededEngine

@@ -17,8 +17,8 @@ from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, Sandbox, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import Shell
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room, find_python
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.backends import InstanceSandbox, find_python
+from openhands_rl_plugin.evals.swe.instances import Instance
 from openhands_rl_plugin.evals.tasks.make import NO_OP
 
 pytestmark = needs_bubblewrap
@@ -53,10 +53,9 @@ def swe(folder: Path, lines: list[str], *, setup: bool = False) -> str:
     (folder / "tmp").mkdir()
     write_attempt(folder / "layer" / "testbed", lines)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    sandbox = InstanceSandbox(find_python(version), "")
-    room = Room(folder / "layer", folder / "tmp")
+    sandbox = InstanceSandbox(find_python(version), "", folder / "layer", folder / "tmp")
     program = ["/opt/miniconda3/host-python", "reach.py", "plants"]
-    command = sandbox.wrap(room, program, network=setup, setup=setup)
+    command = sandbox.wrap(program, network=setup, setup=setup)
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
 
 

@@ -14,10 +14,8 @@ from report_data import data_of
 
 from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.report.figures import compare, figures_of, mcnemar, sign_permutation
-from openhands_rl_plugin.evals.runs.outcome import Outcome
-from openhands_rl_plugin.evals.runs.run_files import RunRecord
-from openhands_rl_plugin.evals.swe.types import VerdictKind
+from openhands_rl_plugin.evals.runs.run_files import Outcome, RunRecord, compare, figures_of, mcnemar, sign_permutation
+from openhands_rl_plugin.evals.swe.instances import VerdictKind
 
 RESOLVED, UNRESOLVED = VerdictKind.RESOLVED, VerdictKind.UNRESOLVED
 

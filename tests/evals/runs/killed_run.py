@@ -30,7 +30,7 @@ from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorksp
 from openhands_rl_plugin.evals.runs import evaluate
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
-from openhands_rl_plugin.evals.swe.dataset import read_instances, row_of
+from openhands_rl_plugin.evals.swe.instances import read_instances, row_of
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy

@@ -14,7 +14,7 @@ from openhands_rl_plugin.cli import main
 from openhands_rl_plugin.config.host import agent_named, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.evals.runs.plan import KEY_VARIABLE
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.instances import row_of
 
 ROOT = Path(__file__).parents[3]
 STOCK = agent_named("stock", host_of(RLSettings()))

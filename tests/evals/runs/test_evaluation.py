@@ -16,13 +16,11 @@ from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
-from openhands_rl_plugin.evals.runs.backends import make_backend
 from openhands_rl_plugin.evals.runs.evaluate import evaluate
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome, cost_of
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.run_files import RunFolder, read_runs
-from openhands_rl_plugin.evals.runs.suites import Suite, environment_tasks, find_suite, swe_task
-from openhands_rl_plugin.evals.swe.types import Instance, VerdictKind
+from openhands_rl_plugin.evals.runs.run_files import Outcome, RunFolder, read_runs
+from openhands_rl_plugin.evals.runs.suites import EvalTask, Suite, environment_tasks, find_suite, make_backend, swe_task
+from openhands_rl_plugin.evals.swe.instances import Instance, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -85,8 +83,6 @@ async def test_a_run_from_the_checkout_to_the_report(model: str, tmp_path: Path)
     outcomes = {each.instance_id[-1]: each for each in await judged(plan, entries, GitBackend(tmp_path / "grade"))}
     assert [outcomes[name].kind.value for name in "0123"] == ["resolved", "unresolved", "empty_patch", "empty_patch"]
     assert outcomes["1"].flags == ("exit",) and outcomes["2"].turns == 3
-    first = outcomes["0"]
-    assert first.cost is None and (cost_of("gpt-4o", 4, 9) or 0) > 0
 
     directory = plan.out / f"owner__adders-test/{STOCK}/instant_maxiter_12_N_v1-run_0"
     rows = {row["instance_id"][-1]: row for row in lines(directory / "output.jsonl")}

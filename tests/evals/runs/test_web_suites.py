@@ -15,10 +15,10 @@ from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.runs.evaluate import evaluate
-from openhands_rl_plugin.evals.runs.outcome import EvalTask, Outcome
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
-from openhands_rl_plugin.evals.runs.suites import environment_tasks, find_suite
-from openhands_rl_plugin.evals.swe.types import VerdictKind
+from openhands_rl_plugin.evals.runs.run_files import Outcome
+from openhands_rl_plugin.evals.runs.suites import EvalTask, environment_tasks, find_suite
+from openhands_rl_plugin.evals.swe.instances import VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SUITE = find_suite("environment")

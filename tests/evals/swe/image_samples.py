@@ -9,8 +9,8 @@ import sys
 from glob import glob
 from pathlib import Path
 
-from openhands_rl_plugin.evals.swe.backends import shim
-from openhands_rl_plugin.evals.swe.backends.sandbox import CONDA, PARTS, PROGRAMS
+from openhands_rl_plugin.evals.swe import shim
+from openhands_rl_plugin.evals.swe.backends import CONDA, PARTS, PROGRAMS
 
 PYTHON = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
 _PROGRAMS = (

@@ -11,8 +11,8 @@ import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
-from openhands_rl_plugin.evals.swe.backends.sandbox import find_uv
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.backends import find_uv
+from openhands_rl_plugin.evals.swe.instances import Instance
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
 
 REPO = "someone/calc"
@@ -88,9 +88,7 @@ def make_repository(folder: Path, files: dict[str, str]) -> tuple[str, str]:
     (work / "calc.py").write_text(files["calc.py"].replace("a - b", "a + b"))
     git(work, "commit", "--quiet", "--all", "--message=the fix")
     git(work, "tag", "v2")
-    mirror = folder / "mirrors"
-    mirror.mkdir()
-    git(folder, "clone", "--quiet", "--mirror", str(work), str(mirror / "someone__calc.git"))
+    git(folder, "clone", "--quiet", "--mirror", str(work), str(folder / "mirrors" / "someone" / "calc.git"))
     return base, git(work, "rev-parse", "HEAD")
 
 

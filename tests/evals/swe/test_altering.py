@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.evals.swe.guard.altering import Mode, alter, alter_doctest, functions_of
+from openhands_rl_plugin.evals.swe.guard import Mode, alter, alter_doctest, functions_of
 from openhands_rl_plugin.evals.swe.recipes import parse_pytest
 
 TESTS = '''\

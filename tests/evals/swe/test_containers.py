@@ -16,11 +16,10 @@ from image_samples import import_image, instance_linux
 from pytest_sample import make_pytest_sample
 from repository_samples import FILES, FIX, NOTHING, Sample, git, needs_sandbox, with_extra
 
-from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.backends import DockerBackend, LocalBackend
+from openhands_rl_plugin.evals.swe.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.instances import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.swe.recipes import parse_pytest
-from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
 
 PROGRAM = os.environ.get("OPENHANDS_RL_CONTAINER_PROGRAM", "")
 
@@ -37,7 +36,7 @@ class Both:
 
     def __init__(self, sample: Sample, folder: Path) -> None:
         self.local = LocalBackend(cache=folder / "cache", mirror=sample.mirror, guard=RewardHackGuard())
-        self.docker = DockerBackend(program=PROGRAM, guard=RewardHackGuard(), memory="4g")
+        self.docker = DockerBackend(program=PROGRAM, guard=RewardHackGuard())
         self.row = sample.instance
         self.root = folder / "root"
         self.name = f"localhost/openhands-rl/{self.row.instance_id}:latest"
@@ -87,6 +86,7 @@ async def test_tests_that_end_their_container_are_unresolved(both: Both, tmp_pat
 
 async def test_a_checkout_is_copied_out_of_the_image(both: Both, tmp_path: Path) -> None:
     checkout = await both.docker.checkout(await both.image(), tmp_path / "work")
-    assert git(checkout.directory, "status", "--porcelain") == ""
-    assert (checkout.directory / "calc.py").read_text() == FILES["calc.py"]
+    folder = checkout.root / checkout.repository
+    assert git(folder, "status", "--porcelain") == ""
+    assert (folder / "calc.py").read_text() == FILES["calc.py"]
     assert os.path.lexists(checkout.mounts[0].host / "bin" / "python")

@@ -13,8 +13,8 @@ import pytest
 from repository_samples import FIX, instance, with_extra
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.swe.backends.docker import DockerBackend
-from openhands_rl_plugin.evals.swe.types import VerdictKind
+from openhands_rl_plugin.evals.swe.backends import DockerBackend
+from openhands_rl_plugin.evals.swe.instances import VerdictKind
 
 pytestmark = pytest.mark.contract
 
@@ -94,7 +94,6 @@ async def test_what_fails_around_a_patch_is_infrastructure_and_what_it_ends_is_n
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.docker._SHUTTING_DOWN", 0.0)
     verdict = await DockerBackend(program=str(program)).grade(ROW, FIX, logs=tmp_path / "logs", timeout=30.0)
     assert verdict.kind is kind and why in verdict.reason
 

@@ -14,7 +14,7 @@ import pytest
 from repository_samples import FIX, NOTHING, Sample, make_sample, needs_sandbox, rewritten, with_extra
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe.instances import row_of
 
 
 class Place:

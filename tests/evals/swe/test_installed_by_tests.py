@@ -6,8 +6,8 @@ from pathlib import Path
 
 from repository_samples import FILES, FIX, instance, make_repository, needs_sandbox, with_extra
 
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.types import VerdictKind
+from openhands_rl_plugin.evals.swe.backends import LocalBackend
+from openhands_rl_plugin.evals.swe.instances import VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
 
 PROJECT = """\

@@ -10,7 +10,7 @@ import pytest
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
-from openhands_rl_plugin.evals.swe.backends.sandbox import InstanceSandbox, Room, find_python
+from openhands_rl_plugin.evals.swe.backends import InstanceSandbox, find_python
 
 TOKEN = "tok-2f9d81c7e4"
 MEBIBYTE = 1024**2
@@ -21,9 +21,9 @@ LIMITS = SandboxLimits(memory=128 * MEBIBYTE, file=MEBIBYTE)
 def wrap(tmp_path: Path):
     for name in ("layer/testbed", "layer/root", "layer/conda", "tmp"):
         (tmp_path / name).mkdir(parents=True)
-    sandbox = InstanceSandbox(find_python(f"{sys.version_info.major}.{sys.version_info.minor}"), "", LIMITS)
-    room = Room(tmp_path / "layer", tmp_path / "tmp")
-    return lambda *command, **options: sandbox.wrap(room, command or ["true"], **options)
+    python = find_python(f"{sys.version_info.major}.{sys.version_info.minor}")
+    sandbox = InstanceSandbox(python, "", tmp_path / "layer", tmp_path / "tmp", limits=LIMITS)
+    return lambda *command, **options: sandbox.wrap(command or ["true"], **options)
 
 
 def test_a_set_up_has_the_index_and_its_logins_and_nothing_else_has(wrap, tmp_path: Path, monkeypatch) -> None:
@@ -36,7 +36,7 @@ def test_a_set_up_has_the_index_and_its_logins_and_nothing_else_has(wrap, tmp_pa
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", f"http://me:{TOKEN}5@proxy.example:3128")
     line = " ".join(wrap(network=True, setup=True))
-    assert f"{TOKEN}4" in line and f"{TOKEN}5" in line and f"--ro-bind {tmp_path} " in line
+    assert f"{TOKEN}4" in line and f"{TOKEN}5" in line and f"--ro-bind-try {tmp_path} " in line
     assert all(f"{home}/{name}" in line for name in (".config/pip/pip.conf", ".config/uv/uv.toml", ".netrc"))
     others = [wrap(network=False), wrap(network=True)]
     assert all(TOKEN not in " ".join(each) and str(home) not in " ".join(each) for each in others)

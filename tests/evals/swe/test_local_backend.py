@@ -12,8 +12,8 @@ import pytest
 from repository_samples import FIX, NOTHING, git, make_sample, needs_sandbox, rewritten, with_extra
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.types import Instance, PatchVerdict, VerdictKind
+from openhands_rl_plugin.evals.swe.backends import LocalBackend
+from openhands_rl_plugin.evals.swe.instances import Instance, PatchVerdict, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
 
 pytestmark = needs_sandbox
@@ -123,7 +123,7 @@ async def test_tests_have_no_network_and_change_nothing_that_stays(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlay: bool
 ) -> None:
     if not overlay:
-        monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.sandbox.can_overlay", lambda *folders: False)
+        monkeypatch.setattr("openhands_rl_plugin.evals.swe.backends.can_overlay", lambda *folders: False)
     layer = await place.backend.prepare(place.row)
     before = _listing(place.cache)
     assert (await place.grade(rewritten(HOSTILE), tmp_path)).kind is VerdictKind.RESOLVED
@@ -141,14 +141,15 @@ async def test_what_set_up_changed_is_there_when_the_tests_are_new_files(place: 
 
 async def test_a_checkout_is_the_base_without_anything_later(place: Place, tmp_path: Path) -> None:
     row = with_extra(place.row, install=["echo '# made by set-up' >> calc.py"])
-    checkout = await place.backend.checkout(row, tmp_path / "calc")
-    assert "made by set-up" in (checkout.directory / "calc.py").read_text()
-    assert git(checkout.directory, "status", "--porcelain", "--untracked-files=no") == ""
-    assert git(checkout.directory, "tag") == "v1"
-    assert git(checkout.directory, "remote") == ""
-    known = git(checkout.directory, "cat-file", "--batch-check", "--batch-all-objects")
+    checkout, folder = await place.backend.checkout(row, tmp_path / "calc"), tmp_path / "calc"
+    assert (checkout.root, checkout.repository) == (tmp_path, "calc")
+    assert "made by set-up" in (folder / "calc.py").read_text()
+    assert git(folder, "status", "--porcelain", "--untracked-files=no") == ""
+    assert git(folder, "tag") == "v1"
+    assert git(folder, "remote") == ""
+    known = git(folder, "cat-file", "--batch-check", "--batch-all-objects")
     assert row.base_commit in known and place.sample.later not in known
-    git(checkout.directory, "fsck", "--strict")
+    git(folder, "fsck", "--strict")
     assert {mount.inside for mount in checkout.mounts} >= {"/conda/envs", "/testbed"}
     assert all(mount.host.exists() for mount in checkout.mounts)
     assert checkout.variables["PATH"].startswith("/conda/envs/testbed/bin:")
@@ -170,7 +171,7 @@ async def test_what_cannot_be_set_up_is_one_line_and_leaves_nothing(place: Place
         [
             (with_extra(place.row, install=[failing]), "no such compiler"),
             (with_extra(place.row, python="2.2"), "Python 2.2 is not installed; get it with: uv python install 2.2"),
-            (lost, "no repository someone/calc with commit 000000000000"),
+            (lost, "someone/calc.git has no commit 000000000000"),
         ]
     ):
         verdict = await place.grade(FIX, tmp_path / str(number), row)

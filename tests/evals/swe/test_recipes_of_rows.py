@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from repository_samples import TEST_PATCH, git, instance
 
 from openhands_rl_plugin.core.errors import ConfigError, MissingExtraError
-from openhands_rl_plugin.evals.swe import recipes
-from openhands_rl_plugin.evals.swe.backends import shim
-from openhands_rl_plugin.evals.swe.dataset import row_of
+from openhands_rl_plugin.evals.swe import recipes, shim
 from openhands_rl_plugin.evals.swe.grading import resolution_of
-from openhands_rl_plugin.evals.swe.recipes import END, START, STATUSES, Recipe, parse_pytest, parser_of, recipe_of
-from openhands_rl_plugin.evals.swe.types import Instance
+from openhands_rl_plugin.evals.swe.instances import Instance, row_of
+from openhands_rl_plugin.evals.swe.recipes import STATUSES, Recipe, parse_pytest, parser_of, recipe_of
 
 needs_swebench = pytest.mark.skipif(
     importlib.util.find_spec("swebench") is None, reason="swebench is not installed (extra: swe)"
@@ -60,6 +58,8 @@ def test_what_nobody_knows_is_one_line(monkeypatch) -> None:
 
 @needs_swebench
 def test_official_rows_have_the_official_scripts() -> None:
+    with pytest.raises(ConfigError, match="unknown log_parser 'mine'"):
+        parser_of("mine")
     from swebench.harness.test_spec.test_spec import make_test_spec  # pyright: ignore[reportMissingImports]
 
     requests = row("psf/requests", "2.3")
@@ -88,25 +88,6 @@ def test_requirement_files_are_read_from_the_repository() -> None:
     recipe = recipe_of(row("pallets/flask", "2.3", environment_setup_commit="5e7d0b"), read)
     assert "flake8==6.1" in recipe.environment_script and "pytest==7.4" in recipe.environment_script
     assert asked == [("pallets/flask", "5e7d0b", f"requirements/{name}.txt") for name in ("dev", "tests")]
-
-
-@needs_swebench
-def test_columns_of_version_5_count_more_than_the_tables() -> None:
-    script = f"#!/bin/bash\n: '{START}'\ntrue\n: '{END}'\n"
-    columns = {"image": "me/x:1", "eval_script": script, "log_parser": "parse_log_flask"}
-    known = recipe_of(row("psf/requests", "2.3", extra=columns), no_file)
-    assert (known.image, known.evaluation_script, known.parser) == ("me/x:1", script, "parse_log_flask")
-    assert known.install_script
-    unknown = recipe_of(row("me/mine", "1", extra=columns), no_file)
-    assert unknown.environment_script == "" and unknown.image == "me/x:1"
-    with pytest.raises(ConfigError, match="no recipe for 'me/mine'"):
-        recipe_of(row("me/mine", "1"), no_file)
-    with pytest.raises(ConfigError, match="eval_script does not mark"):
-        recipe_of(row("me/mine", "1", extra={**columns, "eval_script": "true"}), no_file)
-    with pytest.raises(ConfigError, match="unknown log_parser 'mine'"):
-        parser_of("mine")
-    with pytest.raises(ConfigError, match="eval_type"):
-        recipe_of(row("me/mine", "1", extra={**columns, "eval_type": "sometimes"}), no_file)
 
 
 @pytest.mark.parametrize(

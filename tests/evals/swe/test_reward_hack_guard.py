@@ -10,9 +10,9 @@ from honest_patches import HONEST, Honest
 from pytest_sample import make_pytest_sample
 from repository_samples import FIX, TEST_PATCH, Sample, needs_sandbox
 
-from openhands_rl_plugin.evals.swe.backends.local import LocalBackend
-from openhands_rl_plugin.evals.swe.guard.guard import RewardHackGuard
-from openhands_rl_plugin.evals.swe.types import PatchVerdict, Severity, VerdictKind
+from openhands_rl_plugin.evals.swe.backends import LocalBackend
+from openhands_rl_plugin.evals.swe.guard import RewardHackGuard
+from openhands_rl_plugin.evals.swe.instances import PatchVerdict, Severity, VerdictKind
 
 pytestmark = [pytest.mark.contract, needs_sandbox]
 

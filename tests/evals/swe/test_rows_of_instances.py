@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.swe.dataset import instance_of, read_instances, read_predictions, row_of
+from openhands_rl_plugin.evals.swe.instances import instance_of, read_instances, read_predictions, row_of
 
 ROW = {
     "instance_id": "a__b-1",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.evals.swe.types import Checkout, Instance, PatchVerdict, TestsStatus, VerdictKind
+from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
+from openhands_rl_plugin.evals.swe.instances import Instance, PatchVerdict, TestsStatus, VerdictKind
 from openhands_rl_plugin.evals.tasks.make import NO_OP, check_tasks
 
 Judge = Callable[[Instance, str, int], VerdictKind]
@@ -22,7 +23,7 @@ class KnownBackend:
 
     async def check(self) -> None: ...
 
-    async def checkout(self, instance: Instance, directory: Path) -> Checkout:
+    async def checkout(self, instance: Instance, directory: Path) -> TaskWorkspace:
         raise NotImplementedError
 
     async def grade(self, instance: Instance, patch: str, *, logs: Path, timeout: float) -> PatchVerdict:

@@ -17,7 +17,7 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.contrib.repair.rows import RepairSpec
 from openhands_rl_plugin.contrib.repair.suites import write_repository
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
-from openhands_rl_plugin.evals.swe.dataset import instance_of
+from openhands_rl_plugin.evals.swe.instances import instance_of
 from openhands_rl_plugin.evals.tasks.source import extract, is_test, requirements_of, task_repository
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.evals.tasks.split import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
+from openhands_rl_plugin.evals.tasks.make import LEAST_HELD_OUT, LEAST_TRAINING, SplitTask, split_tasks
 
 
 def injected(count: int, files: int, seed: int = 0) -> list[SplitTask]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openhands_rl_plugin.evals.runs.suites import local_rows
-from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.swe.instances import read_instances
 from openhands_rl_plugin.evals.tasks.make import changed_lines, leaks
 
 

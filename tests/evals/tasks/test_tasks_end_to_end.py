@@ -10,7 +10,7 @@ from broken_repository import CODE, commit, units_repository
 from needs import needs_bubblewrap
 
 from openhands_rl_plugin import cli
-from openhands_rl_plugin.evals.swe.dataset import read_instances
+from openhands_rl_plugin.evals.swe.instances import read_instances
 from openhands_rl_plugin.evals.tasks.make import MADE_BY, leaks
 
 pytestmark = pytest.mark.contract

@@ -204,10 +204,10 @@ export const Evaluations = ({id}) => (id ? html`<${Evaluation} key=${id} id=${id
 function List() {
   const answer = useAnswer('evaluations');
   return html`<div class="page scrolls" tabindex="0"><header class="heading"><h1>Evaluations</h1></header><${Answer} answer=${answer}>${({evaluations, groups, comparison}) => (evaluations.length
-    ? html`<div class="wide" tabindex="0" role="region" aria-label="Evaluations"><table class="plain"><thead><tr><th>Evaluation</th><th>Agent and model</th><th class="chart">Pass@1, 95 % interval</th><th class="number">Tasks</th><th class="number">Attempts</th><th class="number">Cost</th></tr></thead>
+    ? html`<div class="wide" tabindex="0" role="region" aria-label="Evaluations"><table class="plain"><thead><tr><th>Evaluation</th><th>Agent and model</th><th class="chart">Pass@1, 95 % interval</th><th class="number">Tasks</th><th class="number">Attempts</th></tr></thead>
       <tbody>${evaluations.map(({name, figures, problem}) => html`<tr key=${name}><td><a href=${link('v', name)}><${Shown} text=${name} most=${100} /></a></td>
-        ${problem ? html`<td colspan="5" class="bad"><${Shown} text=${problem} /></td>` : html`<td><${Shown} text=${[figures.agent, figures.model].filter(Boolean).join(', ') || '–'} most=${80} /></td><td class="chart"><${Interval} found=${estimate(figures.pass_at_1)} /></td>
-        <td class="number">${count(figures.tasks)}</td><td class="number">${count(figures.attempts)}</td><td class="number">${figures.cost ? `$${fixed(figures.cost)}` : '–'}</td>`}</tr>`)}</tbody></table></div>
+        ${problem ? html`<td colspan="4" class="bad"><${Shown} text=${problem} /></td>` : html`<td><${Shown} text=${[figures.agent, figures.model].filter(Boolean).join(', ') || '–'} most=${80} /></td><td class="chart"><${Interval} found=${estimate(figures.pass_at_1)} /></td>
+        <td class="number">${count(figures.tasks)}</td><td class="number">${count(figures.attempts)}</td>`}</tr>`)}</tbody></table></div>
       <${Overview} groups=${groups} comparison=${comparison} /><${LeftOut} />`
     : html`<${Empty} title="No evaluation is open">Start the studio with the folder of one: <code>openhands-rl studio ./evaluation</code></${Empty}>`)}</${Answer}></div>`;
 }
@@ -253,7 +253,7 @@ function Overall({figures}) {
 function Instance({name, each}) {
   const answer = useAnswer(`evaluations/${path(name)}${query({instance: each.instance})}`, {keep: false});
   return html`<h2><${Shown} text=${each.instance} most=${120} /></h2>
-    <${Facts} rows=${[['Outcome', each.kind.replaceAll('_', ' ')], ['Why', each.reason], ['Stop', each.stop], ['Flags', (each.flags ?? []).join(', ')], ['Reward', each.reward], ['Cost', each.cost ? `$${fixed(each.cost)}` : null],
+    <${Facts} rows=${[['Outcome', each.kind.replaceAll('_', ' ')], ['Why', each.reason], ['Stop', each.stop], ['Flags', (each.flags ?? []).join(', ')], ['Reward', each.reward],
       ['Episode', each.episode && !exported ? html`<a href=${link('e', each.episode)}>open</a>` : null]]} />
     <${Answer} answer=${answer} rows=${4}>${(found) => html`
       ${found.error && html`<h3>Error</h3><${Text} text=${found.error} kind="code" />`}
