@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.environments.workspace.shell import MAX_LISTED, SessionFiles
+from openhands_rl_plugin.environments.workspace.shell import MAX_LISTED, Shell
 
 _KEPT = 10  # versions of a file
 
@@ -25,7 +25,7 @@ class CopyEditor[E]:
     editor, given the folder of the copies.
     """
 
-    def __init__(self, files: Callable[[], SessionFiles], private: Path, make: Callable[[Path], E]) -> None:
+    def __init__(self, files: Callable[[], Shell], private: Path, make: Callable[[Path], E]) -> None:
         self.copies = private / "editor" / "copies"
         self._files = files
         self._history = private / "editor" / "history"
@@ -33,7 +33,7 @@ class CopyEditor[E]:
         self._editor: E | None = None
         self._calls = threading.Lock()
 
-    def forked(self, files: Callable[[], SessionFiles], private: Path) -> Self:
+    def forked(self, files: Callable[[], Shell], private: Path) -> Self:
         """An editor of a fork, with this one's undo history."""
         twin = type(self)(files, private, self._make)
         if self._history.exists():
@@ -55,7 +55,7 @@ class CopyEditor[E]:
                 files.write(name, after)
             return result
 
-    def _copy(self, files: SessionFiles, name: str) -> Path:
+    def _copy(self, files: Shell, name: str) -> Path:
         shutil.rmtree(self.copies, ignore_errors=True)
         copied, kind = Path(f"{self.copies}{name}"), files.kind(name)
         if kind is not None or files.kind(str(Path(name).parent)) == "directory":
@@ -91,7 +91,7 @@ def _plain(path: str) -> str:
     return f"/{'/'.join(parts)}"
 
 
-def _copy_names(files: SessionFiles, name: str, into: Path, levels: int, room: int) -> int:
+def _copy_names(files: Shell, name: str, into: Path, levels: int, room: int) -> int:
     """Empty files and folders with the names, at most ``room``; returns how many are left of that."""
     into.mkdir(exist_ok=True)
     for entry, kind in files.entries(name) if levels else ():

@@ -17,8 +17,7 @@ from openhands_aci.editor.results import CLIResult, maybe_truncate
 
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
-from openhands_rl_plugin.environments.workspace.shell import SessionFiles
+from openhands_rl_plugin.environments.workspace.shell import Shell
 
 
 class _Editor(OHEditor):
@@ -31,7 +30,7 @@ class WorkspaceEditor(CopyEditor[OHEditor]):
 
     def __init__(
         self,
-        files: Callable[[], SessionFiles],
+        files: Callable[[], Shell],
         private: Path,
         make: Callable[[Path], OHEditor] = lambda copies: _Editor(),
     ) -> None:
@@ -45,8 +44,7 @@ class WorkspaceEditor(CopyEditor[OHEditor]):
         # Halves of surrogate pairs are in no file and no name.
         path, given = whole_text(path), {name: _whole(value) for name, value in arguments.items()}
         if not path.startswith("/"):
-            hint = f"The path should be an absolute path, starting with `/`. Maybe you meant {INSIDE}/{path}?"
-            return CLIResult(output=f"ERROR:\n{hint}")
+            return CLIResult(output="ERROR:\nThe path should be an absolute path, starting with `/`.")
 
         copies = str(self.copies)
 

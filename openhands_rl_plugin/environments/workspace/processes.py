@@ -11,7 +11,7 @@ import functools
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,6 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 
 _CHUNK, _KEPT = 2**16, 64 * 2**20
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):  # else it has ended before
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
 
 
 class Ended(NamedTuple):
@@ -63,45 +56,34 @@ async def run(
     given: bytes | None = None,
     limits: SandboxLimits | None = None,
 ) -> Ended:
-    """Run ``command`` with ``given`` on stdin (else nothing), in a process group of its own, which is killed at the
+    """Run ``command`` with ``given`` on stdin, in a process group of its own, which is killed at the
     time limit and when this task is cancelled. ``limits``: in a control group with these, where one can be made.
 
     Raises ``InfrastructureError`` when the program cannot be started.
     """
     began = time.monotonic()
-    group = await asyncio.to_thread(make_group, limits.processes, limits.memory) if limits is not None else None
+    group = await asyncio.to_thread(make_group, limits) if limits is not None else None
     try:
-        process = await asyncio.create_subprocess_exec(
-            *in_group(group),
-            *command,
-            stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=None if variables is None else dict(variables),
-            start_new_session=True,
-        )
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(given or b"")
+            stdin.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *in_group(group),
+                *command,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=None if variables is None else dict(variables),
+                start_new_session=True,
+            )
     except OSError as error:
         raise InfrastructureError(f"cannot start {command[0]}: {error.strerror}") from error
-    kept = bytearray()
-    truncated = timed_out = False
-
-    async def read() -> None:
-        nonlocal truncated
-        assert process.stdout is not None
-        while chunk := await process.stdout.read(_CHUNK):
-            kept.extend(chunk[: _KEPT - len(kept)])
-            truncated = truncated or len(kept) >= _KEPT
-
-    async def write() -> None:
-        if given is not None and process.stdin is not None:
-            with suppress(BrokenPipeError, ConnectionResetError):
-                process.stdin.write(given)
-                await process.stdin.drain()
-            process.stdin.close()
-
+    assert process.stdout is not None
+    kept, timed_out = bytearray(), False
     try:
         async with asyncio.timeout(timeout):
-            await asyncio.gather(write(), read())
+            while chunk := await process.stdout.read(_CHUNK):
+                kept.extend(chunk[: _KEPT - len(kept)])
             await process.wait()
     except TimeoutError:
         timed_out = True
@@ -112,12 +94,12 @@ async def run(
             await asyncio.shield(process.wait())
         if group is not None:
             await asyncio.shield(asyncio.to_thread(remove_group, group))
-    return Ended(process.returncode or 0, bytes(kept), time.monotonic() - began, timed_out, truncated)
+    return Ended(process.returncode or 0, bytes(kept), time.monotonic() - began, timed_out, len(kept) >= _KEPT)
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:
     """The command line of a program that is killed when the thread that starts it ends, with its process or alone."""
-    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+    return ["setpriv", "--pdeathsig", "KILL", "--", *command]
 
 
 async def checked(command: Sequence[str], what: str, **options) -> Ended:
@@ -140,12 +122,12 @@ def in_group(group: Path | None) -> Sequence[str]:
     return () if group is None else ("sh", "-c", _JOIN, str(group))
 
 
-def make_group(processes: int, memory: int) -> Path | None:
-    """A group whose processes may be so many with their threads, and have so many bytes; ``None`` where none can be
-    made. Thread-safe."""
+def make_group(limits: SandboxLimits) -> Path | None:
+    """A group whose processes, with their threads, are within the limits; ``None`` where none can be made.
+    Thread-safe."""
     place = _place()
     with suppress(OSError):
-        return None if place is None else _made(place, processes, memory)
+        return None if place is None else _made(place, limits)
     return None
 
 
@@ -176,7 +158,7 @@ def _place() -> Path | None:
             enabled = (place / "cgroup.subtree_control").read_text().split()
             if {"pids", "memory"} <= {*enabled} and os.access(place, os.W_OK):
                 _remove_old(place)
-                group = _made(place, 64, 2**30)
+                group = _made(place, SandboxLimits())
                 joined = subprocess.run([*in_group(group), "true"], capture_output=True, check=False)
                 remove_group(group)
                 return None if joined.returncode else place
@@ -185,11 +167,11 @@ def _place() -> Path | None:
     return None
 
 
-def _made(place: Path, processes: int, memory: int) -> Path:
+def _made(place: Path, limits: SandboxLimits) -> Path:
     group = place / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
     group.mkdir()
-    (group / "pids.max").write_text(str(processes))
-    (group / "memory.max").write_text(str(memory))
+    (group / "pids.max").write_text(str(limits.processes))
+    (group / "memory.max").write_text(str(limits.memory))
     return group
 
 

@@ -16,10 +16,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import marshal
 import os
 import re
-import shlex
 import shutil
 import stat
 import subprocess
@@ -97,7 +95,7 @@ def limited(limits: SandboxLimits, command: Sequence[str]) -> list[str]:
     """``command`` with the limits of each of its processes; a lower one that is set already stays."""
     memory, file = limits.memory // 1024, limits.file // 1024
     lines = f"ulimit -c 0; ulimit -d {memory}; ulimit -u {limits.processes}; ulimit -f {file}"
-    return [bash(), "-c", f'{{ {lines}; }} 2>/dev/null; exec "$@"', "bash", *command]
+    return ["bash", "-c", f'{{ {lines}; }} 2>/dev/null; exec "$@"', "bash", *command]
 
 
 def sandboxed(
@@ -152,8 +150,8 @@ def find_bubblewrap(*options: str, otherwise: str = "") -> str:
             )
             return program
         except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stderr", None) or str(error)).strip()
-            why = f"cannot make a sandbox here ({program}: {said}); allow unprivileged user namespaces"
+            reason = (getattr(error, "stderr", None) or str(error)).strip()
+            why = f"cannot make a sandbox here ({program}: {reason}); allow unprivileged user namespaces"
     raise ConfigError(f"bubblewrap {why}{otherwise}")
 
 
@@ -175,7 +173,7 @@ def system_mounts(*, network: bool = False) -> list[str]:
     """The system's programs, their libraries and settings, read-only; with a ``network``, as it resolves names now."""
     resolving = _OF_NETWORK if network else ()
     shown = [part for name in resolving for part in ("--ro-bind-try", name, name)]
-    return [*program_mounts(), "--ro-bind", _settings_copy(), "/etc", *shown]
+    return [*program_mounts(), "--ro-bind", _settings_copy(os.getpid()), "/etc", *shown]
 
 
 @functools.cache
@@ -194,20 +192,12 @@ def settings_mounts() -> list[str]:
     return [part for path in found for part in ("--ro-bind-try", path, path)]
 
 
-def _settings_copy() -> str:
+@functools.cache
+def _settings_copy(pid: int) -> str:
     """A folder with a copy of what programs look for in ``/etc``, as far as everybody may read it.
 
-    It is made once: each mount takes up to a millisecond whenever a sandbox starts.
+    It is made once in a process: each mount takes up to a millisecond whenever a sandbox starts.
     """
-    folder = _settings_folder(os.getpid())
-    if not os.path.isdir(folder):  # folders of temporary files are swept
-        _settings_folder.cache_clear()
-        folder = _settings_folder(os.getpid())
-    return folder
-
-
-@functools.cache
-def _settings_folder(pid: int) -> str:
     folder = str(temporary_folder("etc"))
     for name in _settings():
         os.makedirs(os.path.dirname(f"{folder}/{name}"), exist_ok=True)
@@ -279,19 +269,6 @@ def installed_parts(prefix: Path) -> list[Path]:
     return [prefix / name for name in OF_A_PREFIX if (prefix / name).exists()]
 
 
-def interpreter_paths() -> tuple[str, ...]:
-    """The prefixes of this interpreter, by all names."""
-    named = (sys.base_prefix, sys.prefix)
-    return tuple({*named, *map(os.path.realpath, named)})
-
-
-def bash() -> str:
-    """bash by a path that every sandbox shows: the ``PATH`` may hold a link from a folder that is hidden."""
-    real = os.path.realpath(shutil.which("bash") or "/bin/bash")
-    shown = is_system(real.split("/")[1]) or any(real.startswith(f"{each}/bin/") for each in interpreter_paths())
-    return real if shown else "/bin/bash"
-
-
 @dataclass(frozen=True)
 class Overlay:
     """A view of ``lower`` at ``target``, with the changes in ``upper`` on top; ``work`` is the kernel's own."""
@@ -343,35 +320,16 @@ def _try_overlay(directory: Path) -> bool:
 
 
 class SubprocessSandbox:
-    """No isolation: commands see the host with the rights of this process. ``/workspace`` is a name only, replaced
-    in commands and answers (not in files), so that prompts are the same as with bubblewrap.
-
-    Raises ``ConfigError`` for a workspace whose path a shell would have to quote.
-    """
-
-    isolated = False
+    """No isolation: commands see the host by its own names, with the rights of this process."""
 
     def __init__(self, root: Path, private: Path) -> None:
-        if shlex.quote(str(root)) != str(root):
-            raise ConfigError(
-                f"the workspace {str(root)!r} cannot be used without bubblewrap: rename it, without blanks"
-            )
         self.workspace = str(root)
         self.home = str(private / "home")
         self.state = str(private / "state" / "shell")
-        self._host_path = re.compile(rf"{re.escape(self.workspace)}(?![\w.-])")
 
     def wrap(self, command: Sequence[str], shared: Sequence[Path] = ()) -> list[str]:
         """The command line that runs ``command``, which also finds the host's directories ``shared``."""
         return list(command)
-
-    def to_inside(self, text: str) -> str:
-        """Host paths of the workspace in ``text`` -> ``/workspace``."""
-        return self._host_path.sub(INSIDE, text)
-
-    def from_inside(self, text: str) -> str:
-        """``/workspace`` as a whole path component -> the host path."""
-        return _INSIDE_PATH.sub(lambda _: self.workspace, text)
 
 
 class BubblewrapSandbox:
@@ -381,8 +339,6 @@ class BubblewrapSandbox:
 
     A ``task_workspace`` adds its own mounts, and takes this interpreter's packages away.
     """
-
-    isolated = True
 
     def __init__(
         self,
@@ -429,18 +385,11 @@ class BubblewrapSandbox:
         options = {"network": self._network, "temporary": self._temporary, "folder": INSIDE}
         return [*self._around, *sandboxed(command, mounts, options=("--as-pid-1", *user), **options)]
 
-    def to_inside(self, text: str) -> str:
-        """``text`` unchanged: inside, the workspace has no other name."""
-        return text
-
-    def from_inside(self, text: str) -> str:
-        """``text`` unchanged."""
-        return text
-
     @property
     def host_names_in_tmp(self) -> frozenset[str]:
         """The names in ``/tmp`` that are not the session's own: mounts and the path of an interpreter there."""
-        shown = {*interpreter_paths(), *self._shown, *(mount.inside for mount in self._mounts)}
+        named = (sys.base_prefix, sys.prefix)
+        shown = {*named, *map(os.path.realpath, named), *self._shown, *(mount.inside for mount in self._mounts)}
         return frozenset(path.split("/")[2] for path in shown if path.startswith("/tmp/"))
 
     @property
@@ -457,33 +406,12 @@ class BubblewrapSandbox:
         )
 
 
-_INSIDE_PATH = re.compile(rf"(?<![\w./-]){INSIDE}(?![\w.-])")
-
-
 Sandbox = BubblewrapSandbox | SubprocessSandbox
 
 
 def check_bubblewrap() -> None:
     """Raise ``ConfigError``, which names the alternative, unless sandboxes can be created here."""
     find_bubblewrap(otherwise=', or accept commands without isolation: [rl.workspace] isolation = "none"')
-
-
-_READ = """import marshal, os, sys
-if sys.hexversion != {version}:
-    sys.exit("the Python in the sandbox is another version than the one outside")
-code = b""
-while len(code) < {size}:
-    code += os.read(0, {size} - len(code)) or sys.exit(1)
-exec(marshal.loads(code))
-"""
-
-
-@functools.cache
-def supervisor_program() -> tuple[str, bytes]:
-    """The text of a program, and what it reads from stdin and executes: the supervisor, compiled, because that takes as
-    long as Python takes to start."""
-    code = marshal.dumps(compile(text_inside("supervisor"), "<supervisor>", "exec", optimize=2))
-    return _READ.format(size=len(code), version=sys.hexversion), code
 
 
 @functools.cache

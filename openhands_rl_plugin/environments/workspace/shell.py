@@ -6,16 +6,19 @@ import base64
 import io
 import itertools
 import json
+import marshal
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal, NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
@@ -23,19 +26,19 @@ from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.environments.workspace.processes import in_group, make_group, remove_group
 from openhands_rl_plugin.environments.workspace.sandbox import (
-    INSIDE,
     Sandbox,
     SandboxLimits,
-    bash,
     limited,
     search_path,
-    supervisor_program,
+    text_inside,
 )
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
 _CLOSE_PATIENCE = 10.0
-_MOST_SAID = 65536
+_MOST_ERRORS = 65536
+# The supervisor comes compiled, because that takes as long as Python takes to start.
+_PROGRAM = "import marshal, sys; code, setup = marshal.load(sys.stdin.buffer); exec(code); main(setup)"
 MAX_FILE_BYTES = 10 * 1024 * 1024
 """Of a session's file that is read or edited."""
 MAX_LISTED = 20_000
@@ -67,11 +70,11 @@ class SandboxEndedError(InfrastructureError):
 
 
 class Shell:
-    """A session's shell: ``cd``, variables, functions and background processes last from command to command.
+    """A session's shell and files: ``cd``, variables, functions and background processes last from command to command.
 
     ``variables``, as they are when it starts, are added to a small environment without the host's secrets. The first
     command runs in ``start``, a directory as the session sees it (default: the workspace). Thread-safe;
-    one command runs at a time.
+    one command runs at a time. Files are those that commands see: no link leads to others.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Shell:
         self._sandbox = sandbox
         self._limits = limits or SandboxLimits()
         self._variables = {} if variables is None else variables
-        self._start_in = sandbox.from_inside(start) if start else sandbox.workspace
+        self._start_in = start or sandbox.workspace
         self._started: _Started | None = None
         self._starting, self._one_at_a_time = threading.Lock(), threading.Lock()
         self._closed = threading.Event()
@@ -97,24 +100,17 @@ class Shell:
         started and ``SandboxEndedError`` when it ended during the command.
         """
         with self._one_at_a_time:
-            asked = {
-                "command": self._sandbox.from_inside(whole_text(command)),
-                "timeout": timeout,
-                "cwd": self._sandbox.from_inside(whole_text(cwd)) if cwd else None,
-                "keep": keep,
-            }
+            asked = {"command": whole_text(command), "timeout": timeout, "cwd": whole_text(cwd or ""), "keep": keep}
             patience = None if timeout is None else timeout + _ANSWER_PATIENCE
-            answer = self._running().ask("run", patience, asked)
-            shown = {name: self._sandbox.to_inside(answer[name]) for name in ("output", "earlier", "cwd", "python")}
-            return CommandResult(exit_code=answer["exit_code"], timed_out=answer["timed_out"], **shown)
+            return CommandResult(**self._running().ask("run", patience, asked))
 
-    def ask(self, do: str, **given: object) -> Any:
+    def ask(self, do: str, path: str = "", **given: object) -> Any:
         """Another request of the supervisor, which is answered while a command runs, too. A ``path`` is the session's.
 
         Raises ``OSError`` with the supervisor's reason, and ``InfrastructureError``.
         """
-        if "path" in given:
-            given["path"] = self._sandbox.from_inside(os.path.join(INSIDE, str(given["path"])))
+        if path:
+            given["path"] = os.path.join(self._sandbox.workspace, path)
         return self._running().ask(do, _ANSWER_PATIENCE, given)
 
     def snapshot(self) -> tuple[str, list[str]]:
@@ -129,19 +125,31 @@ class Shell:
         """Send Ctrl-C (SIGINT) to the command that runs, and to what it started in the foreground."""
         self.ask("interrupt")
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside the block no process of the session runs. Without isolation they go on."""
-        started = self._started
+    def hold(self, on: bool) -> None:
+        """Stop all processes of the session, or let them go on. Nothing happens without isolation, or a sandbox."""
         with suppress(InfrastructureError):
-            if started is not None:
-                started.ask("hold", _ANSWER_PATIENCE, {"on": True})
-        try:
-            yield
-        finally:
-            with suppress(InfrastructureError):
-                if started is not None:
-                    started.ask("hold", _ANSWER_PATIENCE, {"on": False})
+            if self._started is not None:
+                self._started.ask("hold", _ANSWER_PATIENCE, {"on": on})
+
+    def kind(self, path: str) -> FileKind | None:
+        """The kind of the file, links followed; ``None`` where there is none. Raises as ``ask``, like the others."""
+        return self.ask("kind", path)
+
+    def read(self, path: str) -> bytes:
+        """The whole file, of at most 10 MiB."""
+        return base64.b64decode(self.ask("read", path, most=MAX_FILE_BYTES))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Replace the file's content in place, or make the file and the folders above it."""
+        self.ask("write", path, data=base64.b64encode(data).decode())
+
+    def entries(self, path: str) -> list[tuple[str, FileKind]]:
+        """Names in a directory with their kinds, sorted; a symbolic link counts as ``other``."""
+        return [(name, kind) for name, kind in self.ask("entries", path, most=MAX_LISTED)]
+
+    def files(self, path: str) -> list[str]:
+        """Regular files below a directory, relative to it; symbolic links are not followed."""
+        return self.ask("files", path, most=MAX_LISTED)
 
     def path_from_host(self, path: str) -> Path:
         """The path by which this process reaches an absolute ``path`` of the session, also inside the session's mounts.
@@ -170,15 +178,20 @@ class Shell:
             return self._started
 
     def _start(self) -> _Started:
-        program, code = supervisor_program()
+        sandbox, limits = self._sandbox, self._limits
+        setup = {
+            "env": self._environment(),
+            "cwd": sandbox.workspace,
+            "start": self._start_in,
+            "state": sandbox.state,
+            "output_bytes": limits.output,
+        }
         # Its real place: a virtual environment may be reached by a link that is hidden.
-        python = [os.path.realpath(sys.executable), "-I", "-S", "-c", program]
-        command = self._sandbox.wrap(limited(self._limits, python))
-        group = make_group(self._limits.processes, self._limits.memory)
+        python = [os.path.realpath(sys.executable), "-I", "-S", "-c", _PROGRAM]
         started: _Started | None = None
         try:
-            started = _Started(command, group, self._limits.output)
-            started.send(code + json.dumps(self._setup()).encode() + b"\n")
+            started = _Started(sandbox.wrap(limited(limits, python)), make_group(limits), limits.output)
+            started.send(marshal.dumps((_supervisor(), setup)))
             started.answer_of(0, _START_PATIENCE)
         except (OSError, SandboxEndedError) as error:
             if started is not None:
@@ -186,21 +199,15 @@ class Shell:
             raise InfrastructureError(f"no sandbox could be started: {error}") from error
         return started
 
-    def _setup(self) -> dict[str, object]:
-        sandbox = self._sandbox
-        return {
-            "bash": bash(),
-            "env": self._environment(),
-            "cwd": sandbox.workspace,
-            "start": self._start_in,
-            "state": sandbox.state,
-            "output_bytes": self._limits.output,
-        }
-
     def _environment(self) -> dict[str, str]:
         inherited = {name: os.environ[name] for name in _HOST_VARIABLES if name in os.environ}
         quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
         return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **self._variables}
+
+
+@cache
+def _supervisor() -> CodeType:
+    return compile(text_inside("supervisor"), "<supervisor>", "exec", optimize=2)
 
 
 class _Started:
@@ -209,7 +216,7 @@ class _Started:
     def __init__(self, command: Sequence[str], group: Path | None, output: int) -> None:
         # JSON may write one byte as six characters; a file comes in base 64.
         self._longest = max(6 * 2 * output, 2 * MAX_FILE_BYTES) + 65536
-        self._group, self._said = group, tempfile.TemporaryFile()  # noqa: SIM115
+        self._group, self._errors = group, tempfile.TemporaryFile()  # noqa: SIM115
         self._waiting: dict[int, Future[dict[str, Any]]] = {0: Future()}
         self._numbers, self._sending, self._ending = itertools.count(1), threading.Lock(), threading.Lock()
         self._ended = ""
@@ -217,8 +224,8 @@ class _Started:
             [*in_group(group), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
-            env={"PATH": os.environ.get("PATH", os.defpath)},
+            stderr=self._errors,
+            env={"PATH": search_path()},
             start_new_session=True,
             bufsize=0,
         )
@@ -259,7 +266,7 @@ class _Started:
             self._waiting.pop(number, None)
 
     def end(self) -> str:
-        """End all of its processes; what it said last."""
+        """End all of its processes; the last line of its errors."""
         with self._ending:
             if not self._ended:
                 # At the end of stdin the supervisor ends all of its processes; in bubblewrap its own end does that too.
@@ -270,10 +277,10 @@ class _Started:
                 except subprocess.TimeoutExpired:
                     self.process.kill()
                     self.process.wait()
-                self._said.seek(0)
-                words = self._said.read(_MOST_SAID).decode("utf-8", "replace").strip().splitlines()
-                self._said.close()
-                self._ended = words[-1] if words else "the sandbox ended"
+                self._errors.seek(0)
+                lines = self._errors.read(_MOST_ERRORS).decode("utf-8", "replace").strip().splitlines()
+                self._errors.close()
+                self._ended = lines[-1] if lines else "the sandbox ended"
                 remove_group(self._group)
         for answer in [*self._waiting.values()]:
             with suppress(InvalidStateError):
@@ -287,34 +294,6 @@ class _Started:
                 answer = json.loads(line)
                 self._waiting[answer["id"]].set_result(answer)
         self.end()
-
-
-class SessionFiles:
-    """A session's files, as its commands see them: no link leads to others. All methods raise ``OSError``, and
-    ``InfrastructureError``."""
-
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
-
-    def kind(self, path: str) -> FileKind | None:
-        """The kind of the file, links followed; ``None`` where there is none."""
-        return self._shell.ask("kind", path=path)
-
-    def read(self, path: str) -> bytes:
-        """The whole file, of at most 10 MiB."""
-        return base64.b64decode(self._shell.ask("read", path=path, most=MAX_FILE_BYTES))
-
-    def entries(self, path: str) -> list[tuple[str, FileKind]]:
-        """Names in a directory with their kinds, sorted; a symbolic link counts as ``other``."""
-        return [(name, kind) for name, kind in self._shell.ask("entries", path=path, most=MAX_LISTED)]
-
-    def files(self, path: str) -> list[str]:
-        """Regular files below a directory, relative to it; symbolic links are not followed."""
-        return self._shell.ask("files", path=path, most=MAX_LISTED)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Replace the file's content in place, or make the file and the folders above it."""
-        self._shell.ask("write", path=path, data=base64.b64encode(data).decode())
 
 
 def check_workspace(

@@ -3,11 +3,11 @@
 The sandbox executes what this file was compiled to, so it uses the standard library only. Without a sandbox it is not
 process 1, and ends what it started itself.
 
-It speaks JSON lines. The first line on stdin is the set-up, every other one a request. Each has one answer, which
-is written when it is known: while a command runs, other requests are answered.
+It speaks JSON lines. Each line on stdin is a request with one answer, which is written when it is known: while a
+command runs, other requests are answered.
 
-* Set-up: ``{"bash", "env", "cwd", "start", "state", "output_bytes"}``; commands begin in ``start``, and
-  in ``cwd`` when their directory is gone. It is answered by ``{"id": 0}``.
+* Set-up, which comes with the program: ``{"env", "cwd", "start", "state", "output_bytes"}``; commands begin in
+  ``start``, and in ``cwd`` when their directory is gone. It is answered by ``{"id": 0}``.
 * Request: ``{"id", "do", ...}``, answered by ``{"id", "found"}`` or ``{"id", "errno", "reason"}``. ``do`` is ``run`` or
   one of ``Supervisor.requests``.
 * ``run``: ``{"command", "timeout", "cwd", "keep"}``, one at a time; ``timeout``: seconds or null. ``cwd`` and ``keep``
@@ -53,8 +53,6 @@ $(<"$2")"
 
 CHUNK = 65536
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36
-POLL_AFTER_KILL = 0.01
-KILL_PATIENCE = 5.0
 
 
 def exit_code(status: int) -> int:
@@ -126,14 +124,12 @@ class Supervisor:
     def serve_all(self) -> None:
         """Until the end of stdin."""
         while not self.closed:
-            self.serve(None if self.deadline is None else max(0.0, self.deadline - time.monotonic()))
+            left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+            for key, _ in self.selector.select(left):
+                key.data(key.fd)
             late = self.deadline is not None and time.monotonic() > self.deadline
             if self.runs and (self.status is not None or late):
                 self.finish(self.runs)
-
-    def serve(self, timeout: float | None) -> None:
-        for key, _ in self.selector.select(timeout):
-            key.data(key.fd)
 
     def reap(self, wake: int) -> None:
         os.read(wake, CHUNK)
@@ -194,8 +190,8 @@ class Supervisor:
         os.set_blocking(self.pipe, False)
         self.output, self.status = Output(self.setup["output_bytes"]), None
         save_to = self.state + ".new" if keep else ""
-        self.shell = os.posix_spawn(
-            self.setup["bash"],
+        self.shell = os.posix_spawnp(
+            "bash",
             ["bash", "-c", SCRIPT, "bash", self.state, "/dev/fd/3", cwd or self.cwd, self.setup["cwd"], save_to],
             {} if os.path.exists(self.state) else self.setup["env"],
             file_actions=[
@@ -231,11 +227,9 @@ class Supervisor:
     def finish(self, request: dict) -> None:
         """Answer for the command, which has ended or is ended now. Later output is that of its background processes."""
         timed_out = self.status is None
-        killing = time.monotonic() + KILL_PATIENCE
-        while self.status is None and time.monotonic() < killing:
+        if timed_out:
             self.signal_command(signal.SIGKILL)
-            self.serve(POLL_AFTER_KILL)
-            self.reap_dead()
+            os.waitpid(self.shell, 0)
         while self.pipe >= 0 and self.collect(self.pipe):
             pass
         self.pipe, self.shell, self.runs, self.deadline = -1, 0, None, None
@@ -245,7 +239,7 @@ class Supervisor:
         found = {
             "output": self.output.text(),
             "earlier": earlier,
-            "exit_code": None if timed_out or self.status is None else exit_code(self.status),
+            "exit_code": None if self.status is None else exit_code(self.status),
             "timed_out": timed_out,
             "cwd": os.fsencode(self.cwd).decode("utf-8", "replace"),
             "python": os.fsencode(self.python).decode("utf-8", "replace"),
@@ -330,44 +324,29 @@ def hold(on: bool) -> None:
 
 def end_everything() -> None:
     """Without a sandbox: all processes whose parents ended have become this one's."""
-    deadline, own = time.monotonic() + KILL_PATIENCE, f"/proc/self/task/{os.getpid()}/children"
-    while time.monotonic() < deadline:
-        with open(own) as file:
-            mine = file.read().split()
-        if not mine:
-            return
-        for pid in mine:
-            os.kill(int(pid), signal.SIGKILL)
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-        time.sleep(POLL_AFTER_KILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                for pid in file.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
-def main() -> None:
-    given = os.dup(0)
+def main(setup: dict) -> None:
     # Nobody of the same user looks into this process, its pipes or its memory.
     ctypes.CDLL(None).prctl(SET_DUMPABLE, 0, 0, 0, 0)
-    # The host waits for an answer to the set-up, so that nothing else is read with it.
-    with os.fdopen(given, "rb", closefd=False) as first:
-        setup = json.loads(first.readline())
-    alone = os.getpid() == 1
-    if not alone:
+    if os.getpid() != 1:
         ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.makedirs(os.path.dirname(setup["state"]), mode=0o700, exist_ok=True)
     os.makedirs(setup["env"]["HOME"], exist_ok=True)
-    supervisor = Supervisor(setup, given, os.fdopen(os.dup(1), "wb"))
-    try:
-        supervisor.answer({"id": 0})
-        supervisor.serve_all()
-    finally:
-        if not alone:
-            end_everything()
-
-
-if __name__ == "__main__":
     # Without a host, a supervisor cannot report an error to anyone.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
-        main()
+        supervisor = Supervisor(setup, os.dup(0), os.fdopen(os.dup(1), "wb"))
+        supervisor.answer({"id": 0})
+        supervisor.serve_all()
     except (BrokenPipeError, KeyboardInterrupt):
         sys.exit(1)
+    finally:
+        if os.getpid() != 1:
+            end_everything()

@@ -19,13 +19,12 @@ from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.copies import FORK_SECONDS, Tree, copy_tree, fork_tree
 from openhands_rl_plugin.environments.workspace.patch import Baseline
 from openhands_rl_plugin.environments.workspace.sandbox import (
-    INSIDE,
     BubblewrapSandbox,
     SandboxLimits,
     SubprocessSandbox,
     check_bubblewrap,
 )
-from openhands_rl_plugin.environments.workspace.shell import CommandResult, SessionFiles, Shell, check_workspace
+from openhands_rl_plugin.environments.workspace.shell import CommandResult, Shell, check_workspace
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 
 TEMPORARY = "/tmp"
@@ -45,7 +44,7 @@ def earlier_output(result: CommandResult) -> str:
 
 
 class SandboxedWorkspace:
-    """The workspace of one session at ``/workspace``, whatever the folder's place on the host. All methods block.
+    """The workspace of one session, at ``/workspace``, or without isolation at its own path. All methods block.
 
     ``folder``: by default one that is removed with it. ``task``: the folder is that of a task, with its own mounts and
     variables. ``protected``: as in ``Baseline``. Without isolation it cannot be forked. ``output``:
@@ -54,7 +53,6 @@ class SandboxedWorkspace:
     Raises ``ConfigError`` where bubblewrap does not work.
     """
 
-    inside = INSIDE
     # As the SDK's for silence.
     seconds = 30.0
     fork_seconds = FORK_SECONDS
@@ -92,7 +90,8 @@ class SandboxedWorkspace:
         else:
             self._sandbox = SubprocessSandbox(root, private)
         self._within = task.repository if task is not None else ""
-        self.start = f"{INSIDE}/{self._within}" if self._within else INSIDE
+        self.inside = self._sandbox.workspace
+        self.start = f"{self.inside}/{self._within}" if self._within else self.inside
         self._tree = Tree(root)
         self._evidence: JsonObject | None = {}
         self._use(private, self._new_shell())
@@ -113,9 +112,9 @@ class SandboxedWorkspace:
         return self._shell.run(command, timeout=timeout, cwd=cwd, keep=keep)
 
     @property
-    def files(self) -> SessionFiles:
-        """The files that commands see."""
-        return SessionFiles(self._shell)
+    def files(self) -> Shell:
+        """The shell, for the files that commands see."""
+        return self._shell
 
     def interrupt(self) -> None:
         """As ``Shell.interrupt``."""
@@ -201,11 +200,15 @@ class SandboxedWorkspace:
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
         """Nothing of the session runs inside the block, and its folder is open to its owner."""
-        with self._shell.held():
+        shell = self._shell
+        shell.hold(True)
+        try:
             for folder in (self._tree.directory, *((self._tree.overlay.upper,) if self._tree.overlay else ())):
                 with suppress(OSError):
                     folder.chmod(stat.S_IMODE(folder.lstat().st_mode) | stat.S_IRUSR | stat.S_IXUSR)
             yield
+        finally:
+            shell.hold(False)
 
     def _use(self, private: Path, shell: Shell) -> None:
         self.private, self._shell = private, shell

@@ -57,7 +57,6 @@ from openhands_rl_plugin.core.concurrency import background
 from openhands_rl_plugin.core.errors import ConfigError, RLError
 from openhands_rl_plugin.core.types import Failure, JsonObject
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
-from openhands_rl_plugin.environments.workspace.sandbox import INSIDE
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, protected_by, register_runtime
@@ -128,11 +127,6 @@ class SessionRuntime(Runtime):
         atexit.unregister(self.close)
         super().close()
 
-    @property
-    def workspace_root(self) -> Path:
-        """The workspace's path inside the sandbox."""
-        return Path(INSIDE)
-
     def run(self, action: Any) -> Observation:
         """The observation that the action is not supported; the model reads it."""
         return ErrorObservation(f"This runtime does not execute {type(action).__name__}.")
@@ -187,6 +181,11 @@ class WorkspaceRuntime(SessionRuntime):
         self.workspace.variables |= {**git, **given, **self.workspace.variables}
         self.editor = WorkspaceEditor(lambda: self.workspace.files, self.workspace.private)
 
+    @property
+    def workspace_root(self) -> Path:
+        """The workspace's path as commands see it."""
+        return Path(self.workspace.inside)
+
     async def connect(self) -> None:
         """Start the sandbox. Raises ``InfrastructureError`` when it does not start."""
         self.set_runtime_status(RuntimeStatus.STARTING_RUNTIME)
@@ -228,7 +227,7 @@ class WorkspaceRuntime(SessionRuntime):
             result = self.workspace.run(action.command, timeout=timeout, cwd=action.cwd, keep=not aside)
             note = f"[The command timed out after {timeout:.1f} seconds and was ended.]" if result.timed_out else ""
         except SandboxEndedError:
-            result, note = CommandResult(output="", exit_code=None, cwd=INSIDE), ENDED
+            result, note = CommandResult(output="", exit_code=None, cwd=self.workspace.inside), ENDED
         return CmdOutputObservation(
             content=result.output.rstrip("\n"),
             command=action.command,
@@ -281,7 +280,7 @@ class WorkspaceRuntime(SessionRuntime):
 
     def list_files(self, path: str | None = None) -> list[str]:
         """The paths of a directory's entries; empty when there is no such directory."""
-        files, directory = self.workspace.files, path or INSIDE
+        files, directory = self.workspace.files, path or self.workspace.inside
         if files.kind(directory) != "directory":
             return []
         return [f"{directory.rstrip('/')}/{name}" for name, _ in files.entries(directory)]

@@ -118,7 +118,7 @@ def test_a_way_back_from_behind_a_link_writes_nothing_elsewhere(root: Path, edit
     (root / "outside").mkdir()
     for command in ("create", "view"):
         with pytest.raises(PermissionError, match=r"without \.\."):
-            editor.edit(command, f"/workspace/link/{back}outside/planted", file_text="x")
+            editor.edit(command, f"{root}/link/{back}outside/planted", file_text="x")
     assert not list(root.parent.parent.rglob("planted"))
 
 

@@ -95,7 +95,7 @@ def test_commit_works_without_touching_the_users_git_configuration(runtime: Work
 
 
 def test_editor(runtime: WorkspaceRuntime):
-    path = "/workspace/a.py"
+    path = f"{runtime.workspace_root}/a.py"
     assert edit(runtime, "create", path, file_text="x = 1\ny = 2\n") == f"File created successfully at: {path}"
     assert "x = 3" in edit(runtime, "str_replace", path, old_str="x = 1", new_str="x = 3")
     edit(runtime, "insert", path, insert_line=1, new_str="z = 9")
@@ -120,7 +120,7 @@ def test_the_given_workspace_is_used_and_kept(make: Make, tmp_path: Path):
 def test_without_bubblewrap_nothing_runs_unless_that_is_asked_for(make: Make):
     with pytest.raises(ConfigError, match=r"^bubblewrap is not installed: [^\n]*isolation = \"none\"$"):
         make()
-    assert run(make("none"), "pwd") == "/workspace"
+    assert run(unisolated := make("none"), "pwd") == str(unisolated.workspace_root)
 
 
 def test_the_network_of_openhands_own_sandbox_is_refused(make: Make):
