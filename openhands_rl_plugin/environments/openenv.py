@@ -69,12 +69,11 @@ async def _connected(options: HttpEnvironmentOptions) -> ClientConnection:
         ) from error
 
 
-def _raise_error(where: str, data: JsonObject, kind: str) -> Never:
-    code, errors = data.get("code"), data.get("errors")
-    found: list[dict[str, Any]] = [*map(_object, errors[:3])] if isinstance(errors, list) else []
+def _raise_error(where: str, data: dict[str, Any], kind: str) -> Never:
+    code = data.get("code")
     # Those of pydantic: ``action: Input should be 'UP' or 'DOWN'``.
-    reasons = "; ".join(excerpt(f"{'.'.join(map(str, each.get('loc') or ()))}: {each.get('msg')}") for each in found)
-    reasons = reasons or excerpt(str(data.get("message")))
+    found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in data.get("errors") or ()]
+    reasons = excerpt("; ".join(found) or str(data.get("message")))
     text = f"{where} answered a {kind} with the error {code}: {reasons}"
     if code == "CAPACITY_REACHED":
         text += "; lower max_workers or open_worlds in [rl.strategy], or raise max_concurrent_envs of the server"
@@ -97,7 +96,7 @@ def _output(observation: JsonValue) -> str:
     return json.dumps(result, ensure_ascii=False)
 
 
-def fields_of(schema: JsonObject) -> JsonObject:
+def _fields(schema: JsonObject) -> JsonObject:
     """The fields of a server's actions that have a choice, with their schemas."""
     found = _object(schema.get("properties"))
     return {name: each for name, each in found.items() if name != "metadata" and "const" not in _object(each)}
@@ -105,31 +104,26 @@ def fields_of(schema: JsonObject) -> JsonObject:
 
 def read_action(text: str, schema: JsonObject) -> JsonObject:
     """The action in ``text``, whose values the server checks: a JSON object with names of fields only, else the value
-    of the only field, else of the only required one.
+    of the only field that has to be there, or that there is.
 
     Raises ``RefusedActionError``, whose message describes valid actions to the model.
     """
-    fields, names, required = fields_of(schema), _object(schema.get("properties")), schema.get("required")
+    fields, required = _fields(schema), schema.get("required")
     try:
         value: JsonValue = json.loads(text)
     except (ValueError, RecursionError):
-        value = None
-    if isinstance(value, dict) and (not names or names.keys() >= value.keys()):
+        value = text
+    if isinstance(value, dict) and _object(schema.get("properties")).keys() >= value.keys():
         return value
-    needed = [name for name in fields if isinstance(required, list) and name in required]
-    field = next((each[0] for each in ([*fields], needed) if len(each) == 1), None)
-    if field is None:
+    needed = [name for name in fields if isinstance(required, list) and name in required] or [*fields]
+    if len(needed) != 1:
         raise RefusedActionError(f"Invalid action: it must be {described(schema)}")
-    typed = _object(fields[field]).get("type", "string")
-    return {field: text if typed == "string" or value is None else value}
+    return {needed[0]: text if _object(fields[needed[0]]).get("type", "string") == "string" else value}
 
 
 def described(schema: JsonObject) -> str:
     """The description of the actions for the prompt."""
-    shown = {
-        "properties": fields_of(schema),
-        **{name: schema[name] for name in ("required", "$defs") if name in schema},
-    }
+    shown = {"properties": _fields(schema), **{name: schema[name] for name in ("required", "$defs") if name in schema}}
     return f"JSON of this schema: {json.dumps(shown, ensure_ascii=False)}"
 
 
@@ -174,46 +168,40 @@ class OpenEnvClient(BaseEnvClient):
         answer = self._answer(await self._ask("reset", {"seed": episode_index(task), **row}), "reset")
         kind = _object(_object(schema.get("properties")).get("type"))
         if "call_tool" in (kind.get("const"), kind.get("default")):
-            listed = _object((await self._ask("step", {"type": "list_tools"})).get("observation")).get("tools")
-            for tool in map(_object, listed if isinstance(listed, list) else ()):
-                name, parameters = str(tool.get("name")), tool.get("input_schema", tool.get("inputSchema"))
-                about = {"description": tool.get("description") or "", "parameters": parameters or {"type": "object"}}
-                self._tools[name] = {"name": name, **about}
-            if not self._tools:
-                raise BadEnvironmentError(f"{self.where} listed no tools")
+            listed: Any = await self._ask("step", {"type": "list_tools"})
+            self._tools = {
+                tool["name"]: {
+                    "name": tool["name"],
+                    "description": tool.get("description") or "",
+                    "parameters": tool.get("input_schema") or {"type": "object"},
+                }
+                for tool in listed["observation"]["tools"]
+            }
         return answer
 
     async def act(self, action: str | list[tuple[ToolCall, JsonObject]]) -> ServerAnswer:
         """``step``, once for each call where the environment is driven by tools."""
-        self._results = []
         if isinstance(action, str):
             return self._answer(await self._ask("step", read_action(action, self._schema)), "step")
-        earned, answer = 0.0, None
+        self._results, answers = [], list[ServerAnswer]()
         for call, arguments in action:
             step: JsonObject = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
-            answer = self._answer(data := await self._ask("step", step), "step")
-            earned += answer.reward
+            answers.append(self._answer(data := await self._ask("step", step), "step"))
             self._results.append((call, _output(data.get("observation"))))
-            if answer.done:
+            if answers[-1].done:
                 break
-        assert answer is not None
         state = "\n\n".join(text for _, text in self._results)
-        return answer.model_copy(update={"state": state, "reward": earned})
+        return answers[-1].model_copy(update={"state": state, "reward": sum(each.reward for each in answers)})
 
     def parse(self, action: Message) -> ParsedAction:
-        """The response's calls, each with an id, where the environment has tools."""
+        """The response's calls, where the environment has tools."""
         if not self._tools:
             return super().parse(action)
-        if not action.tool_calls:
-            return ParsedAction(None, f"Invalid action: call one of {', '.join(self._tools)}")
-        calls: list[tuple[ToolCall, JsonObject]] = []
-        for at, call in enumerate(action.tool_calls, 1):
-            try:
-                arguments = read_arguments(call.arguments)
-            except ValueError as error:
-                return ParsedAction(None, f"Invalid action: the arguments of {call.name} are {error}")
-            calls.append((call.model_copy(update={"id": call.id or f"call_{at}"}), arguments))
-        return ParsedAction(calls, None)
+        try:
+            calls = [(call, read_arguments(call.arguments)) for call in action.tool_calls]
+        except ValueError as error:
+            return ParsedAction(None, f"Invalid action: the arguments of a call are {error}")
+        return ParsedAction(calls or None, f"Invalid action: call one of {', '.join(self._tools)}")
 
     def reply(self, action: Message, state: str) -> tuple[Message, ...]:
         """The outputs of calls."""
@@ -274,27 +262,22 @@ class OpenEnvClient(BaseEnvClient):
         return shown
 
     def _answer(self, data: JsonObject, what: str) -> ServerAnswer:
-        reward: JsonValue = data.get("reward")
+        reward, observation = data.get("reward"), data.get("observation")
         if what == "step":
-            if "done" not in data:
-                raise BadEnvironmentError("step answered no 'done'")
-            if reward is None and data["done"] is True:
+            if reward is None and data.get("done") is True:
                 raise BadEnvironmentError(
                     "step ended the episode without a reward, which is not 0.0: let the server give its last step one"
                 )
             self._rewarded |= reward is not None
-        if reward is None or isinstance(reward, bool):
-            reward = float(reward or 0)
-        answer = {"state": self._shown(data, what), "reward": reward, "done": data.get("done", False)}
-        return ServerAnswer.parse({**answer, "info": data.get("metadata")}, what)
-
-    def _shown(self, data: JsonObject, what: str) -> str:
-        observation = data.get("observation")
         if not isinstance(observation, dict):
             raise BadEnvironmentError(f"{what} answered the 'observation' {excerpt(str(observation))}")
         hidden = ("metadata", "reward", "done")
         shown = {name: value for name, value in observation.items() if name not in hidden}
-        alone = [*shown.values()]
-        if len(alone) == 1 and isinstance(alone[0], str):
-            return alone[0]
-        return json.dumps(shown, ensure_ascii=False)
+        alone = next(iter(shown.values()), None)
+        answer = {
+            "state": alone if len(shown) == 1 and isinstance(alone, str) else json.dumps(shown, ensure_ascii=False),
+            "reward": float(reward or 0) if reward is None or isinstance(reward, bool) else reward,
+            "info": data.get("metadata"),
+            **({"done": data["done"]} if "done" in data else {}),
+        }
+        return ServerAnswer.parse(answer, f"/{what}")

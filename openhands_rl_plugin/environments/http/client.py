@@ -7,6 +7,7 @@ violates the protocol raises ``BadEnvironmentError``. Whoever runs an episode re
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from pydantic_core import from_json
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, EpisodeError, InfrastructureError
+from openhands_rl_plugin.core.messages import whole_json
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.servers import is_loopback, named_key
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observation, Task
@@ -40,7 +42,7 @@ def _http_url(value: str) -> str:
 
 
 class EpisodeOptions(Frozen):
-    """How the model is told to act. ``timeout`` is in seconds, of one call. ``action_language`` of ``None`` means the
+    """How the model learns to act. ``timeout`` is in seconds, of one call. ``action_language`` of ``None`` means the
     known one of the task's environment.
     """
 
@@ -75,10 +77,14 @@ def check_status(where: str, status: int, content: bytes) -> None:
 
 
 def decode_json(where: str, content: bytes | str) -> JsonValue:
-    """The JSON in ``content``. Raises ``BadEnvironmentError`` for invalid JSON, NaN and halves of characters."""
+    """The JSON in ``content``, with U+FFFD for halves of characters. Raises ``BadEnvironmentError`` for invalid JSON
+    and NaN."""
     try:
-        return from_json(content, allow_inf_nan=False)
-    except ValueError as error:
+        try:
+            return from_json(content, allow_inf_nan=False)
+        except ValueError:
+            return from_json(json.dumps(whole_json(json.loads(content))), allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
         raise BadEnvironmentError(
             f"{where} answered what is not valid JSON ({error}): {excerpt(content)} (is this an environment server?)"
         ) from error

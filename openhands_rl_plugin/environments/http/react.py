@@ -6,15 +6,8 @@ import re
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-MAX_ACTION_CHARACTERS = 65_536
-
-_STOP_TOKENS = (
-    *("</s>", "<eos>", "<|end|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
-)
 # Emphasis and numbers around the words ("**Action:**", "Action 2:") are common in what chat models write.
-_ACTION_LINE = re.compile(
-    r"[ \t>*#_-]{0,16}action[ \t]{0,4}\d{0,4}[*_]{0,3}[ \t]{0,4}:[*_]{0,3}(?P<rest>.*)", re.IGNORECASE
-)
+_ACTION_LINE = re.compile(r"[ \t>*#_-]{0,16}action[ \t]{0,4}\d{0,4}[*_]{0,3}[ \t]{0,4}:[*_]{0,3}", re.IGNORECASE)
 _FENCE = re.compile(r"[ \t]{0,3}(?P<marks>`{3,})[^`\n]*")
 # What a model goes on to make up after its action, in the form of the conversation.
 _MADE_UP = re.compile(r"[ \t>*_-]{0,16}observation[ \t]{0,4}\d{0,4}[*_]{0,3}[ \t]{0,4}:", re.IGNORECASE)
@@ -24,11 +17,7 @@ _NO_ACTION = (
     "Action: <one action>"
 )
 _EMPTY = "Invalid action: it is empty. Answer with one action."
-_LONG = f"Invalid action: it is longer than {MAX_ACTION_CHARACTERS} characters. Write a shorter one."
-_SEVERAL_FENCES = (
-    "Invalid action: there are several code fences below 'Action:', and nothing was executed. Write one action in one "
-    "fence; if the action itself holds lines of ```, put it between lines of ````."
-)
+_SEVERAL_FENCES = "Invalid action: several code fences are below 'Action:'. Write one, between ```` if it holds ```."
 
 
 class ParsedAction(NamedTuple):
@@ -42,23 +31,22 @@ def parse_react(text: str | None) -> ParsedAction:
     """Read ``Thought: ... / Action: ...``: all that follows the last ``Action:`` is the action.
 
     Where it begins with a code fence, the action is what the fence holds; a second fence below is an error. An
-    ``Action:`` inside a fence counts only where there is none outside. A made-up ``Observation:`` below the action,
-    backticks around it and trailing stop tokens are left out.
+    ``Action:`` inside a fence counts only where there is none outside. A made-up ``Observation:`` below the action and
+    backticks around it are left out.
     """
-    lines, marks = _lines(text), ""
-    inside = outside = None
+    lines, marks, last = (text or "").strip().replace("\r\n", "\n").split("\n"), "", dict[bool, int]()
     for at, line in enumerate(lines):
-        if match := _ACTION_LINE.match(line):
-            inside, outside = (at, match), outside if marks else (at, match)
+        if _ACTION_LINE.match(line):
+            last[bool(marks)] = at
         if marks:
             marks = "" if _closes(line, marks) else marks
         elif fence := _FENCE.fullmatch(line):
             marks = fence["marks"]
-    if inside is None:
+    if not last:
         return ParsedAction(None, _NO_ACTION)
-    at, match = outside or inside
-    below = [match["rest"], *lines[at + 1 :]]
-    if not outside:  # the whole answer stands in a fence
+    at = last.get(False, max(last.values()))
+    below = [_ACTION_LINE.sub("", lines[at], count=1), *lines[at + 1 :]]
+    if False not in last:  # the whole answer stands in a fence
         below = [*takewhile(lambda line: not _closes(line, "```"), below)]
     action, behind = _unwrapped("\n".join(below).strip())
     if behind is None:
@@ -66,27 +54,15 @@ def parse_react(text: str | None) -> ParsedAction:
         action, _ = _unwrapped("\n".join(below).strip())
     elif any(map(_FENCE.fullmatch, behind)):
         return ParsedAction(None, _SEVERAL_FENCES)
-    return _bounded(action)
+    return ParsedAction(action, None) if action else ParsedAction(None, _EMPTY)
 
 
 def parse_plain(text: str | None) -> ParsedAction:
-    """Take the whole answer as the action, without trailing stop tokens and without a fence around all of it."""
-    whole = "\n".join(_lines(text))
+    """Take the whole answer as the action, without a fence around all of it."""
+    whole = (text or "").strip().replace("\r\n", "\n")
     action, behind = _unwrapped(whole)
-    return _bounded(whole if any(map(str.strip, behind or ())) else action)
-
-
-def _bounded(action: str) -> ParsedAction:
-    if not action:
-        return ParsedAction(None, _EMPTY)
-    return ParsedAction(action, None) if len(action) <= MAX_ACTION_CHARACTERS else ParsedAction(None, _LONG)
-
-
-def _lines(text: str | None) -> list[str]:
-    text = (text or "").strip()
-    while (stop := next(filter(text.endswith, _STOP_TOKENS), None)) is not None:
-        text = text[: -len(stop)].rstrip()
-    return text.replace("\r\n", "\n").split("\n")
+    action = whole if any(map(str.strip, behind or ())) else action
+    return ParsedAction(action, None) if action else ParsedAction(None, _EMPTY)
 
 
 def _unwrapped(action: str) -> tuple[str, list[str] | None]:

@@ -99,3 +99,8 @@ async def test_a_step_has_its_reward_and_whether_it_was_the_last(missing: str):
     answer = {name: value for name, value in GOOD.items() if name != missing}
     async with raw_server(on_step(respond(answer))) as server:
         await assert_failed(await play(server.url), ENVIRONMENT, f"no '{missing}'")
+
+
+async def test_half_a_character_in_an_answer_is_replaced():
+    async with raw_server(on_step(respond('{"state": "a \\ud800", "reward": 1, "done": true}'))) as server:
+        assert (await play(server.url)).evidence["final_state"] == "a \ufffd"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.environments.http.react import MAX_ACTION_CHARACTERS, parse_plain, parse_react
+from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,6 @@ from openhands_rl_plugin.environments.http.react import MAX_ACTION_CHARACTERS, p
         ("Action 2: go", "go"),
         ("Action: `go`", "go"),
         ("Action:\n```python\ngo\n```", "go"),
-        ("Action: go<|im_end|>\n<|endoftext|>", "go"),
         ("Thought: x\r\nAction: go\r\n", "go"),
         ("Action: Action: go", "Action: go"),
     ],
@@ -39,7 +38,7 @@ def test_an_action_of_several_lines_arrives_whole(action: str):
     fenced = f"```python\n{action}\n```"
     for text in (f"Thought: so\nAction:\n{fenced}", f"Action: {fenced}", f"Action:\n{fenced}\nThat should do it."):
         assert parse_react(text).action == action, text
-    for text in (f"Action: {action}", f"Action:\n{action}\nObservation: made up\nThought: x", f"Action: {action}</s>"):
+    for text in (f"Action: {action}", f"Action:\n{action}\nObservation: made up\nThought: x"):
         assert parse_react(text).action == action.strip(), text
     assert parse_plain(fenced).action == action
     answer = f"It is so:\n{fenced}\nor\n{fenced}"
@@ -73,7 +72,6 @@ def test_a_line_of_code_is_no_action_line():
         ("The next action: search", "no line"),
         ("Action:", "empty"),
         ("Action: go\nAction:\n\n", "empty"),
-        ("Action: " + "x" * (MAX_ACTION_CHARACTERS + 1), "longer than"),
     ],
 )
 def test_what_is_wrong_is_reported(text: str | None, complaint: str):
@@ -84,7 +82,7 @@ def test_what_is_wrong_is_reported(text: str | None, complaint: str):
 
 @pytest.mark.parametrize(
     ("text", "action"),
-    [("go", "go"), ("  go </s>", "go"), ("```\na\nb\n```", "a\nb"), ("`go`", "go"), ("", None), ("```\n```", None)],
+    [("go", "go"), ("```\na\nb\n```", "a\nb"), ("`go`", "go"), ("", None), ("```\n```", None)],
 )
 def test_plain_text_is_the_action(text: str, action: str | None):
     parsed = parse_plain(text)
@@ -110,7 +108,6 @@ def test_a_long_hostile_text_is_read_quickly():
     for text in (
         "*" * 300_000,
         "Action" + " " * 300_000,
-        "</s>" * 50_000,
         "```x\n" * 60_000,
         "Action: ```\n" + "cat <<EOF\n" * 60_000,
         "Action: x\n" * 60_000 + "Action:",
