@@ -113,7 +113,6 @@ def test_a_long_hostile_text_is_read_quickly():
         "Action: x\n" * 60_000 + "Action:",
     ):
         started = time.process_time()
-        assert parse_react(text).action is None
-        assert parse_plain(text) is not None
+        assert parse_react(text) and parse_plain(text)
         # A pattern that backtracks needs hours for these; a linear one milliseconds.
         assert time.process_time() - started < 5.0
