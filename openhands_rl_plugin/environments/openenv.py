@@ -237,8 +237,7 @@ class OpenEnvClient(BaseEnvClient):
         Raises ``RefusedActionError`` when a step was not executed because its action is invalid.
         """
         where, socket, seconds = f"{self.where}/ws", self._socket, self.options.timeout
-        if socket is None:
-            raise RuntimeError("no episode is open")
+        assert socket is not None, "no episode is open"
         try:
             async with asyncio.timeout(seconds):
                 # When sending fails, receiving says why: a full server sends its error first.

@@ -137,7 +137,7 @@ class WebShop:
 
 
 class WebShopSession:
-    """One episode. Its whole state is one immutable value, so `fork` copies a reference."""
+    """One episode. Its whole state is one immutable value."""
 
     __slots__ = ("_place", "goal", "world")
 
@@ -145,12 +145,6 @@ class WebShopSession:
         self.world = world
         self.goal = goal
         self._place = _Place()
-
-    def fork(self) -> WebShopSession:
-        """An independent session in the same state."""
-        twin = WebShopSession(self.world, self.goal)
-        twin._place = self._place
-        return twin
 
     @property
     def observation(self) -> str:

@@ -1,4 +1,4 @@
-"""The shop over HTTP: sessions, forks, and a server in a thread."""
+"""The shop over HTTP: sessions, and a server in a thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.servers import API_KEY, AccessRules, listening, re
 
 
 class ShopRequest(BaseModel):
-    """Body of `POST /reset` (`idx`: the goal), and with the `session` that it returns of `/step`, `/fork`, `/close`."""
+    """Body of `POST /reset` (`idx`: the goal), and with the `session` that it returns of `/step` and `/close`."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -39,7 +39,7 @@ def create_app(world: WebShop, *, max_sessions: int = 10_000) -> Starlette:
     The oldest session makes room for another one.
     """
     shop = _ShopRoutes(world, max_sessions)
-    posts = {"/reset": shop.reset, "/step": shop.step, "/fork": shop.fork, "/close": shop.close}
+    posts = {"/reset": shop.reset, "/step": shop.step, "/close": shop.close}
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
     return Starlette(routes=[Route("/health", shop.health), *routes], exception_handlers={HTTPException: _refuse})
 
@@ -59,10 +59,6 @@ class _ShopRoutes:
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "sessions": len(self._sessions), "goals": len(self._world.goals)})
-
-    async def fork(self, request: Request) -> Response:
-        session = self._session(await _body(request))
-        return JSONResponse({"session": self._put(session.fork())})
 
     async def reset(self, request: Request) -> Response:
         index = (await _body(request)).idx

@@ -271,10 +271,8 @@ class Episode(ABC):
 
     async def step(self, action: Message) -> Observation:
         """Execute one model response. A malformed one is not executed: it takes a step and has reward 0."""
-        if self._last is None:
-            raise RuntimeError("no episode is open: reset did not succeed")
-        if self._last.done or self._last.truncated:
-            raise RuntimeError("the episode has ended")
+        if self._last is None or self._last.done or self._last.truncated:
+            raise RuntimeError("no episode is open")
         try:
             parsed = self.parse(action)
             if parsed.action is None:
@@ -342,12 +340,9 @@ class Episode(ABC):
 
     def _malformed(self, action: Message, error: str | None) -> Observation:
         self.steps.append(EpisodeStep())
-        if not action.tool_calls:
-            return Observation(messages=(Message(role="user", content=error),))
-        answers = (
-            Message(role="tool", content=error, tool_call_id=call.id, name=call.name) for call in action.tool_calls
-        )
-        return Observation(messages=tuple(answers))
+        calls = action.tool_calls
+        results = [Message(role="tool", content=error, tool_call_id=call.id, name=call.name) for call in calls]
+        return Observation(messages=tuple(results) or (Message(role="user", content=error),))
 
 
 class BaseEnvClient(Episode):
@@ -436,17 +431,9 @@ class WebEnvClient(BaseEnvClient):
     first one runs (within this process; other processes are not checked).
     """
 
-    def __init__(self, options: HttpEnvironmentOptions | None = None) -> None:
-        super().__init__(options)
-        self._index = -1
-        self._session: str | int | None = None
-        self._server_forks = True
-        self._holds = False
-
-    @property
-    def copies(self) -> bool:
-        """Whether the server copies episodes, or might and was not tried."""
-        return self._server_forks
+    _index = -1
+    _session: str | int | None = None
+    _holds = False
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``POST /reset``."""
@@ -471,29 +458,12 @@ class WebEnvClient(BaseEnvClient):
         return ServerAnswer.parse(await self.request("/step", {"action": action, **self._key()}), "/step")
 
     async def fork_episode(self, twin: Episode) -> bool:
-        """``POST /fork`` where the server has it, answered with a new ``session``.
-
-        Raises ``BadEnvironmentError`` for a server without sessions: a copy would share the state of the episode.
-        """
+        """Raises ``BadEnvironmentError`` for a server without sessions: a fork would share the state of the episode."""
         if self._session is None:
             raise BadEnvironmentError(
-                f"{self.options.base_url} cannot be forked: it has no sessions, so a copy would share the state of the "
-                f"episode; {WITHOUT_FORKS}, or a server whose /reset answers a session"
+                f"{self.where} cannot be forked: it has no sessions; {WITHOUT_FORKS}, or answer a session to /reset"
             )
-        assert isinstance(twin, WebEnvClient), "a twin is of the same class"
-        answer: JsonValue = None
-        try:
-            answer = await self.request("/fork", self._key()) if self._server_forks else None
-        except EndpointMissingError:
-            self._server_forks = False
-        twin._server_forks = self._server_forks
-        if not self._server_forks:
-            return False
-        session = answer.get("session") if isinstance(answer, dict) else None
-        if not isinstance(session, str | int) or session == self._session:
-            raise BadEnvironmentError(f"/fork answered {excerpt(str(answer))}, which holds no new 'session'")
-        twin._index, twin._session = self._index, session
-        return True
+        return False
 
     async def release(self) -> None:
         """``POST /close`` where the server returned a session; otherwise release the index."""

@@ -90,7 +90,9 @@ class Dialect:
         if self._native:
             problems += [f"The call of {call.name!r} was not executed: it stands in the text." for call in parsed.calls]
         calls = message.tool_calls if self._native else (*message.tool_calls, *parsed.calls)
-        return ReadAnswer(calls, tuple(problems), without_thought(parsed.before + parsed.after).strip())
+        # A thought may lack its first or its last tag.
+        speech = _UP_TO_THOUGHT_END.sub("", _THOUGHT.sub("", parsed.before + parsed.after))
+        return ReadAnswer(calls, tuple(problems), speech.strip())
 
     def results(self, results: Sequence[tuple[ToolCall, str]]) -> tuple[Message, ...]:
         """The results of the calls, as messages."""
@@ -101,12 +103,6 @@ class Dialect:
             )
         blocks = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for _, text in results)
         return (Message(role="user", content=blocks),) if results else ()
-
-
-def without_thought(text: str) -> str:
-    """``text`` without ``<think>`` blocks, also where only the closing or only the opening tag is present."""
-    rest = _THOUGHT.sub("", text)
-    return _UP_TO_THOUGHT_END.sub("", rest)
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -248,7 +244,7 @@ ToolListener = Callable[[ToolEvent], None]
 
 
 class _CallError(Exception):
-    """A call has no result; ``code`` is the kind of error that the model is told."""
+    """A call has no result; ``code`` is the kind of error in the observation."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -328,15 +324,6 @@ class ToolEnvironment:
         """With the tools in the requests to the model server."""
         return EnvInfo(tools=self._dialect.offered(self._schemas))
 
-    @property
-    def speaks(self) -> bool:
-        """Whether the text of a response is for the user; false where a tool delivers the answer."""
-        return not self._ending
-
-    def read(self, message: Message) -> ReadAnswer:
-        """A response, parsed into calls, problems and speech."""
-        return self._dialect.read(message)
-
     async def reset(self, task: Task) -> Observation:
         """Open the conversation: one system message (none when it would be empty), then the task's messages."""
         messages = [*_conversation(task)]
@@ -357,11 +344,13 @@ class ToolEnvironment:
             raise BadEnvironmentError("the conversation is not open: reset it first, and do not step after its end")
         self._steps += 1
         answer = self._dialect.read(action)
-        if not answer.calls and not answer.problems and self.speaks and answer.speech:
-            self._answer, self._open = answer.speech, False
+        # Where a tool delivers the answer, the text of a response is not for the user.
+        spoken = answer.speech if not self._ending else ""
+        if not answer.calls and not answer.problems and spoken:
+            self._answer, self._open = spoken, False
             return Observation(messages=(), terminated=True)
-        if self._listener is not None and self.speaks and answer.speech:
-            self._listener(TurnText(text=answer.speech))
+        if self._listener is not None and spoken:
+            self._listener(TurnText(text=spoken))
         results: list[tuple[ToolCall, str]] = []
         for at, call in enumerate(answer.calls):
             call = call if call.id else call.model_copy(update={"id": f"call_{self._steps}_{at}"})
@@ -444,10 +433,8 @@ class ToolEnvironment:
         return json.dumps({"ok": False, "error": {"code": code, "message": message}}, ensure_ascii=False)
 
     def _prompt(self) -> str:
-        if self.options.system_prompt is not None:
-            return self.options.system_prompt
-        if not self._tools:
-            return ""
+        if self.options.system_prompt is not None or not self._tools:
+            return self.options.system_prompt or ""
         private = [name for name, tool in self._tools.items() if tool.private]
         parts = [_WITH_TOOLS]
         if private:
@@ -462,9 +449,7 @@ def _cut(text: str, longest: int) -> str:
 
 def _conversation(task: Task) -> list[Message]:
     given = task.data.get("messages") or []
-    if not isinstance(given, list):
-        raise BadEnvironmentError(f"task {task.id!r}: data.messages must be a list of chat messages")
     try:
-        return [to_message(message) for message in given]  # pyright: ignore[reportArgumentType]
+        return [to_message(message) for message in given]  # type: ignore[union-attr]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadEnvironmentError(f"task {task.id!r}: data.messages holds an invalid chat message: {error}") from error

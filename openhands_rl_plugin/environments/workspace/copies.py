@@ -111,12 +111,11 @@ def copy_tree(
         )
     except subprocess.TimeoutExpired as error:
         raise BadEnvironmentError(
-            f"the workspace is too large to be copied for a search in {seconds:g} s: make it smaller, or use "
-            'BestOfN or ToT with value = "model" or "verifier", or StandardReAct, which need no copies'
+            f"the workspace is too large to be copied in {seconds:g} s: make it smaller, or use StandardReAct"
         ) from error
     if done.returncode:
-        words = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        full = words[-1].endswith(os.strerror(errno.ENOSPC))
-        # Others than cp speak where the sandbox, or cp in it, does not start.
-        kind = BadEnvironmentError if words[0].startswith("cp: ") and not full else InfrastructureError
-        raise kind(f"copying the workspace failed: {words[-1][:300]}")
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        full = lines[-1].endswith(os.strerror(errno.ENOSPC))
+        # Other programs than cp print where the sandbox, or cp in it, does not start.
+        kind = BadEnvironmentError if lines[0].startswith("cp: ") and not full else InfrastructureError
+        raise kind(f"copying the workspace failed: {lines[-1][:300]}")

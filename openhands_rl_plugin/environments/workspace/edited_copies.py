@@ -8,12 +8,11 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from openhands_rl_plugin.core.messages import whole_text
-from openhands_rl_plugin.environments.workspace.shell import MAX_LISTED, Shell
+from openhands_rl_plugin.environments.workspace.shell import Shell
 
 _KEPT = 10  # versions of a file
 
@@ -61,7 +60,10 @@ class CopyEditor[E]:
         if kind is not None or files.kind(str(Path(name).parent)) == "directory":
             copied.parent.mkdir(parents=True, exist_ok=True)
         if kind == "directory":
-            _copy_names(files, name, copied, 2, MAX_LISTED)
+            copied.mkdir()
+            for entry, kind in files.entries(name, levels=2):
+                copy = copied / entry
+                copy.mkdir() if kind == "directory" else copy.touch()
         elif kind is not None:
             copied.write_bytes(files.read(name))
         return copied
@@ -89,22 +91,6 @@ def _plain(path: str) -> str:
     if "\0" in path or whole_text(path) != path:
         raise PermissionError("a path cannot hold a null character, or half a character")
     return f"/{'/'.join(parts)}"
-
-
-def _copy_names(files: Shell, name: str, into: Path, levels: int, room: int) -> int:
-    """Empty files and folders with the names, at most ``room``; returns how many are left of that."""
-    into.mkdir(exist_ok=True)
-    for entry, kind in files.entries(name) if levels else ():
-        if room <= 0:
-            break
-        room -= 1
-        if kind == "directory":
-            # What is below a folder that nobody may read is not shown.
-            with suppress(OSError):
-                room = _copy_names(files, f"{name}/{entry}", into / entry, levels - 1, room)
-        else:
-            (into / entry).touch()
-    return room
 
 
 # Characters of two texts, of which a diff takes about a second at worst.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from openhands_aci.editor.editor import OHEditor
 from openhands_aci.editor.exceptions import ToolError
 from openhands_aci.editor.prompts import DIRECTORY_CONTENT_TRUNCATED_NOTICE
 from openhands_aci.editor.results import CLIResult, maybe_truncate
 
-from openhands_rl_plugin.core.messages import whole_text
+from openhands_rl_plugin.core.messages import whole_json, whole_text
 from openhands_rl_plugin.environments.workspace.edited_copies import CopyEditor
 from openhands_rl_plugin.environments.workspace.shell import Shell
 
@@ -28,12 +28,7 @@ class _Editor(OHEditor):
 class WorkspaceEditor(CopyEditor[OHEditor]):
     """One session's editor, with the undo history of its files. ``files`` and ``private`` are as of ``CopyEditor``."""
 
-    def __init__(
-        self,
-        files: Callable[[], Shell],
-        private: Path,
-        make: Callable[[Path], OHEditor] = lambda copies: _Editor(),
-    ) -> None:
+    def __init__(self, files: Callable[[], Shell], private: Path, make: Any = lambda copies: _Editor()) -> None:
         super().__init__(files, private, make)
 
     def edit(self, command: str, path: str, **arguments: Any) -> CLIResult:
@@ -42,7 +37,7 @@ class WorkspaceEditor(CopyEditor[OHEditor]):
         Raises ``OSError`` when the file cannot be read or written.
         """
         # Halves of surrogate pairs are in no file and no name.
-        path, given = whole_text(path), {name: _whole(value) for name, value in arguments.items()}
+        path, given = whole_text(path), cast("dict[str, Any]", whole_json(arguments))
         if not path.startswith("/"):
             return CLIResult(output="ERROR:\nThe path should be an absolute path, starting with `/`.")
 
@@ -60,10 +55,6 @@ class WorkspaceEditor(CopyEditor[OHEditor]):
         text = f"ERROR:\n{result.error}" if result.error else result.output or ""
         result.output = text.replace(copies, "")
         return result
-
-
-def _whole(value: Any) -> Any:
-    return whole_text(value) if isinstance(value, str) else value
 
 
 def _listing(folder: Path, shown: str) -> str:

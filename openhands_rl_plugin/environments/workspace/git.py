@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -132,18 +131,9 @@ def git_command(
 
 def run_git(command: GitCommand, stdin: bytes = b"") -> bytes:
     """What a command printed. Raises ``OSError`` where it cannot be started, and ``subprocess.SubprocessError``."""
-    with tempfile.TemporaryFile() as printed:
-        subprocess.run(
-            command.words,
-            input=stdin,
-            stdout=printed,
-            stderr=subprocess.PIPE,
-            env=command.variables,
-            timeout=2 * command.seconds,
-            check=True,
-        )
-        printed.seek(0)
-        return printed.read()
+    return subprocess.run(
+        command.words, input=stdin, capture_output=True, env=command.variables, timeout=2 * command.seconds, check=True
+    ).stdout
 
 
 async def checked_git(command: GitCommand, what: str, given: bytes | None = None) -> Ended:

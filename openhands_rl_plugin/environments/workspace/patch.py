@@ -56,9 +56,6 @@ class Baseline:
 
     def remember(self, sandbox: Sandbox) -> None:
         """Record the current workspace as the start."""
-        if shutil.which("git") is None:
-            self._missing = "git is not installed"
-            return
         self._directory.mkdir(mode=0o700, exist_ok=True)
         try:
             self._tree = self._run(sandbox, "remember", self._protected)["tree"]
@@ -129,25 +126,24 @@ class Baseline:
         if not done.returncode:
             return json.loads(answer)
         late = f"it took more than {_PATIENCE} s" if done.returncode == 128 + signal.SIGKILL else ""
-        said = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        errors = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         # The words alone may be names of the session's files.
-        full = any(_FULL in line for line in said) and shutil.disk_usage(self._directory).free < MAX_START_BYTES
-        by_session = began and not full
-        kind = BadEnvironmentError if by_session else InfrastructureError
-        raise kind(late or (said[-1][:300] if said else f"exit status {done.returncode}"))
+        full = any(_FULL in line for line in errors) and shutil.disk_usage(self._directory).free < MAX_START_BYTES
+        kind = BadEnvironmentError if began and not full else InfrastructureError
+        raise kind(late or (errors[-1][:300] if errors else f"exit status {done.returncode}"))
 
 
-def _patch(said: bytes) -> JsonObject:
-    cut = len(said) > MAX_PATCH_BYTES
-    text = said[:MAX_PATCH_BYTES].decode("utf-8", "ignore" if cut else "replace")
+def _patch(printed: bytes) -> JsonObject:
+    cut = len(printed) > MAX_PATCH_BYTES
+    text = printed[:MAX_PATCH_BYTES].decode("utf-8", "ignore" if cut else "replace")
     # Lines of content begin with a space, + or -, so these two patterns match git's own lines only.
     files = re.split(r"(?m)^(?=diff --git )", text)
     patch = "".join(file for file in files if not re.search(r"(?m)^Binary files ", file))
     return {"git_patch": patch, **({"git_patch_cut": True} if cut else {})}
 
 
-def _changed_files(said: bytes) -> dict[str, Any]:
-    cut = len(said) > MAX_NAMES_BYTES
-    parts = said.decode("utf-8", "replace").split("\0")[: -2 if cut else -1]
+def _changed_files(printed: bytes) -> dict[str, Any]:
+    cut = len(printed) > MAX_NAMES_BYTES
+    parts = printed.decode("utf-8", "replace").split("\0")[: -2 if cut else -1]
     files: JsonObject = {path: _KINDS.get(kind, kind) for kind, path in zip(parts[::2], parts[1::2], strict=False)}
     return {"changed_files": files, **({"changed_files_cut": True} if cut else {})}

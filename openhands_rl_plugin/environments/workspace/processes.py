@@ -92,8 +92,7 @@ async def run(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.shield(process.wait())
-        if group is not None:
-            await asyncio.shield(asyncio.to_thread(remove_group, group))
+        await asyncio.shield(asyncio.to_thread(remove_group, group))
     return Ended(process.returncode or 0, bytes(kept), time.monotonic() - began, timed_out, len(kept) >= _KEPT)
 
 
@@ -157,7 +156,9 @@ def _place() -> Path | None:
         for place in above:
             enabled = (place / "cgroup.subtree_control").read_text().split()
             if {"pids", "memory"} <= {*enabled} and os.access(place, os.W_OK):
-                _remove_old(place)
+                for old in place.glob(f"{_PREFIX}*"):  # those of killed processes, too
+                    if not Path("/proc", old.name.removeprefix(_PREFIX).partition("-")[0]).exists():
+                        remove_group(old)
                 group = _made(place, SandboxLimits())
                 joined = subprocess.run([*in_group(group), "true"], capture_output=True, check=False)
                 remove_group(group)
@@ -173,10 +174,3 @@ def _made(place: Path, limits: SandboxLimits) -> Path:
     (group / "pids.max").write_text(str(limits.processes))
     (group / "memory.max").write_text(str(limits.memory))
     return group
-
-
-def _remove_old(place: Path) -> None:
-    """The groups of processes that were killed."""
-    for group in place.glob(f"{_PREFIX}*"):
-        if not Path("/proc", group.name.removeprefix(_PREFIX).partition("-")[0]).exists():
-            remove_group(group)

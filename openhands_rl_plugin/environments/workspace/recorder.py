@@ -15,6 +15,7 @@ import fnmatch
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -35,14 +36,11 @@ def git(*words: str, names: list[bytes] | None = None, codes: tuple[int, ...] = 
 
 def beginning(most: int, *words: str) -> str:
     """The first bytes of what git prints, as Latin-1, with one more where there are more."""
-    with subprocess.Popen(["git", *words], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        said = process.stdout.read(most + 1)
-        if len(said) > most:
-            process.kill()
-    if process.returncode and len(said) <= most:
-        sys.exit(process.returncode)
-    return said.decode("latin-1")
+    cut = ["bash", "-o", "pipefail", "-c", 'git "$@" | head -c "$0"', str(most + 1), *words]
+    done = subprocess.run(cut, stdout=subprocess.PIPE, check=False)
+    if done.returncode not in (0, 128 + signal.SIGPIPE):
+        sys.exit(done.returncode)
+    return done.stdout.decode("latin-1")
 
 
 class Files:
@@ -75,8 +73,8 @@ class Files:
         """Those that git does not ignore, that are ``known``, or protected."""
         # A name that begins with a colon would have another meaning.
         names = [b"./" + name for name in self.found]
-        said = git("check-ignore", "--no-index", "-z", "--stdin", names=names, codes=(0, 1))
-        ignored = {name[2:] for name in said.split(b"\0")}
+        printed = git("check-ignore", "--no-index", "-z", "--stdin", names=names, codes=(0, 1))
+        ignored = {name[2:] for name in printed.split(b"\0")}
         left = {name for name in ignored - known if not matches(name, protected)}
         return [name for name in self.found if name not in left]
 

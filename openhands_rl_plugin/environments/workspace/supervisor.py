@@ -55,11 +55,6 @@ CHUNK = 65536
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36
 
 
-def exit_code(status: int) -> int:
-    """The exit code as a shell reports it: 128 + the signal's number for a killed process."""
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
 class Output:
     """The first and the last bytes of a stream; the bytes between that do not fit are counted and dropped."""
 
@@ -81,8 +76,7 @@ class Output:
         if not self.cut:
             return bytes(self.head + self.tail).decode("utf-8", "replace")
         # A character that was cut in two is dropped.
-        head = bytes(self.head).decode("utf-8", "ignore")
-        tail = bytes(self.tail).decode("utf-8", "ignore")
+        head, tail = (bytes(part).decode("utf-8", "ignore") for part in (self.head, self.tail))
         return f"{head}\n[... {self.cut} bytes of output cut ...]\n{tail}"
 
 
@@ -96,7 +90,7 @@ class Supervisor:
         self.background = Output(setup["output_bytes"])
         self.output = Output(0)
         self.pipe, self.shell = -1, 0
-        self.status: int | None = None
+        self.code: int | None = None
         self.closed = False
         self.received: list[bytes] = []
         self.runs: dict | None = None
@@ -106,16 +100,13 @@ class Supervisor:
             "read": read,
             "write": write,
             "entries": entries,
-            "files": files_below,
             "stand": self.stand,
             "hold": hold,
             "interrupt": lambda: self.signal_command(signal.SIGINT),
         }
         self.selector = selectors.DefaultSelector()
         self.selector.register(given, selectors.EVENT_READ, self.receive)
-        self.watch_children()
-
-    def watch_children(self) -> None:
+        # The end of a process wakes the selector.
         wake, wakened = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wakened, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -128,7 +119,7 @@ class Supervisor:
             for key, _ in self.selector.select(left):
                 key.data(key.fd)
             late = self.deadline is not None and time.monotonic() > self.deadline
-            if self.runs and (self.status is not None or late):
+            if self.runs and (self.code is not None or late):
                 self.finish(self.runs)
 
     def reap(self, wake: int) -> None:
@@ -139,7 +130,8 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.shell:
-                    self.status = ended[1]
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    self.code = code if code >= 0 else 128 - code
 
     def receive(self, given: int) -> None:
         data = os.read(given, CHUNK)
@@ -188,7 +180,7 @@ class Supervisor:
         os.pwrite(script, command.encode("utf-8", "surrogateescape"), 0)
         self.pipe, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.pipe, False)
-        self.output, self.status = Output(self.setup["output_bytes"]), None
+        self.output, self.code = Output(self.setup["output_bytes"]), None
         save_to = self.state + ".new" if keep else ""
         self.shell = os.posix_spawnp(
             "bash",
@@ -226,7 +218,7 @@ class Supervisor:
 
     def finish(self, request: dict) -> None:
         """Answer for the command, which has ended or is ended now. Later output is that of its background processes."""
-        timed_out = self.status is None
+        timed_out = self.code is None
         if timed_out:
             self.signal_command(signal.SIGKILL)
             os.waitpid(self.shell, 0)
@@ -239,7 +231,7 @@ class Supervisor:
         found = {
             "output": self.output.text(),
             "earlier": earlier,
-            "exit_code": None if self.status is None else exit_code(self.status),
+            "exit_code": self.code,
             "timed_out": timed_out,
             "cwd": os.fsencode(self.cwd).decode("utf-8", "replace"),
             "python": os.fsencode(self.python).decode("utf-8", "replace"),
@@ -300,19 +292,18 @@ def write(path: str, data: str) -> None:
         file.write(binascii.a2b_base64(data))
 
 
-def entries(path: str, most: int) -> list[tuple[str, str]]:
-    """Names in a directory with their kinds, sorted; a link counts as ``other``."""
-    with os.scandir(path) as found:
-        some = itertools.islice(found, most)
-        return sorted((entry.name, kind_of(entry.stat(follow_symlinks=False).st_mode)) for entry in some)
-
-
-def files_below(path: str, most: int) -> list[str]:
-    """Regular files below a directory, relative to it; links are not followed."""
-    os.stat(path)
-    found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
-    some = itertools.islice(found, most)
-    return [os.path.relpath(each, path) for each in some if stat.S_ISREG(os.lstat(each).st_mode)]
+def entries(path: str, levels: int, most: int) -> list[tuple[str, str]]:
+    """Names below a directory with their kinds, sorted; a link counts as ``other``, and is not followed."""
+    found = []
+    with os.scandir(path) as some:
+        for entry in itertools.islice(some, max(0, most)):
+            kind = kind_of(entry.stat(follow_symlinks=False).st_mode)
+            found.append((entry.name, kind))
+            # What is below a folder that nobody may read is not shown.
+            with contextlib.suppress(OSError):
+                below = entries(entry.path, levels - 1, most - len(found)) if kind == "directory" and levels > 1 else ()
+                found += [(f"{entry.name}/{name}", kind) for name, kind in below]
+    return sorted(found)[:most]
 
 
 def hold(on: bool) -> None:

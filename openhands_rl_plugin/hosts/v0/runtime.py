@@ -274,8 +274,9 @@ class WorkspaceRuntime(SessionRuntime):
     def copy_from(self, path: str) -> Path:
         """A zip of a directory's files, in a temporary file that belongs to the caller: OpenHands reads microagents."""
         with tempfile.NamedTemporaryFile(suffix=".zip", delete=False) as file, zipfile.ZipFile(file, "w") as archive:
-            for name in self.workspace.files.files(path):
-                archive.writestr(name, self.workspace.files.read(f"{path}/{name}"))
+            for name, kind in self.workspace.files.entries(path, levels=100):
+                if kind == "file":
+                    archive.writestr(name, self.workspace.files.read(f"{path}/{name}"))
         return Path(file.name)
 
     def list_files(self, path: str | None = None) -> list[str]:

@@ -60,15 +60,6 @@ def test_the_step_limit_truncates() -> None:
     assert session.purchase is None
 
 
-def test_a_fork_goes_its_own_way() -> None:
-    session = at_an_item()
-    before = session.observation
-    fork = session.fork()
-    assert fork.step("click[Buy Now]").done
-    assert (session.observation, session.done, session.steps) == (before, False, 2)
-    assert session.step("click[< Prev]").state != before
-
-
 CATALOGUE_SHA256 = "80b98b7d1127683b3c0a3dca32d085d47a405a53596fa7b65aba71ee04a10848"
 GOALS_SHA256 = "593db8cfcd43f55d1055947030a4a8ac5effec7d2568e375525b7a207b4dc4d6"
 

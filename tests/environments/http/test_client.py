@@ -37,8 +37,6 @@ class CountingServer:
 
     async def __call__(self, path: str, body: Any) -> bytes:
         await asyncio.sleep(0.002)
-        if path == "/fork":
-            return respond({"detail": "Not Found"}, status="404 Not Found")
         if path == "/reset":
             key = len(self.counts) if self.sessions else body["idx"]
             self.counts[key] = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,12 +112,10 @@ def create_shop() -> Starlette:
                 return JSONResponse({"state": sessions[key].observation, "session": key})
             case "/step":
                 return JSONResponse(asdict(sessions[key].step(body["action"])))
-            case "/fork":
-                return JSONResponse({"session": opened(copy.copy(sessions[key]))})
             case _:
                 return JSONResponse(True)
 
-    paths = ("/create", "/reset", "/step", "/fork", "/close")
+    paths = ("/create", "/reset", "/step", "/close")
     return Starlette(routes=[Route(path, answered, methods=["POST"]) for path in paths])
 
 

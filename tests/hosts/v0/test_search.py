@@ -223,7 +223,7 @@ def test_openhands_main_searches_in_forks_of_an_environment(
     assert (trajectory.task.id, trajectory.strategy.name) == ("webshop-3", "ToT")
     assert trajectory.failure is None and trajectory.stop is StopReason.MAX_TURNS
     assert trajectory.usage.steps == trajectory.evidence["steps"] == 3 < asked["/step"]
-    assert asked["/close"] == asked["/fork"] + 1 > 3
+    assert asked["/close"] == asked["/reset"] > 3
     siblings = Counter(node.parent for node in trajectory.nodes if node.sampled)
     assert max(siblings.values()) == 2 and any(node.simulated for node in trajectory.nodes)
     assert {body["temperature"] for body in server.requests["shopper"]} == {0.6}
