@@ -21,13 +21,9 @@ from openhands_rl_plugin.config.build import (
     open_storage,
     strategy_spec,
 )
-from openhands_rl_plugin.config.rl import AUTO, IN_PROCESS, RLSettings
+from openhands_rl_plugin.config.rl import AUTO, RLSettings
 from openhands_rl_plugin.core.concurrency import LoopThread
-from openhands_rl_plugin.core.errors import (
-    ConfigError,
-    describe,
-    from_extra,
-)
+from openhands_rl_plugin.core.errors import ConfigError, describe, from_extra
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -81,7 +77,7 @@ class Policy:
         self.adapter: Adapter | None = None
         self.settings, self.base_model, self._asked = settings, str(model), str(model)
         self._server, self._publisher, self._url, self._weights = ExitStack(), None, "", None
-        if not served and settings.engine not in (AUTO, IN_PROCESS):
+        if not served and settings.engine not in (AUTO, "transformers"):
             return
         with ExitStack() as opened:
             if served:

@@ -54,10 +54,9 @@ from openhands_rl_plugin.cli.options import (
     settings_of,
 )
 from openhands_rl_plugin.cli.terminal import ENDING, sayable
-from openhands_rl_plugin.config.build import check_environment_server, make_strategy
+from openhands_rl_plugin.config.build import check_environment_server, make_strategy, success_rule
 from openhands_rl_plugin.config.host import agent_named, host_of
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, UsageError
 from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, options_of, process_count

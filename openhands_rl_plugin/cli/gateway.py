@@ -30,7 +30,6 @@ from openhands_rl_plugin.session.client_sessions import GatewayConfig
 from openhands_rl_plugin.session.gateway import running_gateway
 
 _STORE = "./trajectories"
-_OF_SETTINGS = ("base_model", "adapters_path", "upstream_key_env", "reward_min", "reward_max")
 PATIENCE = 25.0
 """Seconds: requests under way and the ends of the sessions have ten each."""
 
@@ -40,7 +39,7 @@ _SWITCH_SECONDS = 0.0005
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``GatewayConfig``, and where to store."""
-    add_fields(parser, GatewayConfig, from_file=True, without=_OF_SETTINGS)
+    add_fields(parser, GatewayConfig, from_file=True)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: {_STORE})")
     add_settings(parser)
 
@@ -48,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Record until stopped. Raises ``RLError`` when the options, the port or the storage cannot be used."""
     settings = settings_of(args) if args.config or args.set else None
-    config = read_fields(args, GatewayConfig, _known_from(settings) if settings else {})
+    known = {"upstream": settings.serving.base_url} if settings and settings.serving.base_url else {}
+    config = read_fields(args, GatewayConfig, known)
     if settings is not None and args.store is None:
         storage, where = open_storage(settings), f"the {settings.storage_backend} storage of [rl]"
     else:
@@ -56,14 +56,6 @@ async def run(args: argparse.Namespace) -> int:
         storage = storage_at(where)
     await _serve(config, storage, where, settings)
     return 0
-
-
-def _known_from(settings: RLSettings) -> dict[str, object]:
-    serving, reward = settings.serving, settings.reward
-    found = {"upstream": serving.base_url, "base_model": serving.model, "upstream_key_env": serving.api_key_env}
-    bounds = {"reward_min": reward.gateway_min, "reward_max": reward.gateway_max}
-    known = {name: value for name, value in found.items() if value}
-    return {**known, **bounds, "adapters_path": serving.adapters_directory}
 
 
 async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str, settings: RLSettings | None) -> None:

@@ -21,7 +21,7 @@ from collections import Counter
 from functools import partial
 
 from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, finite, open_store, positive
-from openhands_rl_plugin.config.success import success_rule
+from openhands_rl_plugin.config.build import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -36,8 +36,7 @@ from typing import TYPE_CHECKING, Any, cast
 from openhands_rl_plugin.cli.jobs import LATEST, given_weights, publish, starting_point
 from openhands_rl_plugin.cli.options import STORE_HELP, add_filters, add_settings, filter_of, open_store, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable
-from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.config.training import LOCAL
+from openhands_rl_plugin.config.rl import LOCAL, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
 from openhands_rl_plugin.core.machine import free_memory
 from openhands_rl_plugin.core.types import Adapter, Sample

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, describe
+from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine, Reward, Strategy, TrajectoryStorage
 from openhands_rl_plugin.core.types import StrategySpec
 
@@ -47,8 +50,7 @@ def check_environment_server(settings: RLSettings) -> None:
     An environment without an address (its ``Options`` have no ``base_url``) runs in this process: it is made once, so
     that a library or an option that is missing is an error before the first episode.
     """
-    declared = getattr(registry.load("environments", settings.env_name), "Options", None)
-    if declared is None or "base_url" not in declared.model_fields:
+    if "base_url" not in registry.accepted(registry.load("environments", settings.env_name)).model_fields:
         make_environment(settings)
         return
     url = urlsplit(str(settings.environment.get("base_url") or settings.environment_url))
@@ -76,6 +78,38 @@ def make_reward(settings: RewardSettings) -> Reward:
     return registry.build("rewards", settings.name, settings.options)
 
 
+OF_RETURN = frozenset({"return", "success", "success-bonus"})
+"""The rewards that are functions of the return, so that a criterion on the return applies."""
+
+# By the last part of an environment's name.
+_CRITERIA: Mapping[str, SuccessRule] = {
+    "babyai": SuccessRule(at=0.5),  # 1 - 0.9 x steps / limit, and its server ends no level at 0.5 or below
+    "grid_world": SuccessRule(at=None, ended=True),  # -0.1 a step; it ends at the goal alone
+    "maze": SuccessRule(at=None, ended=True),
+}
+
+
+def success_rule(environment: str, reward: RewardSettings | None = None, at: float | None = None) -> SuccessRule:
+    """The criterion in force: ``at``, else the threshold of ``[rl.reward]``, else the environment's own.
+
+    The latter is that of its class (``success_rule``), else a return of 1.0.
+    """
+    given = reward.options.get("threshold") if at is None and reward and reward.name in OF_RETURN else at
+    return SuccessRule(at=float(given)) if isinstance(given, int | float) else _own_rule(environment)
+
+
+@cache
+def _own_rule(environment: str) -> SuccessRule:
+    """Classes are asked by their registered names only: stores name environments."""
+    if (known := _CRITERIA.get(environment.rpartition("/")[2])) is not None:
+        return known
+    (kind, _, name), plugin = environment.partition("/"), None
+    with suppress(ConfigError):  # of a package that is not here
+        plugin = registry.load("environments", kind) if kind in registry.names("environments") else None
+    asked = getattr(plugin, "success_rule", None)
+    return SuccessRule() if asked is None else asked(name)
+
+
 def open_storage(settings: RLSettings) -> TrajectoryStorage:
     """The storage of ``[rl] storage_backend`` with ``[rl.storage]``.
 
@@ -100,5 +134,5 @@ def mongodb_options(uri: str) -> dict[str, str]:
 
 def _build(kind: registry.Kind, name: str, known: Mapping[str, object], options: Mapping[str, object]) -> Any:
     """The plugin with its ``options``, and with what is ``known`` here as far as it declares that."""
-    declared = registry.option_names(kind, name)
+    declared = registry.accepted(registry.load(kind, name)).model_fields
     return registry.build(kind, name, {key: known[key] for key in known if key in declared} | dict(options))

@@ -93,17 +93,12 @@ def registered(kind: Kind, *, besides: tuple[str, ...] = ()) -> AfterValidator:
     def checked(value: str) -> str:
         try:
             if value not in besides:
-                check(kind, value)
+                target_of(kind, value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return value
 
     return AfterValidator(checked)
-
-
-def check(kind: Kind, name: str) -> None:
-    """Raise ``ConfigError`` for an unknown ``name``. Imports nothing."""
-    _target(kind, name)
 
 
 def load(kind: Kind, name: str) -> type[Any]:
@@ -114,13 +109,13 @@ def load(kind: Kind, name: str) -> type[Any]:
     """
     found = find(kind, name)
     if not isinstance(found, type):
-        raise ConfigError(f"{singular(kind)} {name!r}: {_target(kind, name)} is not a class")
+        raise ConfigError(f"{singular(kind)} {name!r}: {target_of(kind, name)} is not a class")
     return found
 
 
 def find(kind: Kind, name: str) -> Any:
     """The object or the module that the entry point ``name`` names. Raises ``ConfigError``, as ``load`` does."""
-    target = _target(kind, name)
+    target = target_of(kind, name)
     module, _, attribute = target.partition(":")
     try:
         found = importlib.import_module(module)
@@ -140,11 +135,10 @@ def check_options(kind: Kind, name: str, options: Mapping[str, object] | None = 
     ``<option>_options``, are validated too. Raises ``ConfigError`` with one line a wrong field.
     """
     plugin = load(kind, name)
-    accepted = _accepted(plugin)
     try:
-        checked = accepted.model_validate(dict(options or {}))
+        checked = accepted(plugin).model_validate(dict(options or {}))
     except ValidationError as error:
-        lines = (f"{singular(kind)} {name!r}: {'.'.join(at)}: {what}" for at, what in problems(error, accepted))
+        lines = (f"{singular(kind)} {name!r}: {'.'.join(at)}: {what}" for at, what in problems(error, accepted(plugin)))
         raise ConfigError("\n".join(lines)) from error
     for part in _parts(plugin, checked).values():
         check_options(*part)
@@ -164,12 +158,8 @@ def build(kind: Kind, name: str, options: Mapping[str, object] | None = None) ->
     return plugin(checked, **{option: build(*part) for option, part in _parts(plugin, checked).items()})
 
 
-def option_names(kind: Kind, name: str) -> frozenset[str]:
-    """The options that ``name`` declares. The plugin's module is imported, but nothing is built."""
-    return frozenset(_accepted(load(kind, name)).model_fields)
-
-
-def _accepted(plugin: type[Any]) -> type[BaseModel]:
+def accepted(plugin: type[Any]) -> type[BaseModel]:
+    """The options that a plugin declares."""
     return getattr(plugin, "Options", None) or _options_of_constructor(plugin)
 
 
@@ -182,7 +172,8 @@ def _parts(plugin: type[Any], options: BaseModel) -> dict[str, tuple[Kind, str, 
     }
 
 
-def _target(kind: Kind, name: str) -> str:
+def target_of(kind: Kind, name: str) -> str:
+    """``module:Class`` of a name. Raises ``ConfigError`` for an unknown one. Imports nothing."""
     found = BUILTINS.get(kind, {}).get(name) or _guests(kind).get(name)
     if found is not None:
         return found

@@ -6,25 +6,318 @@ field, each naming the section, the key and the remedy; secrets are referred to 
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic import ModelWrapValidatorHandler as Handler
 
 from openhands_rl_plugin.config import registry
-from openhands_rl_plugin.config.fields import HttpUrl, SafeName, Settings, VariableName
-from openhands_rl_plugin.config.fields import WorkspaceSettings as WorkspaceSettings
-from openhands_rl_plugin.config.training import AlgorithmName as AlgorithmName
-from openhands_rl_plugin.config.training import TrainingSettings as TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, Location, available, problems
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import Bounded, JsonObject, Limits, SamplingParams
+
+
+def _variable_name(value: str) -> str:
+    if value and re.fullmatch(r"[A-Za-z_]\w*", value) is None:
+        raise ValueError("must be the NAME of an environment variable, not the secret itself")
+    return value
+
+
+def _http_url(value: str) -> str:
+    parts = urlsplit(value)
+    if value and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise ValueError('must be an http:// or https:// URL, for example "http://127.0.0.1:8100/v1"')
+    return value.rstrip("/")
+
+
+def _safe_name(value: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) is None or ".." in value:
+        raise ValueError("may hold letters, digits, '.', '_' and '-' only, and no '..'")
+    return value
+
+
+VariableName = Annotated[str, AfterValidator(_variable_name)]
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+SafeName = Annotated[str, AfterValidator(_safe_name)]
+
+
+class Settings(BaseModel):
+    """Base of the sections: frozen, strict about types (TOML has its own), no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# Where the kernel tells of the host, and where its sockets are: a Docker socket in a sandbox is a way out of it.
+_NEVER = ("/dev", "/proc", "/run", "/sys", "/var/run")
+
+
+def checked_path(text: str) -> Path:
+    """The absolute path that ``text`` names, ``~`` expanded and links followed.
+
+    Raises ``ValueError`` in words for its author: for a relative path, ``/``, a home or a folder above one, a folder of
+    the kernel or of sockets, and what does not exist.
+    """
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        raise ValueError(f"{text!r} must be absolute, or begin with ~")
+    path = Path(os.path.normpath(path))
+    # Links of the kernel cannot be followed by everybody.
+    real = path if _forbidden(path) else Path(os.path.realpath(path))
+    if (inside := _forbidden(real)) is not None:
+        raise ValueError(f"{text!r} lies in {inside}, which sandboxes never show: it leads to the host")
+    if any(real in (home, *home.parents) for home in _homes()):
+        raise ValueError(
+            f"{text!r} is or holds a whole home, with keys in it; name the folders below it that are needed"
+        )
+    if not real.exists():
+        raise ValueError(f"{text!r} does not exist")
+    return real
+
+
+def _homes() -> set[Path]:
+    """The homes of this user: by ``HOME`` and by the system's list of users."""
+    homes = {"/", os.path.expanduser("~")}  # a container may have no other home
+    with suppress(KeyError):  # a container may run as a user that it does not list
+        homes.add(pwd.getpwuid(os.getuid()).pw_dir)
+    return {Path(os.path.realpath(home)) for home in homes if home}
+
+
+def _forbidden(path: Path) -> str | None:
+    return next((each for each in _NEVER if path == Path(each) or Path(each) in path.parents), None)
+
+
+def _host_path(text: str) -> str:
+    checked_path(text)
+    return text
+
+
+HostPath = Annotated[str, AfterValidator(_host_path)]
+"""As written; ``checked_path`` gives the path."""
+PromptName = Literal["standard", "compact"]
+
+
+class WorkspaceSettings(Settings):
+    """``[rl.workspace]``: the sandbox of an agent that works on files. Sizes are in MiB, and of a whole session."""
+
+    isolation: Literal["bubblewrap", "none"] = Field(
+        default="bubblewrap",
+        description="none: commands run with all rights of this user, where there is no bubblewrap",
+    )
+    prompt: PromptName = Field(
+        default="standard",
+        description="compact: RLAgent's own short instructions and tools (under 700 tokens), for small models",
+    )
+    visible: tuple[HostPath, ...] = Field(
+        default=(), strict=False, description="folders and files of the host that commands may read, by their own paths"
+    )
+    writable: tuple[HostPath, ...] = Field(
+        default=(), strict=False, description="folders and files of the host that commands may change"
+    )
+    network: bool = Field(default=False, description="let commands use the host's network")
+    memory: int = Field(default=8192, ge=64, description="MiB of memory of all processes of a session")
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the agent gets the short instructions."""
+        return self.prompt == "compact"
+
+
+AlgorithmName = Literal[
+    "sft",
+    "rejection-sampling",
+    "reinforce++",
+    "reinforce++-baseline",
+    "rloo",
+    "grpo",
+    "dr-grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "opd",
+    "opsd",
+    "dpo",
+]
+
+LOCAL = "local"
+"""The training engine of this machine."""
+
+
+def _probed_targets(value: tuple[str, ...]) -> tuple[str, ...]:
+    if found := sorted({name.rpartition(".")[2] for name in value} & {"lm_head", "embed_tokens"}):
+        raise ValueError(
+            f"adapters of {', '.join(found)} are not trained: servers leave them out of the logprobs that a published "
+            "adapter is checked by"
+        )
+    return value
+
+
+class TrainingSettings(Settings):
+    """``[rl.training]``: the algorithm, its options, the adapter and its optimiser.
+
+    0 or "auto" for a clip bound or the aggregation takes the value of the algorithm's paper; see
+    ``training/algorithms.py``.
+    """
+
+    engine: Annotated[str, registry.registered("training_engines", besides=(LOCAL,))] = Field(
+        default=LOCAL, description="what trains: local: this machine; tinker: the Tinker API, see [rl.tinker]"
+    )
+    algorithm: AlgorithmName = Field(
+        default="reinforce++-baseline",
+        description="how episodes become a loss: imitation, policy gradients on groups of a task, or preferences (dpo)",
+    )
+    method: Literal["lora", "qlora", "full"] = Field(
+        default="lora", description="what is trained: an adapter, qlora: on a 4-bit base model, or full: all weights"
+    )
+    learning_rate: float = Field(
+        default=1e-5,
+        gt=0,
+        le=1,
+        description="largest learning rate of AdamW, after the warm-up; LoRA takes 1e-5 to 1e-3",
+    )
+    num_epochs: int = Field(default=3, ge=1, description="passes over the chosen episodes")
+    batch_size: int = Field(default=8, ge=1, description="episodes per optimiser step; dpo: pairs")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="a gradient with a larger L2 norm is scaled down to it")
+    lora_rank: int = Field(
+        default=16, ge=1, le=1024, description="rank of the adapter: a higher one can learn more and needs more memory"
+    )
+    lora_alpha: int = Field(
+        default=32, ge=1, description="LoRA alpha; the adapter's scale is alpha / rank, with rslora alpha / sqrt(rank)"
+    )
+    lora_variant: Literal["lora", "rslora"] = Field(default="lora", description="variant of LoRA")
+    target_modules: Annotated[tuple[str, ...], AfterValidator(_probed_targets)] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        strict=False,
+        description="linear layers that the adapter is added to, by name",
+    )
+    clip_low: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="the probability ratio is clipped at 1 - this; 0: the algorithm's own bound",
+    )
+    clip_high: float = Field(
+        default=0.0, ge=0, description="the probability ratio is clipped at 1 + this; 0: the algorithm's own bound"
+    )
+    aggregation: Literal["auto", "token", "sequence", "fixed"] = Field(
+        default="auto", description="what the loss is averaged over; auto: as in the algorithm's paper"
+    )
+    overlong: Literal["keep", "leave-out"] = Field(
+        default="keep", description="whether to train on episodes that were cut off by a limit"
+    )
+    kl: Literal["none", "k3"] = Field(default="none", description="estimator of the KL divergence to the base model")
+    kl_coefficient: float = Field(default=0.001, ge=0, description="weight of the KL divergence beside the reward")
+    entropy_coefficient: float = Field(
+        default=0.0, ge=0, description="weight of the entropy bonus (verl's entropy_coeff); 0: off"
+    )
+    teacher: str = Field(
+        default="",
+        description="what scores the policy's own tokens: a base URL with prompt_logprobs, or the folder of a model "
+        "or an adapter; opsd without one: the version that training starts from",
+    )
+    teacher_model: str = Field(default="", description="the teacher's name on its server")
+    opd_weight: float = Field(
+        default=1.0, gt=0, description="weight of the KL to the teacher beside the reward's advantage"
+    )
+    hint: str = Field(
+        default="solved",
+        pattern=r"^(solved|(task|evidence)(\.[^.]+)+)$",
+        description="opsd: what the teacher is shown besides: solved (another attempt), task.KEY or evidence.KEY",
+    )
+    old_logprobs: Literal["auto", "recorded", "recomputed"] = Field(
+        default="auto",
+        description="denominator of the ratio: logprobs recorded when sampling, or recomputed by the trainer",
+    )
+    correction: Literal["none", "truncate"] = Field(
+        default="none", description="importance weights for off-policy rollouts: truncated at correction_high"
+    )
+    correction_high: float = Field(default=2.0, ge=1, description="largest importance weight of a token")
+    step_rewards: Literal["episode", "environment", "search"] = Field(
+        default="episode",
+        description="rewards that advantages are computed from; environment, search: per turn, from its reward-to-go",
+    )
+    discount: float = Field(default=1.0, gt=0, le=1, description="discount factor of step rewards, per turn")
+    state_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of the advantage among the group's turns in the same state (GiGPO); 0: off",
+    )
+    tree: Literal["path", "proposals"] = Field(
+        default="path",
+        description="what of a search tree is trained on: the acted path, or all proposals (dpo: best and worst)",
+    )
+    imitate_above: float = Field(
+        default=0.0, description="sft, rejection-sampling: train on episodes with a reward above this"
+    )
+    keep_best: int = Field(
+        default=1, ge=1, description="rejection-sampling: train on so many of a task's episodes, the best ones"
+    )
+    dpo_beta: float = Field(
+        default=0.1, gt=0, description="dpo: how strongly the policy is held to the version that training starts from"
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="weight decay of AdamW, per step and unit of learning rate"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="linear warm-up of the learning rate, in optimiser steps")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="learning rate after the warm-up: constant, or decayed to 0"
+    )
+    max_tokens_per_micro_batch: int = Field(
+        default=4096, ge=1, description="tokens of one forward and backward pass; fewer need less memory"
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, slower"
+    )
+    checkpoint_steps: int = Field(
+        default=20, ge=0, description="optimiser steps between checkpoints; 0: no checkpoints"
+    )
+    sharding: Literal["auto", "none", "layers"] = Field(
+        default="auto", description="sharding of the base model over processes (FSDP2); auto: accelerate's"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the order of samples and of new weights")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto", description="floating-point type of the base model; auto: bfloat16 where the processor has it"
+    )
+    tracker: Literal["none", "mlflow", "tensorboard", "trackio", "wandb"] = Field(
+        default="none", description="experiment tracker besides metrics.jsonl"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.old_logprobs == "recorded" and self.correction != "none":
+            raise ValueError(
+                'old_logprobs = "recorded" leaves no importance weights to correct by: leave "auto", or set correction '
+                '= "none"'
+            )
+        if self.algorithm == "opd" and not self.teacher:
+            raise ValueError('algorithm = "opd" learns from a teacher: set teacher, or algorithm = "opsd" with a hint')
+        return self
+
+    def check_engine(self) -> None:
+        """Raise ``ConfigError`` for what another engine than ours has no counterpart for."""
+        if self.engine != LOCAL:
+            registry.find("training_engines", self.engine).check_settings(self)
+
+    @property
+    def taught(self) -> bool:
+        """Whether a teacher scores what is trained."""
+        return bool(self.teacher) or self.algorithm == "opsd"
+
+    def check_servable(self) -> None:
+        """Raise ``ConfigError`` for settings whose result no running server can load as an adapter."""
+        if self.method == "full":
+            raise ConfigError(
+                '[rl.training] method = "full" makes a whole model, which no running server loads: `train` it, start '
+                'a server with its folder, or set method = "lora"'
+            )
 
 
 class SamplingSettings(Settings):
@@ -43,11 +336,6 @@ class SamplingSettings(Settings):
         default=0.0, ge=0, le=1, description="least probability of a token, as a share of the likeliest's; RL needs 0"
     )
     seed: int = Field(default=0, ge=0, description="seed of the run; every episode derives its own from it")
-
-    def params(self, *, max_tokens: int | None, seed: int | None) -> SamplingParams:
-        """The sampling parameters of one episode."""
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return SamplingParams(**{**NEUTRAL_PARAMETERS, **own}, max_tokens=max_tokens, seed=seed)
 
 
 class VerifierSettings(Settings):
@@ -142,9 +430,6 @@ class LoopSettings(Settings):
 AUTO = "auto"
 """``[rl] engine``: an OpenAI-compatible client for a URL, the embedded generator for a model's directory."""
 
-IN_PROCESS = "transformers"
-"""The engine of the embedded generator."""
-
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|password|passwd|secret|token|credentials?)\Z", re.IGNORECASE)
 _URL_WITH_PASSWORD = re.compile(r"\w://[^/@\s]*:[^/@\s]*@")
 
@@ -215,11 +500,9 @@ class RewardSettings(Settings):
     gateway_min: Bounded = Field(default=-1.0, description="lowest reward that a client may tell the gateway")
     gateway_max: Bounded = Field(default=1.0, description="highest reward that a client may tell the gateway")
 
-    def overridden(self, name: str | None, options: JsonObject | None = None) -> Self:
-        """A copy with another reward and the given options, or with other options for the same reward."""
-        if options is None:
-            options = self.options if name in (None, self.name) else {}
-        return self.model_copy(update={"name": name or self.name, "options": options})
+    def overridden(self, name: str | None) -> Self:
+        """Another reward, without options; these settings for ``None`` and for the same name."""
+        return self if name in (None, self.name) else self.model_copy(update={"name": name, "options": {}})
 
 
 class RLSettings(Settings):
@@ -307,16 +590,12 @@ class RLSettings(Settings):
 
     def limits(self) -> Limits:
         """The limits of one episode."""
-        return Limits(
-            max_turns=self.max_turns,
-            max_prompt_length=self.max_prompt_length,
-            max_response_length=self.max_response_length,
-            max_obs_length=self.max_obs_length,
-        )
+        return Limits(**{name: getattr(self, name) for name in Limits.model_fields if name in RLSettings.model_fields})
 
     def sampling_params(self, seed: int | None = None) -> SamplingParams:
         """The sampling parameters of one episode, with its own ``seed``."""
-        return self.sampling.params(max_tokens=self.max_response_length, seed=seed)
+        own = {**NEUTRAL_PARAMETERS, **self.sampling.model_dump(), "seed": seed}
+        return SamplingParams(**own, max_tokens=self.max_response_length)
 
 
 def section_of(location: Location) -> str:

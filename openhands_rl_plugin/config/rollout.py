@@ -8,17 +8,28 @@ from typing import Literal
 
 from pydantic import Field
 
-from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import HttpUrl, RLSettings, Settings, VariableName
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.core.errors import ConfigError
 
-_BOUNDS = ("max_turns", "max_prompt_length", "max_response_length", "max_obs_length")
+OF_EPISODE = ("seed", "token_ids", "run_id", "group_id", "sample")
+"""The options that differ from episode to episode."""
+# Options -> the keys of [rl] that they set.
+_KEYS = {
+    **{name: f"serving.{name}" for name in ("base_url", "model", "api_key_env")},
+    **{name: f"sampling.{name}" for name in ("temperature", "seed")},
+    **{name: name for name in ("max_turns", "max_prompt_length", "max_response_length", "max_obs_length", "host")},
+    "strategy": "rollout_strategy",
+}
 
 
-class PlaySettings(Settings):
-    """The server that episodes are rolled out against, and how. What is not set is as ``[rl]`` of ``config`` has it,
-    or has its default."""
+class PlayOptions(Settings):
+    """The server that an episode is rolled out against, and how. What is not set is as ``[rl]`` of ``config`` has it,
+    or has its default.
+
+    ``run_id``, ``group_id`` and ``sample`` name the episode: one that is stored under the same names is returned
+    instead of being rolled out again. By default every episode is a new one.
+    """
 
     base_url: HttpUrl = Field(default="", description="OpenAI-compatible endpoint, up to and including /v1")
     model: str = Field(default="", description="name of the policy on the endpoint, of a base model or an adapter")
@@ -40,20 +51,10 @@ class PlaySettings(Settings):
     native_tool_calling: bool = Field(default=True, description="tool calls by the endpoint's API; false: in the text")
     timeout: float = Field(default=7200.0, gt=0, description="seconds of the episode")
     test_timeout: float = Field(default=1800.0, gt=0, description="seconds of a patch's tests")
-    command_timeout: int = Field(default=300, ge=1, description="seconds of one command of the agent")
     backend: Literal["local", "docker"] = Field(default="local", description="where repository tasks run")
     mirror: Path | None = Field(default=None, description="folder of git repositories as owner/name.git")
     cache: Path | None = Field(default=None, description="folder of the local back end's Python environments")
     network: bool = Field(default=False, description="let tests use the network")
-
-
-class PlayOptions(PlaySettings):
-    """One episode.
-
-    ``run_id``, ``group_id`` and ``sample`` name the episode: one that is stored under the same names is returned
-    instead of being rolled out again. By default every episode is a new one.
-    """
-
     seed: int | None = Field(default=None, ge=0, description="sampling seed; by default another one each time")
     token_ids: bool = Field(
         default=True, description="ask for token ids and logprobs; false: the endpoint records them itself"
@@ -64,21 +65,15 @@ class PlayOptions(PlaySettings):
 
     def settings(self) -> RLSettings:
         """``[rl]`` with these options over it; ``[rl.serving]`` names the endpoint. Raises ``ConfigError``."""
-        given = {
-            **{f"serving.{name}": getattr(self, name) for name in ("base_url", "model", "api_key_env")},
-            **{f"sampling.{name}": getattr(self, name) for name in ("temperature", "seed")},
-            **{name: getattr(self, name) for name in _BOUNDS},
-            "rollout_strategy": self.strategy,
-            "host": "" if self.host == "auto" else self.host,
-        }
-        changes = [f"{key}={json.dumps(value)}" for key, value in given.items() if value not in ("", None)]
+        given = {key: getattr(self, name) for name, key in _KEYS.items()}
+        changes = [f"{key}={json.dumps(value)}" for key, value in given.items() if value not in ("", "auto", None)]
         settings = load_settings(self.config, changes=changes)
         if not (settings.serving.base_url and settings.serving.model):
             raise ConfigError("which endpoint? give --base-url URL and --model NAME, or [rl.serving] of a --config")
         return settings
 
 
-def with_absolute_paths[S: PlaySettings](options: S) -> S:
+def with_absolute_paths[S: PlayOptions](options: S) -> S:
     """For a process with another working folder."""
     paths = {name: value for name, value in options if isinstance(value, Path)}
     return options.model_copy(update={name: path.expanduser().absolute() for name, path in paths.items()})

@@ -178,8 +178,8 @@ _STRUCTURE = re.compile(r"</?(?:function|parameter)", re.IGNORECASE)
 _SURROGATE = re.compile("[\ud800-\udfff]")  # no file can hold one alone
 _AS_JSON = re.compile(r"\s*+<json>(.*)</json>\s*", re.DOTALL)
 # Servers end an answer before the closing tag, which is the stop sequence.
-_CALL = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|</function\Z|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)</parameter>", re.DOTALL)
+CALL = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|</function\Z|\Z)", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)</parameter>", re.DOTALL)
 
 
 def calls_in_text(text: str, tools: Sequence[JsonObject] = ()) -> tuple[ToolCall, ...]:
@@ -188,18 +188,18 @@ def calls_in_text(text: str, tools: Sequence[JsonObject] = ()) -> tuple[ToolCall
     ``tools`` declare the types of the parameters. Arguments in a body that is JSON are taken as they stand.
     """
     known, calls = {function_of(tool).get("name"): parameters_of(tool) for tool in tools}, list[ToolCall]()
-    for name, body in _CALL.findall(text):
+    for name, body in CALL.findall(text):
         own = known.get(name, {})
         # No search runs beyond the last closing tag, once for each opening one.
         closed, plain = body[: body.rfind("</parameter>") + len("</parameter>")], body.strip()
-        values = {each: read_value(value, own.get(each, STRING)) for each, value in _PARAMETER.findall(closed)}
+        values = {each: read_value(value, own.get(each, STRING)) for each, value in PARAMETER.findall(closed)}
         calls.append(ToolCall(name=name, arguments=plain if plain.startswith("{") else _dumps(values)))
     return tuple(calls)
 
 
 def without_calls(text: str) -> str:
     """The text of an answer beside its calls."""
-    return _CALL.sub("", text).strip()
+    return CALL.sub("", text).strip()
 
 
 def parameters_of(tool: JsonObject | None) -> Mapping[str, Types]:

@@ -42,18 +42,12 @@ async def record_command(
     if not (upstream := str(work.llm.get("base_url") or serving.base_url)):
         raise ConfigError("which model server? give --base-url URL, or a file with [llm] base_url")
     session = run_id.removeprefix("run-")
-    config = GatewayConfig(
-        upstream=upstream,
-        port=0,
-        api_key_env="",
-        upstream_key_env=serving.api_key_env if upstream == serving.base_url else "",
-        run_id=run_id,
-        base_model=serving.model,
-        adapters_path=serving.adapters_directory,
-        restore_calls=True,
-    )
+    config = GatewayConfig(upstream=upstream, port=0, api_key_env="", run_id=run_id, restore_calls=True)
+    if upstream != serving.base_url:  # whose key is not for another server
+        serving = serving.model_copy(update={"api_key_env": ""})
+    settings = work.settings.model_copy(update={"serving": serving})
     async with (
-        running_gateway(config, storage, settings=work.settings) as url,
+        running_gateway(config, storage, settings=settings) as url,
         httpx.AsyncClient(trust_env=False, timeout=None) as client,
     ):
         base = f"{url}/session/{session}"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from openhands_rl_plugin.config.success import own_rule
+from openhands_rl_plugin.config.build import success_rule
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.judgements import HUMAN, UNJUDGED, SuccessRule, consensus, host_evidence, newest_outcome
 from openhands_rl_plugin.core.records import Label
@@ -79,7 +79,7 @@ class SuccessReward(ReturnReward):
 
     def _judge(self, total: float, trajectory: Trajectory) -> tuple[float, JsonObject]:
         at = self.options.threshold
-        rule = own_rule(trajectory.task.environment) if at is None else SuccessRule(at=at)
+        rule = success_rule(trajectory.task.environment) if at is None else SuccessRule(at=at)
         return float(rule.holds(total, trajectory.stop)), {"return": total}
 
 

@@ -37,10 +37,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from openhands_rl_plugin.config.build import make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import HttpUrl, RLSettings, SafeName, VariableName
@@ -56,7 +55,6 @@ from openhands_rl_plugin.core.types import (
     KIND,
     SIDE,
     TURN,
-    Bounded,
     EpisodeRequest,
     JsonObject,
     Limits,
@@ -89,7 +87,11 @@ _SHORTEST_QUOTE = 8
 
 
 class GatewayConfig(BaseModel):
-    """The gateway's address, its model server and its limits."""
+    """The gateway's address, its model server and its limits.
+
+    ``[rl.serving]`` has the model server's key (without one the client's is forwarded), its base model, and the folder
+    of adapters.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -102,22 +104,14 @@ class GatewayConfig(BaseModel):
         default=API_KEY,
         description="environment variable with the API key that clients must send; unset: no key is required",
     )
-    upstream_key_env: VariableName = Field(
-        default="",
-        description="environment variable with the model server's API key; unset: the client's key is forwarded",
-    )
     run_id: str = Field(
         default="gateway",
         min_length=1,
         max_length=200,
         description="run that the episodes belong to; one gateway per run",
     )
-    base_model: str = Field(default="", description="model below versioned adapter names; unset: not recorded")
     adapter: SafeName | None = Field(
         default=None, description="requests for 'latest' and for this name are routed to the adapter's current version"
-    )
-    adapters_path: Path = Field(
-        default=Path("~/.openhands/rl_adapters"), description="directory of the adapters, as in [rl.serving]"
     )
     idle_minutes: float = Field(default=60.0, gt=0, description="minutes without requests after which a session ends")
     max_body_bytes: int = Field(default=64 * 1024**2, ge=1024, description="maximum size of a request in bytes")
@@ -129,16 +123,6 @@ class GatewayConfig(BaseModel):
         description="tool calls that a client repaired and wrote anew (OpenHands V1) go to the model server as they "
         "were sampled, so that every prompt extends the one before; known by their ids",
     )
-    reward_min: Bounded = Field(default=-1.0, description="lowest reward that a client may end a session with")
-    reward_max: Bounded = Field(default=1.0, description="highest reward that a client may end a session with")
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if self.reward_min > self.reward_max:
-            raise ValueError("[rl.reward] gateway_min is above gateway_max")
-        if self.adapter is not None and not self.base_model:
-            raise ValueError("--adapter needs --base-model, the name of the model without an adapter")
-        return self
 
     def access(self) -> AccessRules:
         """Who is let in. Raises ``ConfigError`` when a network address has no key."""
@@ -302,7 +286,7 @@ class ClientSession(Session):
             settings,
             strategy=strategy,
             strategy_spec=spec,
-            base_model=config.base_model,
+            base_model=settings.serving.model,
             environment_mode=True,
             strict=True,
         )
@@ -423,12 +407,8 @@ class ClientSession(Session):
         self.upstream = upstream
         body = {**call.document, "messages": list(call.messages), "model": model}
         body.pop("n", None)
-        return await on_loop(background().loop, self._answered(call, body, upstream))
-
-    async def _answered(self, call: ClientRequest, body: Json, upstream: Upstream) -> Json:
-        if self._is_aside(call):
-            return await self.aside(body, SIDE, upstream)
-        return await self.respond(body)
+        work = self.aside(body, SIDE, upstream) if self._is_aside(call) else self.respond(body)
+        return await on_loop(background().loop, work)
 
     async def close(self, stop: StopReason, evidence: JsonObject) -> str | None:
         """Close the episode and return its id, or ``None`` when nothing was recorded. Raises ``StorageError``."""

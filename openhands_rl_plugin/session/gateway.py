@@ -20,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import LIMITS
-from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
+from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, StorageError, boundary
 from openhands_rl_plugin.core.messages import error_in, to_message
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HOST_EVIDENCE
 from openhands_rl_plugin.core.redaction import redacting_logger
-from openhands_rl_plugin.core.servers import listening, named_key, note_failure, read_body, serving_here
+from openhands_rl_plugin.core.servers import listening, note_failure, read_body, serving_here
 from openhands_rl_plugin.core.types import Bounded, FailureKind, JsonObject, Score, StopReason
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.client import (
@@ -141,14 +141,18 @@ class Gateway:
     def __init__(self, config: GatewayConfig, storage: TrajectoryStorage, settings: RLSettings | None = None) -> None:
         self._config = config
         self._storage = storage
-        self._key = named_key(config.upstream_key_env, "--upstream-key-env")
+        self._settings = settings or RLSettings.model_validate(LIMITS)
+        serving = self._settings.serving
+        if config.adapter and not serving.model:
+            raise ConfigError("--adapter needs [rl.serving] model, the name of the model without an adapter")
+        self._key = serving.api_key() or ""
         self._keeps_client_key = not self._key and not config.access().key
         self._upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True)
-        self._adapters = AdapterStore(config.adapters_path)
+        self._adapters = AdapterStore(serving.adapters_directory)
         self._routed = (LATEST, check_name(config.adapter)) if config.adapter else ()
         self._counts = Counts()
         self._warned = False
-        self.sessions = SessionPool(storage, config, settings or RLSettings.model_validate(LIMITS))
+        self.sessions = SessionPool(storage, config, self._settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; errors are in OpenAI's format."""
@@ -197,7 +201,7 @@ class Gateway:
         reward, success = outcome.reward, outcome.success
         if reward is None and success is not None:
             reward = float(success)
-        low, high = self._config.reward_min, self._config.reward_max
+        low, high = self._settings.reward.gateway_min, self._settings.reward.gateway_max
         if reward is not None and not low <= reward <= high:
             # One reward far above the others decides what is learnt, and anybody who may write here can send it.
             message = f"reward: has to be from {low:g} to {high:g}; see [rl.reward] gateway_min and gateway_max"
@@ -357,7 +361,7 @@ class Gateway:
         if name not in self._routed:
             return name
         current = self._adapters.current(self._config.adapter or "")
-        return current.name if current is not None else self._config.base_model
+        return current.name if current is not None else self._settings.serving.model
 
 
 def refusal(error: RLError) -> Reply:

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import math
-import re
 import threading
 import time
 import uuid
@@ -50,6 +49,7 @@ from openhands_rl_plugin.core.messages import (
 )
 from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, Strategy
 from openhands_rl_plugin.core.records import MISSING, PROMPT, CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.templates import CALL, PARAMETER
 from openhands_rl_plugin.core.tree import HostConversation
 from openhands_rl_plugin.core.types import (
     Completion,
@@ -165,8 +165,6 @@ def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstrea
 
 _OPEN, _STOP, _CLOSED = "<function=", "</function", "</function>"
 """How a call begins, where OpenHands asks the server to stop, and what stands there in the prompts that follow."""
-_CALL = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
 
 
 class SampledTexts:
@@ -223,11 +221,11 @@ def _as_sampled(call: Any, sampled: ToolCall) -> Any:
 def read_text(text: str) -> tuple[object, ...]:
     """What the text of an answer says, apart from what hosts change: the text before its call, the call's name and
     arguments, and whatever belongs to no call."""
-    call = _CALL.search(text)
+    call = CALL.search(text)
     if call is None:
         return (text.strip(),)
-    arguments = [(name, _plain(value.strip())) for name, value in _PARAMETER.findall(call[2])]
-    after = _PARAMETER.sub("", call[2]) + text[call.end() :]
+    arguments = [(name, _plain(value.strip())) for name, value in PARAMETER.findall(call[2])]
+    after = PARAMETER.sub("", call[2]) + text[call.end() :]
     return text[: call.start()].strip(), call[1], arguments, after.strip()
 
 
@@ -344,11 +342,11 @@ class Session(Episode):
 
     def follow_tree(self) -> None:
         """Follow the host's prompts in ``tree``, which is a new one."""
-
-        def sent(form: WireMessage, answer: Message) -> WireMessage | None:
-            return self.texts.sent(form, answer) if self.exact else None
-
-        self.conversation = HostConversation(self.tree, strict=self._strict, unseen=sent)
+        self.conversation = HostConversation(
+            self.tree,
+            strict=self._strict,
+            unseen=lambda form, answer: self.texts.sent(form, answer) if self.exact else None,
+        )
 
     @property
     def episode_seed(self) -> int | None:
@@ -643,13 +641,9 @@ def _read(body: bytes) -> ChatAnswer:
 def _fitting(message: Message, document: Json, number: int) -> Message:
     """The message, and in ``document`` the same, as a host can read it and send it again: text, and calls with ids."""
     sent = document["choices"][0]["message"]
-    if any(not call.id for call in message.tool_calls):
-        named = (
-            call.model_copy(update={"id": call.id or f"call_{number}_{at}"})
-            for at, call in enumerate(message.tool_calls)
-        )
-        message = message.model_copy(update={"tool_calls": tuple(named)})
-    calls = wire_calls(message.tool_calls)
+    for at, call in enumerate(own := [*message.tool_calls]):
+        own[at] = call if call.id else call.model_copy(update={"id": f"call_{number}_{at}"})
+    message, calls = message.model_copy(update={"tool_calls": tuple(own)}), wire_calls(own)
     if calls and sent.get("tool_calls") != calls:
         sent = {**sent, "tool_calls": calls}
     if message.content is None or not isinstance(sent.get("content"), str | None):

@@ -124,14 +124,9 @@ def client_request(
 
 
 def upstream_body(call: ClientRequest, model: str) -> bytes:
-    """The body for the model server: the client's own text, with the fields that are added, and for ``model``."""
-    added = call.sent_with
-    if model != call.model or call.document.keys() & added.keys():
-        return dump_object({**call.document, **added, "model": model})
-    if not added:
-        return call.body
-    opening = call.body.index(b"{") + 1
-    return b"".join((call.body[:opening], dump_object(added)[1:-1], b",", call.body[opening:]))
+    """The body for the model server: the client's request, with the fields that are added, and for ``model``."""
+    changes = call.sent_with | ({"model": model} if model != call.model else {})
+    return dump_object({**call.document, **changes}) if changes else call.body
 
 
 def put_back(call: ClientRequest, messages: Sequence[WireMessage]) -> None:

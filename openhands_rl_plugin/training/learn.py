@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_reward
-from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
-from openhands_rl_plugin.config.training import LOCAL
+from openhands_rl_plugin.config.rl import LOCAL, RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe, from_extra
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -33,7 +33,7 @@ def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", get_args(registry.Kind))
 def test_every_name_can_be_loaded(kind: registry.Kind) -> None:
     for name in registry.names(kind):
-        registry.check(kind, name)
+        registry.target_of(kind, name)
         assert isinstance(registry.find(kind, name), type) or kind not in registry.BUILTINS
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from openhands_rl_plugin.config.build import success_rule
 from openhands_rl_plugin.config.rl import RewardSettings
-from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.types import StopReason
 
 ENDED, CUT = StopReason.TERMINATED, StopReason.MAX_TURNS

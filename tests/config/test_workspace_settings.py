@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.config.fields import checked_path
+from openhands_rl_plugin.config.rl import checked_path
 from openhands_rl_plugin.config.toml import settings_from_sections
 from openhands_rl_plugin.core.errors import ConfigError
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from scripted_model import LOGPROB, call, completion, prompt_ids, reply
 from scripted_model import message_ids as sampled_ids
 
+from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.session.client_sessions import GatewayConfig
@@ -161,12 +162,14 @@ async def stored(path: Path) -> list[tuple[Trajectory, tuple[Score, ...]]]:
 
 
 @asynccontextmanager
-async def world(path: Path, model: Model | None = None, **options: Any) -> AsyncIterator[World]:
-    model = model or Model()
+async def world(path: Path, model: Model | None = None, /, served: Any = None, **options: Any) -> AsyncIterator[World]:
+    """``served``: keys of ``[rl.serving]``."""
+    model, settings = model or Model(), RLSettings(serving=ServingSettings(**served)) if served else None
+    config = {"port": 0, **options}
     async with (
         serving(model) as url,
         FileTrajectoryStorage(path) as storage,
-        running_gateway(GatewayConfig.model_validate({"upstream": url, "port": 0, **options}), storage) as gateway,
+        running_gateway(GatewayConfig.model_validate({"upstream": url, **config}), storage, settings) as gateway,
         httpx.AsyncClient(base_url=gateway, timeout=20, trust_env=False) as http,
     ):
         yield World(gateway, http, model, path)

@@ -144,8 +144,8 @@ async def test_names_of_an_adapter_stand_for_its_current_version(tmp_path: Path)
         store.create("shop", lambda path, seed=seed: write_adapter(path, model, seed=seed), base_model="tiny")
         for seed in (1, 2)
     )
-    options = {"adapter": "shop", "base_model": "tiny", "adapters_path": store.root}
-    async with world(tmp_path / "store", **options) as gateway:
+    serving = {"model": "tiny", "adapters_path": str(store.root)}
+    async with world(tmp_path / "store", served=serving, adapter="shop") as gateway:
         await gateway.chat(user("one"), model="latest", session="base")
         store.point(first)
         answer = await gateway.chat(user("one"), model="shop")

@@ -102,6 +102,6 @@ async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monke
     async with world(tmp_path / "b") as gateway:
         await gateway.chat(user("one"), headers=given)
     assert names & {*gateway.model.headers[0]} == names - {"cookie"}
-    async with world(tmp_path / "c", upstream_key_env="MODEL_KEY") as gateway:
+    async with world(tmp_path / "c", served={"api_key_env": "MODEL_KEY"}) as gateway:
         await gateway.chat(user("one"), headers=given)
     assert gateway.model.headers[0]["authorization"] == "Bearer model"

@@ -19,7 +19,7 @@ from evaluation.performance.grpo.budget import CpuBudget, Job
 from evaluation.performance.grpo.ours import WARM_START, has_episodes
 from evaluation.performance.grpo.turns import Kind, make_turns
 from openhands_rl_plugin.apps.loop.reporting import SUCCESS
-from openhands_rl_plugin.config.training import TrainingSettings
+from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.contrib.demo.runs import ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions, shop_tasks
 from openhands_rl_plugin.contrib.webshop import WebShop, WebShopSession
 from openhands_rl_plugin.core.records import TrajectoryFilter

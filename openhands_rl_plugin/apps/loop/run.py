@@ -10,12 +10,11 @@ from pathlib import Path
 from openhands_rl_plugin.apps.loop.checks import CHECKOUTS, EVALUATION, check_trainable, evaluated_by
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, demonstrator_of
-from openhands_rl_plugin.config.build import make_environment, make_reward, open_storage
-from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
-from openhands_rl_plugin.config.success import SuccessRule, judged_by_return, success_rule
-from openhands_rl_plugin.config.training import TrainingSettings
+from openhands_rl_plugin.config.build import OF_RETURN, make_environment, make_reward, open_storage, success_rule
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.files import remove_tree
+from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import (
     Adapter,
@@ -131,7 +130,7 @@ def _warm_start(settings: RLSettings) -> TrainingSettings:
 def _criterion(job: LoopJob) -> SuccessRule | None:
     """The environment's or the reward's criterion, where the reward is a function of the return."""
     settings = job.settings
-    if job.tasks.suite.software or not judged_by_return(settings.reward):
+    if job.tasks.suite.software or settings.reward.name not in OF_RETURN:
         return None
     return success_rule(job.tasks.held_out[0].task.environment, settings.reward)
 

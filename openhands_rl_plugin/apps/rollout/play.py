@@ -14,11 +14,10 @@ from typing import NamedTuple
 from pydantic import JsonValue, ValidationError
 
 from openhands_rl_plugin.apps.rollout.rollout import TIMED_OUT, PlayedRollout
-from openhands_rl_plugin.config.build import make_reward, make_strategy, open_storage
+from openhands_rl_plugin.config.build import make_reward, make_strategy, open_storage, success_rule
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
-from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
 from openhands_rl_plugin.core.files import scratch_folder
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
@@ -127,7 +126,6 @@ def _plan(found: FoundTask, settings: RLSettings, options: PlayOptions, folder: 
         out=folder,
         timeout=options.timeout,
         test_timeout=options.test_timeout,
-        command_timeout=options.command_timeout,
         success=success_rule(found.entry.task.environment, settings.reward),
     )
 

@@ -21,6 +21,7 @@ from openhands_rl_plugin.cli.terminal import (
     sayable,
     wait_until_stopped,
 )
+from openhands_rl_plugin.config.rollout import OF_EPISODE
 from openhands_rl_plugin.contrib.rollouts.requests import ServiceOptions
 
 RESUME = "episodes that ended are in --store; submit the other tasks again"
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The action, the store, and one option for each field of ``ServiceOptions``."""
     parser.add_argument("action", choices=["serve"], help="what to do")
     parser.add_argument("--store", default="rollouts", metavar="STORE", help=f"{STORE_HELP} (default: rollouts)")
-    add_fields(parser, ServiceOptions)
+    add_fields(parser, ServiceOptions, without=OF_EPISODE)
 
 
 def run(args: argparse.Namespace) -> int:

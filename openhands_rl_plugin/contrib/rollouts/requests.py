@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.apps.rollout.rollout import TIMED_OUT, PlayedRollout
-from openhands_rl_plugin.config.fields import VariableName
-from openhands_rl_plugin.config.rollout import PlayOptions, PlaySettings
+from openhands_rl_plugin.config.rl import VariableName
+from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import to_wire
 from openhands_rl_plugin.core.redaction import redact_json, redact_text
@@ -40,7 +40,7 @@ _SETTINGS = {"step_limit": "max_turns"} | dict.fromkeys((*_NAMES, "temperature",
 _SETTINGS |= dict.fromkeys(("max_turns", "max_prompt_length", "max_response_length", "max_obs_length"))
 
 
-class ServiceOptions(PlaySettings):
+class ServiceOptions(PlayOptions):
     """The service. A task may name another model, sampling and limits; the rest is the service's."""
 
     listen: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
@@ -53,7 +53,7 @@ class ServiceOptions(PlaySettings):
 
     def options(self, **own: object) -> PlayOptions:
         """The options of one episode, with ``own`` over those of the service. Raises ``ValidationError``."""
-        common: dict[str, object] = {name: getattr(self, name) for name in PlaySettings.model_fields}
+        common: dict[str, object] = {name: getattr(self, name) for name in PlayOptions.model_fields}
         return PlayOptions.model_validate(common | {name: value for name, value in own.items() if value is not None})
 
 

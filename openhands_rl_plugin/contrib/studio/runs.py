@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from openhands_rl_plugin.apps.loop.run import STATE
-from openhands_rl_plugin.config.success import success_rule
+from openhands_rl_plugin.config.build import success_rule
 from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field, model_validator
 
-from openhands_rl_plugin.config.fields import HttpUrl, Settings, VariableName
-from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
+from openhands_rl_plugin.config.rl import HttpUrl, RLSettings, Settings, TrainingSettings, VariableName
 from openhands_rl_plugin.core.errors import ConfigError, RLError, TrainingError, describe
 from openhands_rl_plugin.core.servers import is_loopback, named_key
 from openhands_rl_plugin.core.types import Adapter

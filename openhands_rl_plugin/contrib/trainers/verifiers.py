@@ -15,14 +15,14 @@ from pydantic import create_model
 from openhands_rl_plugin.apps.rollout.play import tasks_of_file
 from openhands_rl_plugin.apps.rollout.rollout import roll_out
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.config.rollout import PlaySettings
+from openhands_rl_plugin.config.rollout import OF_EPISODE, PlayOptions
 from openhands_rl_plugin.evals.runs.suites import ENDINGS, EvalTask, environment_tasks, find_suite, swe_tasks
 
 FACTS = "openhands_rl"
 """Where a trace's ``info`` has what the episode came to."""
 
 # Of the endpoint, the task and the sampling, which verifiers sets.
-_OWN = {"base_url", "model", "base_model", "api_key_env", "suite", "temperature", "max_response_length"}
+_OWN = {"base_url", "model", "base_model", "api_key_env", "suite", "temperature", "max_response_length", *OF_EPISODE}
 
 
 def suite_tasks(suite: str, split: str = "", count: int | None = None) -> list[EvalTask]:
@@ -39,7 +39,7 @@ def suite_tasks(suite: str, split: str = "", count: int | None = None) -> list[E
 
 
 def _episode_fields() -> dict[str, Any]:
-    return {name: (each.annotation, each) for name, each in PlaySettings.model_fields.items() if name not in _OWN}
+    return {name: (each.annotation, each) for name, each in PlayOptions.model_fields.items() if name not in _OWN}
 
 
 _EpisodeFields: Any = create_model("_EpisodeFields", __base__=vf.BaseConfig, **_episode_fields())

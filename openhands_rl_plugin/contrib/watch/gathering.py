@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 
-from openhands_rl_plugin.config.build import make_reward
+from openhands_rl_plugin.config.build import make_reward, success_rule
 from openhands_rl_plugin.config.rl import AlgorithmName, RLSettings, TrainingSettings
-from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.watch.journal import State
 from openhands_rl_plugin.contrib.watch.settings import watch_settings
 from openhands_rl_plugin.core.errors import ConfigError, GraderError, StorageError

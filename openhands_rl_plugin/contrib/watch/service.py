@@ -20,9 +20,8 @@ from statistics import fmean
 
 from openhands_rl_plugin.apps.loop.run import LoopJob, open_player
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, measured_tasks
-from openhands_rl_plugin.config.build import make_reward
+from openhands_rl_plugin.config.build import make_reward, success_rule
 from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, TrainingSettings
-from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.contrib.watch import gathering
 from openhands_rl_plugin.contrib.watch.journal import Entry, Journal, Round, State, WatchStep
 from openhands_rl_plugin.contrib.watch.settings import watch_settings

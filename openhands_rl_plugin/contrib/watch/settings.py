@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from openhands_rl_plugin.config.fields import Settings
-from openhands_rl_plugin.config.rl import RLSettings
+from openhands_rl_plugin.config.rl import RLSettings, Settings
 
 
 class WatchSettings(Settings):

@@ -13,9 +13,9 @@ from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.config.toml import read_document, table_of
 from openhands_rl_plugin.core.errors import ConfigError, problems, unknown_name
+from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from openhands_rl_plugin.config.fields import WorkspaceSettings, checked_path
+from openhands_rl_plugin.config.rl import WorkspaceSettings, checked_path
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.core.files import remove_tree, scratch_folder, temporary_folder
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand

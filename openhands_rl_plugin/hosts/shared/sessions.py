@@ -40,9 +40,9 @@ from openhands_rl_plugin.config.build import (
     make_strategy,
     open_storage,
     strategy_spec,
+    success_rule,
 )
 from openhands_rl_plugin.config.rl import AUTO, RewardSettings, RLSettings
-from openhands_rl_plugin.config.success import success_rule
 from openhands_rl_plugin.core.concurrency import background, bound, shielded
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, RLError, boundary, problems, unknown_name
 from openhands_rl_plugin.core.judgements import FOLDER, newest_outcome

@@ -65,7 +65,7 @@ class RewardCritic(CriticBase):
     @classmethod
     def _is_known(cls, reward: str) -> str:
         try:
-            registry.check("rewards", reward)
+            registry.target_of("rewards", reward)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return reward

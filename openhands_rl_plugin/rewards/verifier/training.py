@@ -14,8 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from openhands_rl_plugin.config.registry import build
-from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.config.training import LOCAL
+from openhands_rl_plugin.config.rl import LOCAL, TrainingSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from openhands_rl_plugin.config.training import TrainingSettings
+from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.judgements import asked_in_common

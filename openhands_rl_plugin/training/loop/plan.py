@@ -10,9 +10,9 @@ from typing import Self
 from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.config.rl import RLSettings, TrainingSettings
-from openhands_rl_plugin.config.success import SuccessRule
 from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.files import write_file
+from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.machine import machine, versions
 from openhands_rl_plugin.core.redaction import redact_text
 from openhands_rl_plugin.core.statistics import Estimate, wilson

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.config.training import LOCAL
+from openhands_rl_plugin.config.rl import LOCAL, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger

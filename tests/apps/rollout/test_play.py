@@ -114,7 +114,7 @@ async def test_a_repair_task_ends_with_its_tests(store: FileTrajectoryStorage):
     answers = script([{"bash": mend}, {"finish": "done"}])
     row = row_of(instance.model_copy(update={"problem_statement": answers}))
     with instant_model() as url:
-        asked = PlayOptions(base_url=url, model="instant", max_turns=6, command_timeout=30)
+        asked = PlayOptions(base_url=url, model="instant", max_turns=6)
         result = await play(row, asked, storage=store)
     assert result.failure is None, result.failure
     assert (result.reward, result.reward_version, result.resolved) == (1.0, "tests-1", True)

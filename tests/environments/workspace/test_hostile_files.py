@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.config.fields import WorkspaceSettings
+from openhands_rl_plugin.config.rl import WorkspaceSettings
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
 from openhands_rl_plugin.environments.workspace.copies import copy_tree
 from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from needs import needs_bubblewrap
 
-from openhands_rl_plugin.config.fields import WorkspaceSettings
+from openhands_rl_plugin.config.rl import WorkspaceSettings
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.types import JsonObject, Score
 from openhands_rl_plugin.environments.workspace import patch

@@ -12,8 +12,7 @@ from scripted_model import ScriptedModel, call, reply, stopped
 from tokenizers import Tokenizer
 
 from openhands_rl_plugin.apps.demo_model import default_model_directory
-from openhands_rl_plugin.config.fields import PromptName
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.config.rl import PromptName, RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.templates import template_for

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from openhands_rl_plugin.config.training import AlgorithmName
+from openhands_rl_plugin.config.rl import AlgorithmName
 
 ALGORITHMS: tuple[str, ...] = get_args(AlgorithmName)
 

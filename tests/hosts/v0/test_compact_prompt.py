@@ -18,8 +18,7 @@ from openhands.llm.llm_registry import LLMRegistry
 from pydantic import SecretStr
 from scripted_model import ScriptedModel
 
-from openhands_rl_plugin.config.fields import PromptName
-from openhands_rl_plugin.config.rl import RLSettings, ServingSettings, WorkspaceSettings
+from openhands_rl_plugin.config.rl import PromptName, RLSettings, ServingSettings, WorkspaceSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.hosts.pool import local_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions

@@ -10,7 +10,7 @@ from needs import needs_bubblewrap
 from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, TERMINAL, finish, make_agent, make_llm, run_task, stored, think
 
-from openhands_rl_plugin.config.fields import PromptName
+from openhands_rl_plugin.config.rl import PromptName
 from openhands_rl_plugin.core.messages import text_of
 from openhands_rl_plugin.core.records import prompt_of
 from openhands_rl_plugin.core.types import StopReason
