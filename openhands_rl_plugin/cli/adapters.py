@@ -17,11 +17,10 @@ servers keep the old one. vLLM needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_U
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import LATEST, find_version, publish
-from openhands_rl_plugin.cli.options import add_settings, settings_of
+from openhands_rl_plugin.apps.serving import LATEST, find_version, publish
+from openhands_rl_plugin.cli.options import add_option, add_settings, settings_of
 from openhands_rl_plugin.cli.terminal import silence_libraries
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
 
@@ -33,14 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The action, the folder of the versions, and the servers."""
     parser.add_argument("action", choices=["list", "publish", "rollback", "export"], help="what to do")
     add_settings(parser)
-    folder = "folder of the versions (default: [rl.serving] adapters_path)"
-    parser.add_argument("--adapters", type=Path, metavar="DIR", help=folder)
-    version = "publish, export: a number or a name"
-    parser.add_argument("--version", default=LATEST, metavar="VERSION", help=version)
-    merged = "export: new folder for the base model with the version's weights"
-    parser.add_argument("--merged", type=Path, metavar="DIR", help=merged)
-    model = "export: the base model (default: the one that was trained)"
-    parser.add_argument("--model", default="", metavar="DIR", help=model)
+    add_option(parser, "--adapters", "DIR", "folder of the versions (default: [rl.serving] adapters_path)")
+    add_option(parser, "--version", "VERSION", "publish, export: a number or a name", default=LATEST)
+    add_option(parser, "--merged", "DIR", "export: new folder for the base model with the version's weights")
+    add_option(parser, "--model", "PATH", "export: the base model (default: the one that was trained)", default="")
 
 
 async def run(args: argparse.Namespace) -> int:

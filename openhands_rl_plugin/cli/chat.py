@@ -17,15 +17,7 @@ import signal
 import sys
 from contextlib import aclosing
 
-from openhands_rl_plugin.apps.chat_endpoint import (
-    AgentResult,
-    AgentRuntime,
-    PolicyConfig,
-    ToolCallStarted,
-    ToolResult,
-    TurnText,
-    open_runtime,
-)
+from openhands_rl_plugin.apps import chat_endpoint as agent
 from openhands_rl_plugin.cli.options import add_fields, read_fields
 from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.core.messages import visible
@@ -37,7 +29,7 @@ _SHOWN = 500
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One option for each field of ``PolicyConfig``."""
-    add_fields(parser, PolicyConfig)
+    add_fields(parser, agent.PolicyConfig)
     parser.set_defaults(run_id="chat")
 
 
@@ -48,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # stops an answer, not the command
     messages: tuple[Message, ...] = ()
-    failed, config = False, read_fields(args, PolicyConfig)
+    failed, config = False, read_fields(args, agent.PolicyConfig)
     with asyncio.Runner() as runner:
-        runtime = open_runtime(config)
+        runtime = agent.open_runtime(config)
         try:
             listed_models(config.base_url, os.environ.get(config.upstream_key_env))
             while line := _next_line():
@@ -81,23 +73,23 @@ def _next_line() -> str:
     return sys.stdin.readline()
 
 
-async def _answer(runtime: AgentRuntime, messages: tuple[Message, ...]) -> AgentResult:
+async def _answer(runtime: agent.AgentRuntime, messages: tuple[Message, ...]) -> agent.AgentResult:
     """Print what the policy answers and does, a turn at a time."""
     async with aclosing(runtime.stream(messages)) as events:
         async for event in events:
             match event:
-                case TurnText():
+                case agent.TurnText():
                     text = event.text
-                case ToolCallStarted():
+                case agent.ToolCallStarted():
                     text = f"[{event.name}] {event.arguments:.{_SHOWN}}"
-                case ToolResult():
+                case agent.ToolResult():
                     text = f"[{event.name}] {'-> ' if event.ok else 'failed: '}{event.content:.{_SHOWN}}"
-                case AgentResult(answer=None, failure=failure):
+                case agent.AgentResult(answer=None, failure=failure):
                     text = f"(no answer: {failure.message if failure else event.stop})"
-                case AgentResult():
+                case agent.AgentResult():
                     cut = event.end["finish_reason"] == "length"
                     text = f"{event.answer}{'\n(cut off at --max-tokens)' if cut else ''}"
             print(visible(text), flush=True)
-            if isinstance(event, AgentResult):
+            if isinstance(event, agent.AgentResult):
                 return event
     raise AssertionError("a stream ends with an ``AgentResult``")

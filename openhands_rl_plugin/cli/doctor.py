@@ -23,7 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, load_tokenizer, open_store
+from openhands_rl_plugin.apps.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, load_tokenizer
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, host_of, version_of
 from openhands_rl_plugin.config.rl import RLSettings

@@ -40,6 +40,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.reporting import report_writer
+from openhands_rl_plugin.apps.stores import open_store
 from openhands_rl_plugin.cli.options import (
     STORE_HELP,
     add_bounds,
@@ -49,7 +50,6 @@ from openhands_rl_plugin.cli.options import (
     backend_of,
     checked,
     given_fields,
-    open_store,
     positive,
     settings_of,
 )

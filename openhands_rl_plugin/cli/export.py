@@ -18,9 +18,9 @@ Secrets of known shapes are never written. The file appears when it is complete,
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from openhands_rl_plugin.cli.options import STORE_HELP, add_filters, filter_of, open_store, positive
+from openhands_rl_plugin.apps.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_option, add_store, filter_of, positive
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.trajectories.exchange.formats import exportable, table
 
@@ -28,10 +28,9 @@ from openhands_rl_plugin.trajectories.exchange.formats import exportable, table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``STORE``, the format, the target and the filters."""
     parser.epilog = (parser.epilog or "").replace("{formats}", table())
-    parser.add_argument("store", metavar="STORE", help=STORE_HELP)
+    add_store(parser)
     parser.add_argument("--format", required=True, metavar="FORMAT", help="one of the formats below")
-    kinds = ".jsonl, also with .gz, or .parquet"
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=kinds)
+    add_option(parser, "--out", "FILE", ".jsonl, also with .gz, or .parquet", required=True)
     parser.add_argument("--limit", type=positive, metavar="EPISODES", help="at most so many trajectories")
     add_filters(parser)
     judged = "only resolved episodes (by the test report, else by a score of at least 1), or only unresolved ones"

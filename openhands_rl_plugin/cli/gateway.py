@@ -21,7 +21,8 @@ import gc
 import sys
 from contextlib import suppress
 
-from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, add_settings, read_fields, settings_of, storage_at
+from openhands_rl_plugin.apps.stores import storage_at
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, add_settings, read_fields, settings_of
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings

@@ -21,7 +21,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from openhands_rl_plugin.cli.options import STORE_HELP, open_store
+from openhands_rl_plugin.apps.stores import open_store
+from openhands_rl_plugin.cli.options import STORE_HELP
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError
 from openhands_rl_plugin.trajectories.exchange.formats import source_of, table

@@ -20,7 +20,8 @@ import json
 from collections import Counter
 from functools import partial
 
-from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, finite, open_store, positive
+from openhands_rl_plugin.apps.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_option, add_store, filter_of, finite, positive
 from openhands_rl_plugin.config.build import success_rule
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
@@ -37,10 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     orders = [each.value for each in TrajectoryOrder]
     parser.add_argument("--sort", choices=orders, default="stored", help="order of the list (default: stored)")
     parser.add_argument("--desc", action="store_true", help="highest or newest first")
-    most = "at most so many episodes"
-    parser.add_argument("--limit", type=positive, default=50, metavar="EPISODES", help=most)
+    add_option(parser, "--limit", "EPISODES", "at most so many episodes", type=positive, default=50)
     scores = "take this reward's scores: human, verifier, tests, ... (default: the newest judgement, else the return)"
-    parser.add_argument("--reward", metavar="NAME", help=scores)
+    add_option(parser, "--reward", "NAME", scores)
     by = "statistics by run, environment, split, strategy, version or task, separated by commas"
     parser.add_argument("--by", nargs="?", const="run,environment,strategy,version", metavar="NAMES", help=by)
     at = "with --by: reward from which an episode counts as a success (default: its environment's criterion, else 1)"
@@ -51,15 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Print the list. Raises ``RLError`` when the store or a filter is wrong."""
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
-        chosen = filter_of(args).model_copy(update={"sort": TrajectoryOrder(args.sort), "descending": args.desc})
+        order = {"sort": TrajectoryOrder(args.sort), "descending": args.desc, "limit": args.limit}
+        chosen = filter_of(args)
         if args.by is not None:
             return await _statistics(args, storage, chosen)
-        if args.reward is None:
-            page = chosen.model_copy(update={"limit": args.limit})
-            found, matching = [each async for each in storage.summaries(page)], await storage.count(chosen)
-        else:
-            ranked = [each async for each in view.rewarded_by(storage, chosen, args.reward)]
-            found, matching = ranked[: args.limit], len(ranked)
+        found, matching = await view.page_of(storage, chosen.model_copy(update=order), args.reward)
         opinions = await opinions_of(storage, [each.id for each in found])
     if args.json:
         for each in found:

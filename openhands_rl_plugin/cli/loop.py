@@ -27,30 +27,25 @@ adapters in [rl.serving] adapters_path, and the state of the run in --run-dir.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import (
-    BASE,
-    add_episodes,
-    find_version,
-    given_weights,
-    loop_job,
-    running_command,
-    served_policy,
-)
-from openhands_rl_plugin.cli.options import add_settings, add_tasks, checked, given_fields, settings_of
-from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
+from openhands_rl_plugin.apps.serving import BASE, find_version, given_weights, served_policy, served_suite
+from openhands_rl_plugin.cli import options
+from openhands_rl_plugin.cli.options import add_option, checked, given_fields, settings_of
+from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries, typed
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import from_extra
+from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
 if TYPE_CHECKING:
+    from openhands_rl_plugin.apps.loop.run import LoopJob
     from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-    from openhands_rl_plugin.core.types import Adapter
 
 RESUME = "finished stages are kept, and the same command continues"
 
@@ -58,20 +53,17 @@ RESUME = "finished stages are kept, and the same command continues"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The suite, the settings, the model, the run and the tasks."""
     parser.add_argument("suite", metavar="SUITE", help="the name of a suite, or a file of rows")
-    add_settings(parser, required=True)
-    weights = "folder of the base model's weights (default: as the model server says)"
-    parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
-    folder = "folder of the run's state"
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/loop"), metavar="DIR", help=folder)
+    options.add_settings(parser, required=True)
+    add_option(parser, "--model", "DIR", "the base model's weights (default: as the model server says)")
+    add_option(parser, "--run-dir", "DIR", "folder of the run's state", default=Path("runs/loop"))
     start = "version of [rl.serving] adapter that a new run continues: a number, latest or base"
-    parser.add_argument("--from", dest="start", default=BASE, metavar="VERSION", help=start)
+    add_option(parser, "--from", "VERSION", start, dest="start", default=BASE)
     parser.add_argument("--fresh", action="store_true", help="delete the state of an earlier run in the folder")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, roll out nothing")
     tasks = parser.add_argument_group("tasks")
-    tasks.add_argument("--split", metavar="NAME", help="split to train on (default: train, if the suite has one)")
-    add_tasks(tasks)
-    held_out = "rows of the held-out tasks, which are evaluated only"
-    tasks.add_argument("--held-out-file", type=Path, metavar="FILE", help=held_out)
+    add_option(tasks, "--split", "NAME", "split to train on (default: train, if the suite has one)")
+    options.add_tasks(tasks)
+    add_option(tasks, "--held-out-file", "FILE", "rows of the held-out tasks, which are evaluated only")
     add_episodes(parser.add_argument_group("episodes"))
 
 
@@ -81,21 +73,24 @@ def run(args: argparse.Namespace) -> int:
     prepare_threads()
     with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.checks import check_trainable, claim, forget, identity_of
-        from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
-        from openhands_rl_plugin.apps.loop.run import run_loop
+        from openhands_rl_plugin.apps.loop.reporting import ProgressListener
+        from openhands_rl_plugin.apps.loop.run import plan_lines, run_loop
         from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     from openhands_rl_plugin.evals.runs.run_files import held
-    from openhands_rl_plugin.evals.runs.suites import own_suite
+    from openhands_rl_plugin.training.algorithms import check_start
 
     settings, directory = settings_of(args), args.run_dir.absolute()
     check_trainable(settings)
-    if not settings.serving.base_url:
-        given_weights(args.model)
+    weights = None if settings.serving.base_url else given_weights(args.model)
     chosen = {"rows": args.dataset_file, "held_out_rows": args.held_out_file, "count": args.tasks}
     source = checked(TaskSource, given_fields(args, TaskSource) | chosen, {"count": "--tasks"})
-    tasks, start = loop_tasks(source, settings), _start(args, settings)
+    tasks, start = loop_tasks(source, settings), None
+    if args.start != BASE:
+        adapters = AdapterStore(settings.serving.adapters_directory.resolve())
+        start = find_version(adapters, settings.serving.adapter, args.start, "--from")
+        check_start(start, settings.training)
     if args.dry_run:
-        print(sayable("\n".join(_plan(args, settings, tasks, start))))
+        print(sayable("\n".join(plan_lines(settings, tasks, start, directory, weights))))
         return 0
     started = time.monotonic()
     with held(directory), ExitStack() as opened:
@@ -104,49 +99,39 @@ def run(args: argparse.Namespace) -> int:
         begun_at, own = args.start if start else "", source.model_dump(mode="json")
         claim(directory, identity_of(settings, own, model=args.model, timeout=args.timeout, start=begun_at))
         listener = opened.enter_context(ProgressListener(settings.loop.stages))
-        suite = own_suite(name := tasks.suite.name)
-        if suite is not None and suite.server:
-            url = opened.enter_context(running_command(suite.server, directory / "logs" / f"{name}.log"))
-            options = settings.environment if settings.env_name == name else {}
-            there = {"env_name": name, "env_server_base": url, "environment": options}
-            settings = settings.model_copy(update=there)
+        settings = opened.enter_context(served_suite(settings, tasks.suite.name, directory))
         settings, model = opened.enter_context(served_policy(settings, args.model, directory))
         job = replace(loop_job(args, settings, model, tasks, directory), start=start)
         result = ENDING.run(run_loop(job, listener))
-    listener.console.print(final_table(result.state))
     minutes, used = (time.monotonic() - started) / 60, result.state.adapter or "the base model"
     last = f"{minutes:.1f} minutes; in use: {used}; report: {result.report}"
-    print(sayable("\n".join([*(change.sentence() for change in result.changes), last])))
+    listener.ended(result.state, result.changes, last)
     return 0
 
 
-def _start(args: argparse.Namespace, settings: RLSettings) -> Adapter | None:
-    from openhands_rl_plugin.models.adapters.store import AdapterStore
-    from openhands_rl_plugin.training.algorithms import check_start
+def loop_job(
+    args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path, kind: str = "loop"
+) -> LoopJob:
+    """The job with the options of ``add_episodes``; ``kind``: of its id."""
+    from openhands_rl_plugin.apps.loop.checks import run_id_of
+    from openhands_rl_plugin.apps.loop.run import LoopJob
+    from openhands_rl_plugin.evals.runs.evaluate import process_count
 
-    if args.start == BASE:
-        return None
-    adapters = AdapterStore(settings.serving.adapters_directory.resolve())
-    start = find_version(adapters, settings.serving.adapter, args.start, "--from")
-    check_start(start, settings.training)
-    return start
+    return LoopJob(
+        *(settings, tasks, model, directory, run_id_of(directory, kind)),
+        limits=settings.limits().model_copy(update={"timeout": args.timeout}),
+        backend=options.backend_of(args, [entry.instance for entry in tasks.entries]),
+        processes=process_count(settings.max_workers) if args.processes is None else args.processes,
+        command=typed(args),
+        graders=os.cpu_count() or 1,
+        test_timeout=args.test_timeout,
+        native_tool_calling=args.native_tool_calling,
+    )
 
 
-def _plan(args: argparse.Namespace, settings: RLSettings, tasks: LoopTasks, start: Adapter | None) -> list[str]:
-    """The output of a dry run."""
-    from openhands_rl_plugin.apps.loop.run import STATE, objective_of
-    from openhands_rl_plugin.training.loop.plan import LoopState
-
-    loop, serving, done = settings.loop, settings.serving, len(LoopState.load(args.run_dir / STATE).records)
-    model = f"{serving.model or 'the base model'} at {serving.base_url}"
-    if not serving.base_url:
-        model = f"{given_weights(args.model)}, by the embedded server"
-    return [
-        f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out, "
-        f"{len(tasks.demonstrations)} for demonstrations",
-        f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
-        f"{loop.samples_per_task} episodes, {loop.kind}",
-        f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
-        f"  model: {model}, starting from {start.name if start is not None else 'the base model'}",
-        f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {args.run_dir.absolute()}",
-    ]
+def add_episodes(group: argparse._ActionsContainer) -> None:
+    """How episodes of a suite are rolled out."""
+    options.add_bounds(group)
+    options.add_repositories(group)
+    native = "tool calls by the server's API (default); --no-...: calls in the text"
+    group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import os
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from openhands_rl_plugin.config.build import mongodb_options, open_storage
-from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import ConfigError, DamagedError, UsageError, boundary, from_extra, problems
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import SEARCHED, DamagedRecord, TrajectoryFilter
+from openhands_rl_plugin.core.errors import UsageError, boundary, from_extra, problems
+from openhands_rl_plugin.core.records import SEARCHED, TrajectoryFilter
 from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
@@ -45,6 +39,12 @@ def at_least[Number: (int, float)](least: Number, read: Callable[[str], Number])
 
 positive, natural, above_zero = at_least(1, int), at_least(0, int), at_least(sys.float_info.min, float)
 finite = at_least(-float(sys.maxsize), float)
+
+
+def add_option(group: argparse._ActionsContainer, name: str, metavar: str, text: str, **how: Any) -> None:
+    """An option with a value, which is a path where ``metavar`` is ``DIR`` or ``FILE``."""
+    kind = {"type": Path} if metavar in ("DIR", "FILE") else {}
+    group.add_argument(name, metavar=metavar, help=text, **kind, **how)
 
 
 def add_fields(
@@ -99,71 +99,6 @@ def option_of(name: str) -> str:
 STORE_HELP = (
     "folder of a file store, mongodb://host/database, env:NAME of a variable that holds such a URI, or a config.toml"
 )
-_MONGODB = ("mongodb://", "mongodb+srv://")
-_CONFIGURATION = ".toml"
-
-
-def storage_at(where: str) -> TrajectoryStorage:
-    """The storage of a folder (created at the first write), of a database, or of a ``config.toml``'s ``[rl.storage]``.
-
-    Raises ``ConfigError``.
-    """
-    if where.endswith(_CONFIGURATION):
-        return open_storage(load_settings(Path(where).expanduser()))
-    if (uri := _mongodb_uri(where)) is None:
-        return build("storages", "file", {"path": where})
-    return build("storages", "mongodb", mongodb_options(uri))
-
-
-@asynccontextmanager
-async def open_store(
-    where: str, *, create: bool = False, skip_damaged: bool | None = None
-) -> AsyncIterator[TrajectoryStorage]:
-    """The store at a path or URI; reading never creates one. Raises ``ConfigError`` or ``StorageError``.
-
-    ``skip_damaged``: leave out what cannot be read, and say what that is on standard error; ``None`` for a command
-    without that option, whose error does not name it.
-    """
-    from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-
-    storage = storage_at(where)
-    lost: list[DamagedRecord] = []
-    try:
-        parts = [Path(where).expanduser() / name for name in ("trajectories.sqlite", "trajectories")]
-        if not create and is_folder(where) and not any(part.exists() for part in parts):
-            raise ConfigError(f"{where}: this is no folder with trajectories; give the folder in [rl.storage] path")
-        if skip_damaged is not None and isinstance(storage, FileTrajectoryStorage):
-            await storage.check()
-        if skip_damaged:
-            lost = storage.skip_damaged()
-        yield storage
-    except DamagedError as error:
-        if skip_damaged is not False:
-            raise
-        raise DamagedError(f"{error}. --skip-damaged reads everything else") from error
-    finally:
-        for record in lost:
-            print(f"left out, as it cannot be read: {record.in_words()}", file=sys.stderr)
-        await storage.close()
-
-
-def is_folder(where: str) -> bool:
-    """Whether a STORE is given by its folder. Raises ``ConfigError`` for a URI that cannot be used."""
-    return not where.endswith(_CONFIGURATION) and _mongodb_uri(where) is None
-
-
-def _mongodb_uri(where: str) -> str | None:
-    """The URI, or ``None`` for a path. Refuses a password, as other users can see the command line."""
-    variable, _, name = where.partition(":")
-    if variable == "env":
-        if not (uri := os.environ.get(name, "")).startswith(_MONGODB):
-            raise ConfigError(f"the environment variable {name} is not set to a URI that begins with {_MONGODB[0]}")
-        return uri
-    if where.startswith(_MONGODB) and urlsplit(where).password is not None:
-        raise ConfigError(
-            "other users can see a password here: put the URI into an environment variable, give env:NAME"
-        )
-    return where if where.startswith(_MONGODB) else None
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
@@ -173,11 +108,8 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 
 def add_skip_damaged(parser: argparse.ArgumentParser) -> None:
     """``--skip-damaged``, the ``skip_damaged`` of ``open_store``."""
-    parser.add_argument(
-        "--skip-damaged",
-        action="store_true",
-        help="leave out the episodes and scores that cannot be read any more, and list them on standard error",
-    )
+    about = "leave out the episodes and scores that cannot be read any more, and list them on standard error"
+    parser.add_argument("--skip-damaged", action="store_true", help=about)
 
 
 def _time(text: str) -> float:
@@ -235,9 +167,9 @@ def filter_of(args: argparse.Namespace) -> TrajectoryFilter:
 
 def add_settings(parser: argparse._ActionsContainer, *, required: bool = False) -> None:
     """``--config`` and ``--set``."""
-    parser.add_argument("--config", type=Path, required=required, metavar="FILE", help="a config.toml")
+    add_option(parser, "--config", "FILE", "a config.toml", required=required)
     about = "settings over those of --config, such as max_turns=30 training.learning_rate=1e-5"
-    parser.add_argument("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=about)
+    add_option(parser, "--set", "KEY=VALUE", about, action="extend", nargs="+", default=[])
 
 
 def settings_of(args: argparse.Namespace, *first: str, last: Sequence[str] = ()) -> RLSettings:
@@ -259,29 +191,26 @@ def author() -> str:
 
 def add_tasks(group: argparse._ActionsContainer) -> None:
     """Which tasks of the suite."""
-    group.add_argument("--dataset-file", type=Path, metavar="FILE", help="the suite's rows: .jsonl, .json or .parquet")
-    group.add_argument("--tasks", type=positive, metavar="TASKS", help="tasks of an environment, from task 0 on")
-    group.add_argument("--include", nargs="+", default=[], metavar="ID", help="only these ids or patterns ('psf__*')")
-    group.add_argument("--exclude", nargs="+", default=[], metavar="ID", help="all but these ids or patterns")
-    group.add_argument("--limit", type=positive, metavar="TASKS", help="use at most so many tasks")
+    add_option(group, "--dataset-file", "FILE", "the suite's rows: .jsonl, .json or .parquet")
+    add_option(group, "--tasks", "TASKS", "tasks of an environment, from task 0 on", type=positive)
+    add_option(group, "--include", "ID", "only these ids or patterns ('psf__*')", nargs="+", default=[])
+    add_option(group, "--exclude", "ID", "all but these ids or patterns", nargs="+", default=[])
+    add_option(group, "--limit", "TASKS", "use at most so many tasks", type=positive)
 
 
 def add_bounds(group: argparse._ActionsContainer) -> None:
     """Processes and times."""
-    about = "processes that roll out the episodes (0: this one only)"
-    group.add_argument("--processes", type=natural, metavar="PROCESSES", help=about)
-    group.add_argument("--timeout", type=above_zero, default=7200.0, metavar="SECONDS", help="seconds for an episode")
-    tests = "seconds for a patch's tests"
-    group.add_argument("--test-timeout", type=above_zero, default=1800.0, metavar="SECONDS", help=tests)
+    add_option(group, "--processes", "COUNT", "processes that roll out the episodes (0: this one only)", type=natural)
+    add_option(group, "--timeout", "SECONDS", "for an episode", type=above_zero, default=7200.0)
+    add_option(group, "--test-timeout", "SECONDS", "for a patch's tests", type=above_zero, default=1800.0)
 
 
 def add_repositories(group: argparse._ActionsContainer) -> None:
     """Where repository tasks run."""
     where = "local: bubblewrap sandboxes; docker: the tasks' images, by docker or podman"
     group.add_argument("--backend", choices=["local", "docker"], default="local", help=where)
-    mirror = "folder of git repositories as owner/name.git (default: clone from the network)"
-    group.add_argument("--mirror", type=Path, metavar="DIR", help=mirror)
-    group.add_argument("--cache", type=Path, metavar="DIR", help="folder for Python environments")
+    add_option(group, "--mirror", "DIR", "git repositories as owner/name.git (default: clone from the network)")
+    add_option(group, "--cache", "DIR", "folder for Python environments")
 
 
 def backend_of(

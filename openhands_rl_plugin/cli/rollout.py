@@ -28,8 +28,9 @@ from contextlib import redirect_stdout
 
 from openhands_rl_plugin.apps.rollout.play import GivenTask, play
 from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
+from openhands_rl_plugin.apps.stores import open_store
 from openhands_rl_plugin.cli import Parser, ended, program, run_command
-from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, open_store, read_fields
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, read_fields
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError

@@ -28,7 +28,8 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from openhands_rl_plugin.cli.options import add_filters, add_store, author, filter_of, finite, open_store
+from openhands_rl_plugin.apps.stores import open_store
+from openhands_rl_plugin.cli.options import add_filters, add_store, author, filter_of, finite
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.toml import changed

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options import add_skip_damaged, add_store, open_store
+from openhands_rl_plugin.apps.stores import open_store
+from openhands_rl_plugin.cli.options import add_skip_damaged, add_store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

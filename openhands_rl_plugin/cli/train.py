@@ -25,26 +25,25 @@ it was trained on. ADAPTERS/NAME.training/ has metrics.jsonl, a line per step, a
 from __future__ import annotations
 
 import argparse
-import math
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from openhands_rl_plugin.cli.jobs import LATEST, given_weights, publish, starting_point
-from openhands_rl_plugin.cli.options import STORE_HELP, add_filters, add_settings, filter_of, open_store, settings_of
+from openhands_rl_plugin.apps.serving import LATEST, given_weights, publish, starting_point
+from openhands_rl_plugin.apps.stores import open_store
+from openhands_rl_plugin.cli import options
+from openhands_rl_plugin.cli.options import add_option, filter_of, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable
-from openhands_rl_plugin.config.rl import LOCAL, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError, from_extra
-from openhands_rl_plugin.core.machine import free_memory
-from openhands_rl_plugin.core.types import Adapter, Sample
+from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
+from openhands_rl_plugin.models.generator.threads import prepare_threads
+from openhands_rl_plugin.training.learn import TrainingJob, memory_line, plan_lines, policy_dataset, train_policy
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.rewards.verifier.data import VerifierExample
     from openhands_rl_plugin.training.distributed.ranks import Ranks
-    from openhands_rl_plugin.training.learn import TrainingJob
 
 RESUME = "the same command continues from the last checkpoint"
 VERIFIER = "verifier"
@@ -57,34 +56,28 @@ VERIFIER_TRAINING = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The store, the model, the adapter, the settings and the filters."""
-    parser.add_argument("store", metavar="STORE", nargs="?", help=f"{STORE_HELP}; optional with --dry-run")
-    weights = "the base model's weights, or smollm2-135m"
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help=weights)
-    parser.add_argument("--algorithm", metavar="NAME", help="how to train: [rl.training] algorithm")
-    served = "the model's name on its server; needed if the store has episodes of several"
-    parser.add_argument("--base-model", metavar="NAME", help=served)
+    parser.add_argument("store", metavar="STORE", nargs="?", help=f"{options.STORE_HELP}; optional with --dry-run")
+    add_option(parser, "--model", "DIR", "the base model's weights, or smollm2-135m", required=True)
+    add_option(parser, "--algorithm", "NAME", "how to train: [rl.training] algorithm")
+    add_option(parser, "--base-model", "NAME", "its name on its server; needed if the store has episodes of several")
     rewards = "return, recorded, command, success, verifier, ..., or module:Class (default: [rl.reward])"
-    parser.add_argument("--reward", metavar="NAME", help=rewards)
+    add_option(parser, "--reward", "NAME", rewards)
     servers = "publish the new version to the servers of [rl.serving]"
     parser.add_argument("--publish", action="store_true", help=servers)
-    add_settings(parser)
+    options.add_settings(parser)
     parser.add_argument("--dry-run", action="store_true", help="only print what would be trained on")
-    add_filters(parser)
+    options.add_filters(parser)
     # The trained adapter decides whose episodes are used: its option replaces the filter of the same name.
     own = parser.add_argument_group("adapter", conflict_handler="resolve")
-    name = f"its name (default: [rl.serving] adapter, policy; with --verifier: {VERIFIER})"
-    own.add_argument("--adapter", metavar="NAME", help=name)
-    folder = "folder of its versions (default: [rl.serving] adapters_path)"
-    own.add_argument("--adapters", type=Path, metavar="DIR", help=folder)
+    add_option(own, "--adapter", "NAME", f"its name (default: [rl.serving] adapter; with --verifier: {VERIFIER})")
+    add_option(own, "--adapters", "DIR", "folder of its versions (default: [rl.serving] adapters_path)")
     start = "version to continue: a number, latest or base"
-    own.add_argument("--from", dest="start", default=LATEST, metavar="VERSION", help=start)
+    add_option(own, "--from", "VERSION", start, dest="start", default=LATEST)
     own.add_argument("--verifier", action="store_true", help="train an outcome verifier, on episodes of all policies")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or print the plan. Raises ``RLError`` when options, store, episodes, model or server are wrong."""
-    from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
-
     last = [f"training.algorithm={args.algorithm}"] if args.algorithm else []
     config = settings_of(args, *(VERIFIER_TRAINING if args.verifier else ()), last=last)
     config.training.check_engine()
@@ -93,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.store is None:
         if not args.dry_run:
             raise ConfigError("STORE: training needs a store of episodes; only --dry-run works without")
-        print(_memory(model, config.training))
+        print(memory_line(model, config.training))
         return 0
     if args.verifier and (args.reward or args.algorithm):
         raise ConfigError("a verifier is fine-tuned on verifier.label: leave out --reward and --algorithm")
@@ -105,20 +98,15 @@ def run(args: argparse.Namespace) -> int:
         if not config.serving.publish_urls:
             raise ConfigError("--publish: there is no server to publish to: set base_url in [rl.serving]")
     parent = starting_point(adapters, name, args.start)
-    with from_extra("train"):
-        from openhands_rl_plugin.models.generator.threads import prepare_threads
+    prepare_threads()
+    processes: AbstractContextManager[Ranks | None] = nullcontext()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # by torchrun or accelerate launch
+        from openhands_rl_plugin.training.distributed.ranks import join_ranks
 
-        prepare_threads()
-        from openhands_rl_plugin.training.learn import TrainingJob
-
-        processes: AbstractContextManager[Ranks | None] = nullcontext()
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # by torchrun or accelerate launch
-            from openhands_rl_plugin.training.distributed.ranks import join_ranks
-
-            processes = join_ranks()
+        processes = join_ranks()
     with processes as ranks:
         job = TrainingJob(config, model, adapters, name, args.base_model or "", parent, ranks)
-        adapter = _verifier(args, job) if args.verifier else _policy(args, job)
+        adapter = _train(args, job)
         if adapter is not None:
             print(f"{adapter.path}: {', '.join(f'{metric} {value:.4g}' for metric, value in adapter.metrics.items())}")
             if args.publish:
@@ -126,76 +114,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read[T](args: argparse.Namespace, job: TrainingJob, load: Callable[..., Coroutine[Any, Any, T]]) -> T:
-    """What rank 0 reads of the store: all ranks have the same dataset, even if the store is being written to."""
+def _train(args: argparse.Namespace, job: TrainingJob) -> Adapter | None:
+    """Print the plan, and train by it. ``None``: a dry run, or not rank 0, which alone reads, prints and writes."""
+    from openhands_rl_plugin.rewards.verifier.reward import forget_models
 
-    async def loaded() -> T:
+    load: Callable[..., Coroutine[Any, Any, Any]] = partial(policy_dataset, dry_run=args.dry_run)
+    train: Callable[..., tuple[Adapter | None, Probe]] = train_policy
+    if args.verifier:
+        with from_extra("train"):
+            from openhands_rl_plugin.rewards.verifier.training import train_verifier, verifier_data
+        load, train = verifier_data, train_verifier
+
+    async def loaded() -> Any:
         async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
             return await load(job, storage, filter_of(args))
 
-    if job.ranks is None:
-        return ENDING.run(loaded())
-    return cast("T", job.ranks.broadcast(None if job.ranks.rank else ENDING.run(loaded())))
-
-
-def _policy(args: argparse.Namespace, job: TrainingJob) -> Adapter | None:
-    """Train an adapter, or all weights with ``method = "full"``. ``None``: a dry run, or not rank 0."""
-    from openhands_rl_plugin.rewards.verifier.reward import forget_models
-    from openhands_rl_plugin.training.data.dataset import causes_of
-    from openhands_rl_plugin.training.learn import policy_dataset, train_policy
-
-    found = _read(args, job, partial(policy_dataset, dry_run=args.dry_run))
+    leads = job.ranks is None or not job.ranks.rank
+    found: Any = ENDING.run(loaded()) if leads else None
+    if job.ranks is not None:  # the same dataset for all, even if the store is being written to
+        found = job.ranks.broadcast(found)
     forget_models()  # of a verifier that scored the episodes
-    more, pairs = [f"warning: {line}" for line in found.warnings()], found.pairs
-    if pairs:
-        more.append(f"pairs: {len(pairs)}, {sum(pair.by_people for pair in pairs)} of them chosen by people")
-    used, units = f"episodes: {found.used} used", len(pairs) or found.used
-    _print_plan(job, f"by {found.algorithm}", used, causes_of(found.excluded), units, found.samples, more)
-    return None if args.dry_run else train_policy(job, found, on_note=_note)[0]
-
-
-def _verifier(args: argparse.Namespace, job: TrainingJob) -> Adapter | None:
-    """Train a verifier and evaluate it on held-out tasks. ``None``: a dry run, or not rank 0."""
-    from openhands_rl_plugin.rewards.verifier.training import train_verifier, verifier_data
-
-    found = _read(args, job, verifier_data)
-    samples = [example.sample() for example in found.training]
-    left_out = [f"{count} {why}" for why, count in found.left_out.items()]
-    used, held_out = f"training: {_counts(found.training)}", f"held out: {_counts(found.held_out)}"
-    _print_plan(job, "a verifier", used, left_out, len(samples), samples, [held_out])
-    return None if args.dry_run else train_verifier(job, found, on_note=_note)
-
-
-def _counts(examples: Sequence[VerifierExample]) -> str:
-    good, tasks = sum(each.label.success for each in examples), {each.label.task for each in examples}
-    truncated = sum(each.truncated for each in examples)
-    return f"{good} successes and {len(examples) - good} failures of {len(tasks)} tasks, {truncated} truncated"
-
-
-def _print_plan(
-    job: TrainingJob, how: str, used: str, left_out: list[str], units: int, samples: Sequence[Sample], more: list[str]
-) -> None:
-    """``units``: what ``batch_size`` counts."""
-    if job.ranks is not None and job.ranks.rank:
-        return
-    training, causes = job.settings.training, "".join(f"\n    {each}" for each in left_out) or " none"
-    tokens, trained = sum(len(each.input_ids) for each in samples), sum(sum(each.mask) for each in samples)
-    steps = math.ceil(units / training.batch_size) * training.num_epochs
-    print(f"{job.name} from {job.parent.name if job.parent else 'the base model'}, {how}")
-    _note(f"{used}; left out:{causes}")
-    _note(f"sequences: {len(samples)}; tokens: {tokens:,}, of them trained {trained:,}; steps: {steps}")
-    for line in (_memory(job.model, training), *more):
-        _note(line)
+    if leads:
+        how = "a verifier" if args.verifier else f"by {job.settings.training.algorithm}"
+        print(f"{job.name} from {job.parent.name if job.parent else 'the base model'}, {how}")
+        for line in (*found.lines(), *plan_lines(job, found.samples, found.units)):
+            _note(line)
+    return None if args.dry_run else train(job, found, on_note=_note)[0]
 
 
 def _note(line: str) -> None:
     print(f"  {sayable(line)}", flush=True)
-
-
-def _memory(model: Path, settings: TrainingSettings) -> str:
-    from openhands_rl_plugin.training.learn import memory_needed
-
-    if settings.engine != LOCAL:
-        return f"memory: none here, {settings.engine} trains"
-    need, free = memory_needed(model, settings) / 1e9, free_memory() / 1e9
-    return f"memory: about {need:.2f} GB for weights and optimiser, activations beside it; free: {free:.2f} GB"

@@ -6,6 +6,7 @@ loaded before that.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from openhands_rl_plugin.core.errors import TrainingError, describe, from_extra
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import Adapter, Probe
+from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.rollout.scoring import rescore
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, algorithm_of
 from openhands_rl_plugin.training.data.dataset import (
@@ -186,13 +187,29 @@ def memory_needed(model: Path, settings: TrainingSettings) -> int:
     return int(width * total) + 16 * settings.lora_rank * adapted
 
 
+def plan_lines(job: TrainingJob, samples: Sequence[Sample], units: int) -> list[str]:
+    """Sequences, steps and memory of a training, for a user. ``units``: how many of what ``batch_size`` counts."""
+    training = job.settings.training
+    tokens, trained = sum(len(each.input_ids) for each in samples), sum(sum(each.mask) for each in samples)
+    steps = math.ceil(units / training.batch_size) * training.num_epochs
+    sizes = f"sequences: {len(samples)}; tokens: {tokens:,}, of them trained {trained:,}; steps: {steps}"
+    return [sizes, memory_line(job.model, training)]
+
+
+def memory_line(model: Path, settings: TrainingSettings) -> str:
+    """The memory that training needs, and the free memory."""
+    if settings.engine != LOCAL:
+        return f"memory: none here, {settings.engine} trains"
+    need, free = memory_needed(model, settings) / 1e9, free_memory() / 1e9
+    return f"memory: about {need:.2f} GB for weights and optimiser, activations beside it; free: {free:.2f} GB"
+
+
 def check_fits(model: Path, settings: TrainingSettings) -> None:
     """Raise ``TrainingError`` if ``memory_needed`` is more than this machine has free."""
-    need, free = memory_needed(model, settings), free_memory()
-    if need > free:
+    if memory_needed(model, settings) > free_memory():
         raise TrainingError(
-            f'{model} does not fit: method = "{settings.method}" needs {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB '
-            'are free: train an adapter, method = "lora", or split it among processes with sharding = "layers"'
+            f'{model} does not fit: method = "{settings.method}", {memory_line(model, settings)}; train an adapter, '
+            'method = "lora", or split it among processes with sharding = "layers"'
         )
 
 

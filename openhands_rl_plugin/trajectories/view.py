@@ -500,6 +500,17 @@ async def rewarded_by(
         yield each
 
 
+async def page_of(
+    storage: TrajectoryStorage, where: TrajectoryFilter, reward: str | None = None
+) -> tuple[list[TrajectorySummary], int]:
+    """The page that ``where`` asks for, by the scores of ``reward`` if one is named; and how many match in all."""
+    if reward is None:
+        return [each async for each in storage.summaries(where)], await storage.count(where)
+    whole = where.model_copy(update={"limit": None})
+    found = [each async for each in rewarded_by(storage, whole, reward)]
+    return found[: where.limit], len(found)
+
+
 def without_rewards(where: TrajectoryFilter) -> TrajectoryFilter:
     """``where`` without what looks at rewards."""
     return where.model_copy(update={"reward_at_least": None, "reward_at_most": None})

@@ -97,7 +97,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from openhands_rl_plugin.cli.jobs import running_command
+from openhands_rl_plugin.apps.serving import running_command
 with running_command(["env", "webshop"], Path(sys.argv[1])) as url:
     print(url, flush=True)
     sys.stdin.read()

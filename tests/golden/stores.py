@@ -15,7 +15,7 @@ from typing import Any
 
 from golden import read
 
-from openhands_rl_plugin.cli.options import storage_at
+from openhands_rl_plugin.apps.stores import storage_at
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings, StorageSettings
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -30,7 +30,7 @@ from evaluation.performance.ends.family import adopt_orphans, descendants, end, 
 from evaluation.performance.ends.jobs import Evaluating, Looping
 from evaluation.performance.ends.processes import IMPORTED, Fork, Process
 from evaluation.performance.hosts.instant_model import instant_model
-from openhands_rl_plugin.cli.jobs import running_command
+from openhands_rl_plugin.apps.serving import running_command
 from openhands_rl_plugin.cli.terminal import silence_libraries
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 

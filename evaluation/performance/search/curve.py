@@ -26,7 +26,7 @@ from rich.table import Table
 
 from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
-from openhands_rl_plugin.cli.jobs import running_command
+from openhands_rl_plugin.apps.serving import running_command
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.contrib.demo.runs import ADAPTER, ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions, shop_tasks
 from openhands_rl_plugin.core.protocols import Strategy

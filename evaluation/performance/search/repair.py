@@ -24,7 +24,7 @@ from rich.table import Table
 
 from evaluation.performance.search.svg import Point, Series, line_chart, svg_file
 from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
-from openhands_rl_plugin.cli.jobs import running_command
+from openhands_rl_plugin.apps.serving import running_command
 from openhands_rl_plugin.contrib.demo.runs import REPAIR_ADAPTER, RepairOptions
 from openhands_rl_plugin.contrib.repair.rows import TESTS_AS_VALUE
 from openhands_rl_plugin.core.statistics import paired_difference, wilson

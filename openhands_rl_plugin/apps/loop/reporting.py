@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ class ProgressListener(LoopListener):
 
     def noted(self, line: str) -> None:
         """Print it."""
-        self.console.print(f"  {visible(line)}", highlight=False, soft_wrap=True, markup=False)
+        self.print(f"  {line}")
 
     def advanced(self, stage: str, activity: str, done: int, total: int) -> None:
         """Move the bar."""
@@ -67,7 +67,17 @@ class ProgressListener(LoopListener):
     def stage_finished(self, record: StageRecord) -> None:
         """Print its line."""
         self._finished += 1
-        self.console.print(stage_line(record), highlight=False, soft_wrap=True, markup=False)
+        self.print(stage_line(record))
+
+    def print(self, line: str) -> None:
+        """Print it above the bar."""
+        self.console.print(visible(line), highlight=False, soft_wrap=True, markup=False)
+
+    def ended(self, state: LoopState, changes: Sequence[StageChange], *last: str) -> None:
+        """Print the evaluations, what changed, and the ``last`` lines."""
+        self.console.print(final_table(state))
+        for line in (*(change.sentence() for change in changes), *last):
+            self.print(line)
 
 
 def stage_line(record: StageRecord) -> str:

@@ -100,6 +100,24 @@ def objective_of(tasks: LoopTasks, settings: RLSettings) -> RewardSettings:
     return settings.reward.overridden(TESTS) if verdict else settings.reward
 
 
+def plan_lines(
+    settings: RLSettings, tasks: LoopTasks, start: Adapter | None, directory: Path, model: Path | None
+) -> list[str]:
+    """What a run would do, for a user. ``model``: the weights that the embedded server serves; ``None``: a server."""
+    loop, serving, done = settings.loop, settings.serving, len(LoopState.load(directory / STATE).records)
+    served = f"{serving.model or 'the base model'} at {serving.base_url}"
+    return [
+        f"{tasks.suite.name}: {len(tasks.training)} tasks to train on, {len(tasks.held_out)} held out, "
+        f"{len(tasks.demonstrations)} for demonstrations",
+        f"  stages: {loop.stages}, {done} done; iterations: {loop.iterations} of {loop.tasks_per_iteration} tasks by "
+        f"{loop.samples_per_task} episodes, {loop.kind}",
+        f"  trained by {settings.training.algorithm} on the reward {objective_of(tasks, settings).name!r}",
+        f"  model: {served if model is None else f'{model}, by the embedded server'}, starting from "
+        f"{start.name if start is not None else 'the base model'}",
+        f"  adapters: {serving.adapter} in {serving.adapters_directory}; run: {directory}",
+    ]
+
+
 def loop_plan(job: LoopJob) -> LoopPlan:
     """The plan of the settings."""
     turns = {"max_turns": job.settings.loop.training_max_turns or job.limits.max_turns}

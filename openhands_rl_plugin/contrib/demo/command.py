@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import given_weights
+from openhands_rl_plugin.apps.serving import given_weights
 from openhands_rl_plugin.cli.options import checked, natural, positive
 from openhands_rl_plugin.cli.terminal import silence_libraries, typed
 from openhands_rl_plugin.core.errors import from_extra
@@ -96,7 +96,7 @@ def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairO
 
 
 def _play(options: DemoOptions | RepairOptions, command: str) -> int:
-    from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
+    from openhands_rl_plugin.apps.loop.reporting import ProgressListener
     from openhands_rl_plugin.contrib.demo.runs import DemoOptions, run_demo, run_repair_demo
 
     started = time.monotonic()
@@ -105,9 +105,6 @@ def _play(options: DemoOptions | RepairOptions, command: str) -> int:
             result = run_demo(options, listener, command)
         else:
             result = run_repair_demo(options, listener, command)
-    listener.console.print(final_table(result.state))
-    for change in result.changes:
-        listener.console.print(change.sentence(), highlight=False, soft_wrap=True)
     minutes = (time.monotonic() - started) / 60
-    listener.console.print(f"{minutes:.1f} minutes; report: {result.report}", highlight=False, soft_wrap=True)
+    listener.ended(result.state, result.changes, f"{minutes:.1f} minutes; report: {result.report}")
     return 0

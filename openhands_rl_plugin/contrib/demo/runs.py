@@ -12,7 +12,7 @@ from openhands_rl_plugin.apps.demo_model import NAME, ensure_model
 from openhands_rl_plugin.apps.loop.checks import claim
 from openhands_rl_plugin.apps.loop.run import LoopJob, LoopResult, run_loop
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, TaskSource, loop_tasks
-from openhands_rl_plugin.cli.jobs import running_command
+from openhands_rl_plugin.apps.serving import running_command
 from openhands_rl_plugin.cli.terminal import ENDING
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import (

@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import given_weights, loop_job, served_policy
+from openhands_rl_plugin.apps.serving import given_weights, served_policy
+from openhands_rl_plugin.cli.loop import loop_job
 from openhands_rl_plugin.cli.options import above_zero, add_settings, checked, natural, positive, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -189,7 +190,7 @@ def _train(
 ) -> int:
     """The loop, and what it earned. ``settings``: as they were before the server's address was known."""
     from openhands_rl_plugin.apps.loop.checks import claim, identity_of
-    from openhands_rl_plugin.apps.loop.reporting import ProgressListener, final_table
+    from openhands_rl_plugin.apps.loop.reporting import ProgressListener
     from openhands_rl_plugin.apps.loop.run import run_loop
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     from openhands_rl_plugin.contrib.improve.gym import use_lines
@@ -205,9 +206,8 @@ def _train(
     adapters = settings.serving.adapters_directory.resolve()
     with ProgressListener(settings.loop.stages) as listener:
         result = ENDING.run(run_loop(job, listener))
-    listener.console.print(final_table(result.state))
     used = use_lines(result, model, adapters, server=settings.serving.base_url)
-    _print(*(change.sentence() for change in result.changes), f"report: {result.report}", *used)
+    listener.ended(result.state, result.changes, f"report: {result.report}", *used)
     return 0
 
 

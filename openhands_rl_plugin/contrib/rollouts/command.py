@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, is_folder, read_fields
+from openhands_rl_plugin.apps.stores import is_folder
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, read_fields
 from openhands_rl_plugin.cli.terminal import (
     sayable,
     wait_until_stopped,

@@ -8,7 +8,7 @@ import time
 
 from openhands_rl_plugin.apps.rollout.play import play
 from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
-from openhands_rl_plugin.cli.options import storage_at
+from openhands_rl_plugin.apps.stores import storage_at
 from openhands_rl_plugin.contrib.rollouts.requests import Result, ServiceOptions, TaskRequest, session_result
 from openhands_rl_plugin.core.errors import CaughtFailure, RLError, StorageError, boundary
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -16,15 +16,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from openhands_rl_plugin.cli.options import (
-    STORE_HELP,
-    add_fields,
-    add_filters,
-    author,
-    filter_of,
-    open_store,
-    read_fields,
-)
+from openhands_rl_plugin.apps.stores import open_store
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, add_filters, author, filter_of, read_fields
 from openhands_rl_plugin.cli.terminal import (
     ENDING,
     sayable,

@@ -18,7 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from openhands_rl_plugin.apps.loop.run import STATE
-from openhands_rl_plugin.cli.options import TOKENIZER, is_folder, load_tokenizer, storage_at
+from openhands_rl_plugin.apps.stores import is_folder, storage_at
+from openhands_rl_plugin.cli.options import TOKENIZER, load_tokenizer
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError, RLError, unknown_name
 from openhands_rl_plugin.core.protocols import TrajectoryStorage

@@ -21,7 +21,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openhands_rl_plugin.cli.jobs import add_episodes, loop_job, served_policy
+from openhands_rl_plugin.apps.serving import served_policy
+from openhands_rl_plugin.cli.loop import add_episodes, loop_job
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings

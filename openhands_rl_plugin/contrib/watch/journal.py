@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.cli.jobs import BASE, find_version
+from openhands_rl_plugin.apps.serving import BASE, find_version
 from openhands_rl_plugin.config.rl import AlgorithmName
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
 from openhands_rl_plugin.core.files import PRIVATE, write_file

@@ -18,6 +18,7 @@ from openhands_rl_plugin.core.types import FailureKind, Sample, Score, Trajector
 from openhands_rl_plugin.rewards.verifier.card import task_digest
 from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, known_score
+from openhands_rl_plugin.training.data.dataset import listed
 
 # Sums of step rewards such as 10 x 0.1 must not miss the threshold by a rounding error.
 _ROUNDING = 1e-9
@@ -68,6 +69,27 @@ class VerifierDataset:
     training: tuple[VerifierExample, ...]
     held_out: tuple[VerifierExample, ...]
     left_out: Counter[str]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The training sequences."""
+        return tuple(example.sample() for example in self.training)
+
+    @property
+    def units(self) -> int:
+        """How many of what ``batch_size`` counts there are."""
+        return len(self.training)
+
+    def lines(self) -> list[str]:
+        """What is trained on and what is not, for a user."""
+        causes = listed([f"{count} {why}" for why, count in self.left_out.items()])
+        return [f"training: {_counts(self.training)}; left out:{causes}", f"held out: {_counts(self.held_out)}"]
+
+
+def _counts(examples: Sequence[VerifierExample]) -> str:
+    good, tasks = sum(each.label.success for each in examples), {each.label.task for each in examples}
+    truncated = sum(each.truncated for each in examples)
+    return f"{good} successes and {len(examples) - good} failures of {len(tasks)} tasks, {truncated} truncated"
 
 
 def task_of(trajectory: Trajectory) -> str:

@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import Adapter, Sample
+from openhands_rl_plugin.core.types import Adapter, Probe, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import read_adapter_config
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE, weights_sha256
 from openhands_rl_plugin.rewards.verifier.card import (
@@ -138,15 +138,14 @@ async def verifier_data(
 
 def train_verifier(
     job: TrainingJob, dataset: VerifierDataset, *, on_note: Callable[[str], None] = lambda _: None
-) -> Adapter | None:
-    """``train_policy`` on the labels, with a card and a report beside the version, which only rank 0 has.
+) -> tuple[Adapter | None, Probe]:
+    """``train_policy`` on the labels, with a card and a report beside the version.
 
     Each of the job's ``ranks`` scores a shard of the held-out episodes. Raises ``TrainingError``, ``StorageError``.
     """
     settings, reports = job.settings.verifier, list[VerifierReport]()
     prompts = prompts_for(str(job.model), settings.max_length)
     taught = tasks_trained_on(job.parent) | {task_digest(example.label.task) for example in dataset.training}
-    samples = tuple(example.sample() for example in dataset.training)
 
     def measure(trainer: Trainer) -> dict[str, float]:
         reports.append(report_of(_judge(trainer.policy, dataset.held_out, prompts, job.ranks or Ranks()), settings))
@@ -165,8 +164,8 @@ def train_verifier(
         card.save(directory)
         (directory / REPORT_FILE).write_text(reports[0].model_dump_json(indent=1) + "\n", encoding="utf-8")
 
-    imitated = TrainingDataset("sft", samples, len(samples), base_model=job.model.resolve().name)
-    return train_policy(job, imitated, on_note=on_note, measure=measure, beside=describe_verifier)[0]
+    imitated = TrainingDataset("sft", dataset.samples, dataset.units, base_model=job.model.resolve().name)
+    return train_policy(job, imitated, on_note=on_note, measure=measure, beside=describe_verifier)
 
 
 @torch.no_grad()

@@ -169,6 +169,11 @@ def causes_of(excluded: Mapping[str, int]) -> list[str]:
     return [f"{count} {CAUSES[cause]}{colon}{more}" for count, cause, colon, more in parts]
 
 
+def listed(causes: Sequence[str]) -> str:
+    """A line for each cause, or ``none``."""
+    return "".join(f"\n    {each}" for each in causes) or " none"
+
+
 def nothing_learnt(settings: TrainingSettings, excluded: Mapping[str, int]) -> str:
     """The error of an empty dataset."""
     if algorithm_of(settings).kind == "imitation":
@@ -231,6 +236,18 @@ class TrainingDataset:
         for name, count in self.excluded.items():
             counts[name.partition(": ")[0]] += count
         return {f"episodes_{name}": float(count) for name, count in counts.items()}
+
+    @property
+    def units(self) -> int:
+        """How many of what ``batch_size`` counts there are: pairs or episodes."""
+        return len(self.pairs) or self.used
+
+    def lines(self) -> list[str]:
+        """What is trained on and what is not, for a user."""
+        by_people = sum(pair.by_people for pair in self.pairs)
+        pairs = [f"pairs: {len(self.pairs)}, {by_people} of them chosen by people"] if self.pairs else []
+        warnings = [f"warning: {line}" for line in self.warnings()]
+        return [f"episodes: {self.used} used; left out:{listed(causes_of(self.excluded))}", *pairs, *warnings]
 
     def warnings(self) -> list[str]:
         """What is wrong with the data, and what to do about it, a line each."""

@@ -225,9 +225,6 @@ def test_labels_are_trained_on_where_they_are_asked_for_only(model: Path, tmp_pa
     settings.write_text('[rl.reward]\nname = "human"\n', encoding="utf-8")
     assert cli.main([*words, "--config", str(settings), "--algorithm", "dpo"]) == 0
     assert "pairs: 1, 0 of them chosen by people" in capsys.readouterr().out
-    assert cli.main(["score", str(store), "--undo", "--author", "bob"]) == 0
-    assert cli.main([*words, "--reward", "human"]) == 0
-    assert "episodes: 3 used" in capsys.readouterr().out, "labels as they are now, with nothing stored"
     assert cli.main(["score", str(store), "--id", "run-0", "--better-than", "run-3"]) == 0
     assert cli.main([*words, "--algorithm", "dpo"]) == 0
     assert "pairs: 1, 1 of them chosen by people" in capsys.readouterr().out, "though nobody rewarded it"

@@ -21,7 +21,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from openhands_rl_plugin.cli.jobs import running_command
+from openhands_rl_plugin.apps.serving import running_command
 with running_command(["env", "webshop"], Path(sys.argv[1])) as url:
     print(url, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,7 @@
-"""What commands that train and roll out share: weights, versions, a model server as a child."""
+"""What a policy is made of, found or started: weights, versions of an adapter, a model server as a child process."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import subprocess
@@ -11,30 +10,25 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import httpx
 
-from openhands_rl_plugin.cli.options import add_bounds, add_repositories, backend_of, option_of
-from openhands_rl_plugin.cli.terminal import typed
+from openhands_rl_plugin.apps.demo_model import named_model
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError
+from openhands_rl_plugin.core.types import Adapter
 from openhands_rl_plugin.environments.workspace.processes import dying_with_parent
-
-if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-    from openhands_rl_plugin.core.types import Adapter
-    from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.evals.runs.suites import own_suite
+from openhands_rl_plugin.models.adapters.publisher import publisher_for
+from openhands_rl_plugin.models.adapters.store import AdapterStore
+from openhands_rl_plugin.models.engines.client import local_weights, served_base
+from openhands_rl_plugin.models.generator.config import server_options
 
 LATEST, BASE = "latest", "base"
 
 
 def given_weights(model: Path | None) -> Path:
     """The model's directory. Raises ``ConfigError`` where none is given, or that is none."""
-    from openhands_rl_plugin.apps.demo_model import named_model
-    from openhands_rl_plugin.models.engines.client import local_weights
-
     if model is None:
         raise ConfigError("no model is given: give its folder with --model, or its server as base_url in [rl.serving]")
     if (weights := local_weights(named_model(model))) is None:
@@ -50,9 +44,6 @@ def served_policy(settings: RLSettings, model: Path | None, directory: Path) -> 
     embedded one runs until the block ends, with its log in ``directory``. Raises ``ConfigError`` without weights on
     this machine, ``InfrastructureError`` where the server does not answer.
     """
-    from openhands_rl_plugin.models.engines.client import served_base
-    from openhands_rl_plugin.models.generator.config import server_options
-
     serving = settings.serving
     if serving.base_url:
         base = served_base(serving.base_url, serving.model, serving.api_key(), serving.request_timeout)
@@ -66,7 +57,7 @@ def served_policy(settings: RLSettings, model: Path | None, directory: Path) -> 
         return
     weights = given_weights(model)
     given = server_options(settings, str(weights)) | {"served_model_name": serving.model or weights.name}
-    command = ["serve", *(f"{option_of(option)}={value}" for option, value in given.items())]
+    command = ["serve", *(f"--{option.replace('_', '-')}={value}" for option, value in given.items())]
     with running_command(command, directory / "logs" / "serve.log") as url:
         at = {"base_url": f"{url}/v1", "base_urls": (), "api_key_env": "", "server": "embedded"}
         own = serving.model_copy(update={**at, "model": given["served_model_name"]})
@@ -92,8 +83,6 @@ def starting_point(adapters: AdapterStore, name: str, start: str) -> Adapter | N
 
 async def publish(serving: ServingSettings, adapters: AdapterStore, adapter: Adapter) -> None:
     """Bring a version into use on every server, or on none, and print that. Raises ``PublishError``."""
-    from openhands_rl_plugin.models.adapters.publisher import publisher_for
-
     async with publisher_for(serving, adapters) as publisher:
         report = await publisher.publish(adapter)
         served = await publisher.served_model(adapter)
@@ -145,33 +134,13 @@ def _answers(url: str) -> bool:
     return False
 
 
-def loop_job(
-    args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path, kind: str = "loop"
-) -> LoopJob:
-    """The job with the options of ``add_episodes``; ``kind``: of its id."""
-    from openhands_rl_plugin.apps.loop.checks import run_id_of
-    from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.evals.runs.evaluate import process_count
-
-    return LoopJob(
-        settings=settings,
-        tasks=tasks,
-        model=model,
-        directory=directory,
-        run_id=run_id_of(directory, kind),
-        limits=settings.limits().model_copy(update={"timeout": args.timeout}),
-        processes=process_count(settings.max_workers) if args.processes is None else args.processes,
-        command=typed(args),
-        graders=os.cpu_count() or 1,
-        test_timeout=args.test_timeout,
-        native_tool_calling=args.native_tool_calling,
-        backend=backend_of(args, [entry.instance for entry in tasks.entries]),
-    )
-
-
-def add_episodes(group: argparse._ActionsContainer) -> None:
-    """How episodes of a suite are rolled out."""
-    add_bounds(group)
-    add_repositories(group)
-    native = "tool calls by the server's API (default); --no-...: calls in the text"
-    group.add_argument("--native-tool-calling", action=argparse.BooleanOptionalAction, default=True, help=native)
+@contextmanager
+def served_suite(settings: RLSettings, suite: str, directory: Path) -> Iterator[RLSettings]:
+    """The settings with the environment of a suite that brings a server, which runs until the block ends."""
+    own = own_suite(suite)
+    if own is None or not own.server:
+        yield settings
+        return
+    with running_command(own.server, directory / "logs" / f"{suite}.log") as url:
+        options = settings.environment if settings.env_name == suite else {}
+        yield settings.model_copy(update={"env_name": suite, "env_server_base": url, "environment": options})
