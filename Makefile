@@ -2,7 +2,8 @@
 # CPU=1 the first time: PyTorch without CUDA, 1 GB to download instead of 3, for a machine without a GPU.
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs reference pictures test test-v1 test-v1-matrix test-slow test-gpu test-vllm test-peers test-containers lint format clean
+.PHONY: help setup demo docs reference pictures test test-v1 test-v1-matrix test-slow test-gpu test-vllm test-peers test-containers lint lint-v1 format clean
+.PHONY: hosts training others conversations processes
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -18,8 +19,16 @@ READY_DOCS := .venv-docs/.ready
 # Pages that are made from the source, by .ci/docs/generate.py.
 COG := -I .ci/docs -p "import generate" $(shell grep -rl '\[\[\[cog' docs)
 
-# The tests that have something to say with OpenHands V1; all others run with V0.
-TESTS_V1 := tests/hosts/v1 tests/golden tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/trainers/test_agent_lightning.py tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_pages.py tests/docs/test_plugins_page.py
+# A process imports OpenHands (hosts), PyTorch (training) or neither, as each takes five seconds; equally long.
+hosts := tests/hosts tests/golden tests/docs tests/contrib
+training := tests/training tests/models tests/rewards tests/apps tests/cli $(wildcard tests/test_*.py)
+others := $(filter-out $(hosts) $(training) tests/helpers tests/conftest.py tests/budget.json,$(wildcard tests/*))
+PARTS := hosts training others
+
+# The tests that have something to show with OpenHands V1; all others run with V0. Those in processes of their own are apart.
+processes := $(addprefix tests/hosts/v1/test_,driver.py guide.py run_command.py) tests/golden tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/trainers/test_agent_lightning.py tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_pages.py tests/docs/test_plugins_page.py
+conversations := $(filter-out $(processes),$(wildcard tests/hosts/v1/test_*.py))
+PARTS_V1 := processes conversations
 
 help: ## This list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -40,14 +49,27 @@ reference: $(READY) ## Write the pages that are made from the source
 pictures: $(READY) ## Draw the studio's pictures: ARGS="--run runs/demo"
 	$(BIN)/python .ci/docs/pictures.py $(ARGS)
 
-# Three processes on two processors: a quarter of the time they wait.
-test: lint ## Check the style and the types, run the fast tests
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+# Side by side: a third of the time a part waits. ARGS, as all options of pytest, goes to one process with all tests.
+test: $(READY) ## Check the style and the types, run the fast tests
+ifdef ARGS
+	$(BIN)/pytest $(ARGS)
+else
+	@$(MAKE) -j --output-sync=target lint $(PARTS)
+endif
 
 # In .venv-v1, from the same lock; another 3 GB unless CPU=1.
 test-v1: $(READY_V1) ## Check the types of the host for OpenHands V1, run its tests
-	$(BIN)/pyright --project .ci/pyright-v1.json
-	$(V1)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS_V1) $(ARGS)
+ifdef ARGS
+	$(V1)/pytest $(conversations) $(processes) $(ARGS)
+else
+	@$(MAKE) -j --output-sync=target lint-v1 $(PARTS_V1)
+endif
+
+$(PARTS):
+	$(BIN)/pytest $($@)
+
+$(PARTS_V1):
+	$(V1)/pytest $($@)
 
 # Makes .peers/sdk-*, half a gigabyte each; ARGS="1.34.0 newest" chooses some.
 test-v1-matrix: $(READY) ## Test OpenHands V1 with old and new releases of its SDK
@@ -77,6 +99,9 @@ lint: $(READY) ## Check the style and the types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --threads 2
 	$(BIN)/cog --check $(COG)
+
+lint-v1:
+	$(BIN)/pyright --project .ci/pyright-v1.json
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix

@@ -221,6 +221,8 @@ async def test_closing_one_of_two_conversations_of_an_agent_leaves_the_other_ope
 
 PROGRAM = """
 import sys
+import openhands.sdk.logger
+print(*(name for name in sys.modules if name.startswith("openhands_rl_plugin")))
 from pathlib import Path
 sys.path[:0] = ["tests/helpers/sdk", "tests/helpers/servers"]
 from scripted_model import serve
@@ -241,6 +243,8 @@ async def test_a_process_that_ends_without_closing_stores_why_it_ended(tmp_path:
     assert done.returncode == 0, done.stderr
     [episode] = await stored(tmp_path / "store")
     assert episode.stop is StopReason.TERMINATED and "Traceback" not in done.stderr
+    waiting = ("", ".hosts", ".hosts.v0", ".hosts.v0.autoload")  # the SDK alone loads no more than the line for V0
+    assert {*done.stdout.splitlines()[0].split()} <= {f"openhands_rl_plugin{each}" for each in waiting}
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -71,22 +70,6 @@ def test_the_benchmarks_agent_is_replaced_by_rlagent(monkeypatch: pytest.MonkeyP
     exec(compile(block("python", "run_infer"), "openhands-v1.md", "exec"), {"__name__": "guide"})
     [agent] = made
     assert type(agent) is RLAgent and agent.rl["rollout_strategy"] == "BestOfN"
-
-
-LOADED = """
-import json, sys
-import openhands.sdk.logger
-print(json.dumps([name for name in sys.modules if name.startswith("openhands_rl_plugin")]))
-"""
-
-
-def test_the_line_that_waits_for_v0_is_silent_and_loads_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, check=True)
-    loaded = json.loads(done.stdout.splitlines()[-1])
-    assert {name.removeprefix("openhands_rl_plugin") for name in loaded} <= {
-        *("", ".hosts", ".hosts.v0", ".hosts.v0.autoload")
-    }
-    assert "openhands_rl_plugin" not in done.stderr and "Traceback" not in done.stderr
 
 
 async def test_doctor_names_the_host() -> None:

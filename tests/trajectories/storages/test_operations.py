@@ -190,7 +190,7 @@ async def checked(storage: LogStorage, model: Model) -> list[Any]:
     return [each.model_copy(update={"times": None}) for each in summaries]
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(calls=st.lists(CALLS, min_size=1, max_size=12))
 def test_both_do_what_the_model_does(mongodb: MongoServer, calls: list[Any]) -> None:
     async def both(folder: str) -> None:
