@@ -19,15 +19,15 @@ READY_DOCS := .venv-docs/.ready
 # Pages that are made from the source, by .ci/docs/generate.py.
 COG := -I .ci/docs -p "import generate" $(shell grep -rl '\[\[\[cog' docs)
 
-# A process imports OpenHands (hosts), PyTorch (training) or neither, as each takes five seconds; equally long.
-hosts := tests/hosts tests/golden tests/docs tests/contrib
-training := tests/training tests/models tests/rewards tests/apps tests/cli $(wildcard tests/test_*.py)
-others := $(filter-out $(hosts) $(training) tests/helpers tests/conftest.py tests/budget.json,$(wildcard tests/*))
+# Three processes of about equal length. One imports OpenHands and one PyTorch, which take five seconds or more each.
+hosts := tests/core tests/docs tests/golden tests/hosts
+training := tests/apps tests/cli tests/models tests/rewards tests/rollout tests/session $(sort $(wildcard tests/test_*.py)) tests/training
+others := $(sort $(filter-out $(hosts) $(training) tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
 PARTS := hosts training others
 
 # The tests that have something to show with OpenHands V1; all others run with V0. Those in processes of their own are apart.
-processes := $(addprefix tests/hosts/v1/test_,driver.py guide.py run_command.py) tests/golden tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/trainers/test_agent_lightning.py tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_pages.py tests/docs/test_plugins_page.py
-conversations := $(filter-out $(processes),$(wildcard tests/hosts/v1/test_*.py))
+processes := $(addprefix tests/hosts/v1/test_,driver.py guide.py run_command.py) 'tests/golden/test_golden.py::test_today_is_as_the_golden_file[v1_sessions]' tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/trainers/test_agent_lightning.py tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_pages.py tests/docs/test_plugins_page.py
+conversations := $(sort $(filter-out $(processes),$(wildcard tests/hosts/v1/test_*.py)))
 PARTS_V1 := processes conversations
 
 help: ## This list
@@ -86,8 +86,8 @@ test-gpu: $(READY) ## Run the tests that need a GPU
 test-vllm: $(READY) ## Publish to a real vLLM on this machine's processor
 	OPENHANDS_RL_VLLM_PYTHON="$${OPENHANDS_RL_VLLM_PYTHON:-install}" $(BIN)/pytest -m slow tests/models/adapters/test_vllm.py $(ARGS)
 
-# Makes .peers, up to 10 GB; ARGS="openenv ray" chooses some.
-test-peers: $(READY) ## Test against OpenEnv, AgentGym, verifiers, Ray, vLLM and other trainers
+# Makes .peers, up to 10 GB; ARGS="openenv extras" chooses some.
+test-peers: $(READY) ## Test against OpenEnv, AgentGym, verifiers, Ray, swebench, vLLM and other trainers
 	.ci/peers $(ARGS)
 
 # Docker, or podman, which is started for it; the script says what to install.

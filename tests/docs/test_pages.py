@@ -111,9 +111,7 @@ STORIES = {
     "home": Story(("index.md",), fixer),
     "v0": Story(("openhands-v0.md",), fixer),
     "quickstart": Story(("start/quickstart.md",), check=learnt),
-    "tutorials": Story(
-        (*(f"tutorials/{name}.md" for name in ("record", "judge", "train", "publish")), "howto/any-agent.md"), fixer
-    ),
+    "tutorials": Story((*TUTORIALS, "howto/any-agent.md"), fixer),
     "worlds": Story(tuple(f"tutorials/{name}.md" for name in ("search", "evaluate", "loop")), check=searched),
     "http": Story(("reference/http.md",), fixer),
     "tools": Story(("howto/tools.md",), seller),

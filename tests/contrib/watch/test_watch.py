@@ -67,8 +67,8 @@ def test_a_kill_at_any_line_loses_nothing_and_trains_nothing_twice(
     (line,) = capsys.readouterr().err.splitlines()
     assert "there is nothing to roll back from" in line
     asyncio.run(play(settings, "after", 8, served=version.name))
-    lines = asyncio.run(look(config, shopper))
-    assert lines == [], "what a version did that was taken back is not learnt from"
+    entries = asyncio.run(look(config, shopper))
+    assert entries == [], "what a version did that was taken back is not learnt from"
     assert cli.main(["watch", "rollback", *where, "--to", "1"]) == 0
     assert current(settings) == version.name
     assert cli.main(["watch", "status", *where]) == 0
@@ -83,10 +83,10 @@ def test_a_candidate_that_does_worse_is_held_back(served: tuple[str, str], shopp
     verdicts = [(each.id, float(each.episode_return < 0.5), "ann") for each in trajectories]
     divided = verdicts[0][0]
     asyncio.run(label(settings, [*verdicts, (divided, 1 - verdicts[0][1], "bob")]))
-    lines = asyncio.run(look(config, shopper))
-    assert [each.step for each in lines] == [*ALL[:6], WatchStep.HELD, WatchStep.JUDGED]
-    assert "1 wait: labels contradict each other" in lines[1].lines
-    assert "was held back: held-out suite" in lines[6].lines
+    entries = asyncio.run(look(config, shopper))
+    assert [each.step for each in entries] == [*ALL[:6], WatchStep.HELD, WatchStep.JUDGED]
+    assert "1 wait: labels contradict each other" in entries[1].said
+    assert "was held back: held-out suite" in entries[6].said
     assert current(settings) is None
     (version,) = AdapterStore(settings.serving.adapters_directory).versions(settings.serving.adapter)
     assert version.name not in httpx.get(f"{served[1]}/v1/models").text, "it is not served any more"

@@ -16,13 +16,6 @@ def new_session(goal_index: int = 3) -> WebShopSession:
     return WORLD.session(goal_index)
 
 
-def at_an_item() -> WebShopSession:
-    session = new_session()
-    session.step("search[organic granola bars]")
-    session.step(f"click[{session.page.clickables[-1]}]")
-    return session
-
-
 def test_a_fixed_transcript_never_changes() -> None:
     lines: list[str] = []
     for index in (0, 3, 1200, 1499):

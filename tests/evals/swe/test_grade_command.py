@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,10 @@ def test_every_prediction_gets_what_it_deserves(place: Place, tmp_path: Path, ca
     assert json.loads((out / "org__m.r1.json").read_text()) == report
     assert cli.main([*words, "--ids", "someone__calc-8"]) == 1
 
-    reporting = pytest.importorskip("swebench.harness.reporting")
+    if find_spec("swebench") is None:
+        return  # `make test-peers` has it
+    from swebench.harness import reporting  # pyright: ignore[reportMissingImports]
+
     monkeypatch.chdir(out)
     rows = [json.loads(line) for line in place.rows.read_text().splitlines()]
     given = {str(row["instance_id"]): {"model_name_or_path": "org/m", **row} for row in MIXED[:7]}

@@ -57,6 +57,7 @@ def test_what_nobody_knows_is_one_line(monkeypatch) -> None:
 
 
 @needs_swebench
+@pytest.mark.slow
 def test_official_rows_have_the_official_scripts() -> None:
     with pytest.raises(ConfigError, match="unknown log_parser 'mine'"):
         parser_of("mine")
@@ -76,6 +77,7 @@ def test_official_rows_have_the_official_scripts() -> None:
 
 
 @needs_swebench
+@pytest.mark.slow
 def test_requirement_files_are_read_from_the_repository() -> None:
     asked = []
 
@@ -108,6 +110,7 @@ tests = st.lists(st.sampled_from(["a", "b", "c", "d"]), unique=True, max_size=3)
 
 
 @needs_swebench
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pass_and_fail", "fail_only"])
 @given(tests, tests, st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.sampled_from(STATUSES)))
 def test_own_judgements_are_the_official_ones(

@@ -105,6 +105,7 @@ class TestCluster:
 
 
 @needs_ray
+@pytest.mark.slow
 async def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ray.shutdown()  # an earlier test may have started a cluster, and that would be used
     monkeypatch.setenv("RAY_ADDRESS", "nonsense")

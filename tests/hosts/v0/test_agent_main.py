@@ -1,4 +1,4 @@
-"""``python -m openhands.core.main -c RLAgent`` with a plain config.toml: three runs side by side."""
+"""``python -m openhands.core.main -c RLAgent`` with a plain config.toml: three runs, started side by side."""
 
 from __future__ import annotations
 
@@ -108,43 +108,24 @@ class Run:
         return only
 
 
-# What ``python -m`` does, in two folders after one import of OpenHands.
-BOTH = """
-import os, runpy, sys
-import openhands.core.main
-folders, sys.argv = sys.argv[1:3], sys.argv[2:]
-child = os.fork()
-os.chdir(folders[bool(child)])
-os.environ |= {"HOME": os.path.abspath("home"), "TMPDIR": os.getcwd()}
-os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT), 1)
-os.dup2(1, 2)
-try:
-    runpy.run_module("openhands.core.main", run_name="__main__", alter_sys=True)
-finally:
-    child and os.waitpid(child, 0)
-"""
-
-
-def configure(folder: Path, server: ScriptedModel, model: str, sections: str, **values: str) -> None:
-    (folder / "workspace").mkdir()
+def start(folder: Path, server: ScriptedModel, model: str, sections: str, **values: object) -> subprocess.Popen[str]:
+    (folder / "workspace").mkdir(parents=True, exist_ok=True)
     (folder / "home").mkdir()
+    log_level = values.pop("log_level", "INFO")
     given = {"native": "true", "runtime": WORKSPACE, "shop": "http://127.0.0.1:1", **values}
     text = (COMMON + sections).format(folder=folder, url=server.url, model=model, **given)
     (folder / "config.toml").write_text(text)
-
-
-def start(folder: Path, *program: object, log_level: str = "INFO") -> subprocess.Popen[bytes]:
     environ = {
         "PATH": os.environ["PATH"],
         "HOME": f"{folder}/home",
         "TMPDIR": str(folder),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "HF_HUB_OFFLINE": "1",
-        "LOG_LEVEL": log_level,
+        "LOG_LEVEL": str(log_level),
     }
-    command = [sys.executable, *map(str, program), "--config-file", "config.toml", "-c", "RLAgent", "-t", TASK]
+    command = [sys.executable, "-m", "openhands.core.main", "--config-file", "config.toml", "-c", "RLAgent", "-t", TASK]
     with (folder / "output.txt").open("w") as output:
-        return subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
 BASH = "execute_bash"
@@ -176,18 +157,16 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
         server.script("policy-v000003", NATIVE)
         server.script("tiny", IN_PROMPT)
         server.script("shopper", SHOPPING)
-        configure(folders["plain"], server, "policy-v000003", JUDGED)
-        configure(folders["layered"], server, "tiny", LAYERED, native="false")
-        configure(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop)
-        processes = (
-            start(tmp_path_factory.mktemp("both"), "-c", BOTH, folders["shopping"], folders["plain"]),
-            start(folders["layered"], "-m", "openhands.core.main", log_level="ERROR"),
-        )
+        processes = {
+            "plain": start(folders["plain"], server, "policy-v000003", JUDGED),
+            "layered": start(folders["layered"], server, "tiny", LAYERED, native="false", log_level="ERROR"),
+            "shopping": start(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop),
+        }
         try:
-            for process in processes:
+            for process in processes.values():
                 process.wait(timeout=PATIENCE)
         finally:
-            for process in processes:
+            for process in processes.values():
                 process.kill()
                 process.wait()
         models = {"plain": "policy-v000003", "layered": "tiny", "shopping": "shopper"}

@@ -64,6 +64,7 @@ def executor(bases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return load(str(FILE))
 
 
+@pytest.mark.slow
 async def test_openrlhf_loads_the_file_and_makes_an_experience_of_a_rollout(
     executor: Any, bases: Any, tokenizer: Any
 ) -> None:

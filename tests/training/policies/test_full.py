@@ -82,6 +82,7 @@ def test_the_command_writes_a_model_and_will_not_publish_it(
     assert "which no running server loads" in line
 
 
+@pytest.mark.slow
 def test_qlora_trains_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
 
