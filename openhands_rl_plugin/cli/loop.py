@@ -97,10 +97,11 @@ def run(args: argparse.Namespace) -> int:
         if args.fresh:
             forget(directory)
         begun_at, own = args.start if start else "", source.model_dump(mode="json")
-        claim(directory, identity_of(settings, own, model=args.model, timeout=args.timeout, start=begun_at))
+        identity = identity_of(settings, own, model=args.model, timeout=args.timeout, start=begun_at)
         listener = opened.enter_context(ProgressListener(settings.loop.stages))
         settings = opened.enter_context(served_suite(settings, tasks.suite.name, directory))
         settings, model = opened.enter_context(served_policy(settings, args.model, directory))
+        claim(directory, identity)  # where there is a server, so that a wrong address binds nothing
         job = replace(loop_job(args, settings, model, tasks, directory), start=start)
         result = ENDING.run(run_loop(job, listener))
     minutes, used = (time.monotonic() - started) / 60, result.state.adapter or "the base model"

@@ -47,7 +47,7 @@ def free_memory() -> int:
     if found := re.search(r"MemAvailable:\s*(\d+)", _read("/proc/meminfo")):
         free = int(found[1]) * 1024
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    return min(free, int(limit) - int(used)) if limit.isdecimal() and used else free
+    return max(0, min(free, int(limit) - int(used))) if limit.isdecimal() and used else free
 
 
 def _of_gpus(field: str) -> list[str]:

@@ -166,7 +166,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
     assert cli.main([*command, "--set", "loop.samples_per_task=4"]) == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert "holds a run with other options (see options.json there)" in line and "--fresh" in line
+    assert "other options (rl.loop.samples_per_task; see options.json there)" in line and "--fresh" in line
 
 
 @pytest.mark.timeout(400)

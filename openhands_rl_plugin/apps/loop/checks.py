@@ -7,6 +7,8 @@ import shutil
 import uuid
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from openhands_rl_plugin.config.build import make_reward, make_strategy
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError
@@ -82,11 +84,19 @@ def claim(directory: Path, options: JsonObject) -> None:
     noted = directory / OPTIONS
     if not noted.exists():
         write_file(noted, json.dumps(options, indent=1))
-    elif json.loads(noted.read_text()) != options:
+    elif others := _differences(json.loads(noted.read_text()), options):
         raise ConfigError(
-            f"{directory} holds a run with other options (see {OPTIONS} there): give the same ones to resume it, "
+            f"{directory} holds a run with other options ({', '.join(others)}; see {OPTIONS} there): give the same ones to resume it, "
             "another --run-dir, or --fresh to start over"
         )
+
+
+def _differences(one: JsonValue, other: JsonValue, name: str = "") -> list[str]:
+    """The names of the keys with different values, such as ``rl.training.seed``."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return [] if one == other else [name]
+    pairs = [(f"{name}.{key}".lstrip("."), one.get(key), other.get(key)) for key in sorted({*one, *other})]
+    return [each for key, value, its in pairs for each in _differences(value, its, key)]
 
 
 def run_id_of(directory: Path, kind: str = "loop") -> str:

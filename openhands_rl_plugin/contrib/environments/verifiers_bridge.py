@@ -142,7 +142,7 @@ class Bridge:
     async def start(self, request):
         number, asked = next(self.numbers), await request.json()
         episode = self.episodes[number] = types.SimpleNamespace(sent=asyncio.Queue(), received=asyncio.Queue())
-        episode.running = asyncio.create_task(self.play(number, asked["index"]))
+        episode.running = asyncio.create_task(self.roll_out(number, asked["index"]))
         return await self.next(number)
 
     async def answer(self, request):
@@ -181,7 +181,7 @@ class Bridge:
             }
         )
 
-    async def play(self, number, index):
+    async def roll_out(self, number, index):
         (found,) = await asyncio.gather(self.run(number, index), return_exceptions=True)
         ended = {"failed": described(found)} if isinstance(found, BaseException) else {"end": found}
         self.episodes[number].sent.put_nowait(ended)

@@ -143,7 +143,7 @@ def lessons(
     short_drills: int = 0,
     strange: frozenset[str] = frozenset(),
 ) -> list[Trajectory]:
-    """What a policy is fine-tuned on: the right answers of the oracle's episodes, ``drills`` in their form, and
+    """What a policy is fine-tuned on: the right responses of the oracle's episodes, ``drills`` in their form, and
     ``short_drills``, which show other bugs.
 
     ``tools``: those of the host. ``strange``: names of functions that no drill may show, those of the held-out tasks.

@@ -56,7 +56,7 @@ class RepairOracle:
 
 
 def oracle_plan(instance: Instance, tools: ToolNames, seed: int) -> list[OracleCall]:
-    """The answers of an episode, in their order, and which of them err."""
+    """The responses of an episode, in their order, and which of them err."""
     spec = spec_of(instance)
     choice = random.Random(f"{seed} {instance.instance_id}")
     wrong, right = spec.files[spec.path], fixed_text(instance)
@@ -110,7 +110,7 @@ def edit_call(tools: ToolNames, path: str, old: str, new: str) -> str:
     """The edit that makes the text ``new`` of the text ``old`` of a file of the repository, with the tests after it,
     which is undone where they fail: the next one begins from the text that is known."""
     # The script has a here-document of its own: nothing in it needs quotes for the shell. What failed is undone and
-    # the line shown again: a small model loses what it was told behind its own words.
+    # the line shown again: a small model loses what it read before its own words.
     command = f"python3 {RUN_TESTS} --edit {path} <<'{END}'\n{sed_script(old, new)}\n{END}"
     # OpenHands writes a value of several lines on lines of its own.
     return _call(tools.shell, command=f"\n{command}\n", security_risk="MEDIUM")

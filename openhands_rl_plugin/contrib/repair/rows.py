@@ -71,7 +71,7 @@ def repository_files(spec: RepairSpec) -> dict[str, str]:
 
 
 def statement(spec: RepairSpec, level: Level, failing: Sequence[str]) -> str:
-    """What the agent is told: the failing test; at level 2 the function, at level 1 its head, the line and how that
+    """The agent's instruction: the failing test; at level 2 the function, at level 1 its head, the line and how that
     reads, too.
 
     The line stands alone without its indentation, as it has to be written in an edit: small models copy a text that

@@ -17,7 +17,7 @@ STATIC = Path(__file__).parent / "static"
 BOOT = "studio/boot"
 """The module that a page begins with."""
 DATA = "studio/data"
-"""The module that has the answers of a page without a server; else it has none."""
+"""The module that has the data of a page without a server; else it has none."""
 _WHEN_NEEDED = ("uplot",)
 _OLD = (
     "The studio starts. If nothing else appears, this browser lacks JavaScript modules or they were blocked: "

@@ -56,7 +56,7 @@ REPORT = "report.html"
 _POINTS = 400
 """Of each curve: as many as there are pixels to draw them."""
 _LONGEST = 64 * 1024
-"""Characters of a patch, of an error and of what a grader said."""
+"""Characters of a patch, of an error and of a grader's output."""
 _MOST_NAMED, _LONGEST_NAME = 100, 200
 _SPARE = 160 * 1024
 """For the names of what is left out, as long as escapes make them."""
@@ -65,7 +65,7 @@ MOST_BYTES = 8 * 1024 * 1024
 
 
 class ExportResource:
-    """What the API answers of the chosen episodes, by its addresses."""
+    """The API's responses about the chosen episodes, by address."""
 
     def __init__(self, shelf: EpisodeShelf, text: TokenText) -> None:
         self._shelf = shelf
@@ -112,7 +112,7 @@ class ExportResource:
         return {"revision": "", "total": len(summaries), "offset": 0, "next": None, "rows": rows}
 
     def answers(self, opened: Opened) -> Iterator[tuple[str, JsonObject]]:
-        """What the API answers of one episode."""
+        """The API's responses about one episode."""
         trajectory = opened.trajectory
         base, nodes = f"episodes/{quote(trajectory.id, safe=_UNCHANGED)}", trajectory.nodes
         yield base, header_of(opened)

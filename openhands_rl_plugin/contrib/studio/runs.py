@@ -113,7 +113,7 @@ def summary_of(name: str, directory: Path) -> JsonObject:
 
 
 def whole_run(name: str, directory: Path) -> JsonObject:
-    """Everything that is said of a run but its curves."""
+    """All of a run but its curves."""
     body = summary_of(name, directory)
     if "problem" not in body:
         state, facts = LoopState.load(directory / STATE), RunFacts.load(directory)

@@ -175,7 +175,7 @@ def _walk(folder: Path) -> Iterator[tuple[Path, set[str], list[str]]]:
 
 
 class Opened(NamedTuple):
-    """An episode, what was said of it, and the store that has it; ``revision`` is empty where the store has none."""
+    """An episode, its scores and labels, and the store that has it; ``revision`` is empty where the store has none."""
 
     storage: TrajectoryStorage
     revision: str

@@ -215,8 +215,8 @@ async def roll_back(
     since = state.admitted[state.admitted.index(back) + 1 :] if back in state.admitted else []
     also = [*([] if back else state.admitted), current.name if current else "", state.round and state.round.candidate]
     left = [each for each in dict.fromkeys([*since, *also]) if each and each != back]
-    said = f"{back or 'the base model'} is in use again{f', {", ".join(left)} no more' if left else ''}"
-    return journal.append(WatchStep.ROLLED_BACK, said, adapter=back, figures={"dropped": [*left]})
+    words = f"{back or 'the base model'} is in use again{f', {", ".join(left)} no more' if left else ''}"
+    return journal.append(WatchStep.ROLLED_BACK, words, adapter=back, figures={"dropped": [*left]})
 
 
 def _target(

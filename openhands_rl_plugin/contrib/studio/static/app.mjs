@@ -4,7 +4,7 @@ import {useEffect, useRef} from 'preact/hooks';
 import {exported, go, html, link, listen, moment, nextTheme, param, put, route, signedOut, theme, useAnswer, useKeys, useLive} from 'studio/base';
 import data from 'studio/data';
 import {PAGES, SignIn} from 'studio/pages';
-import {Empty, Help, helpShown, said} from 'studio/parts';
+import {Empty, Help, helpShown, notice} from 'studio/parts';
 const NAV = Object.entries(PAGES).filter(([, page]) => page.nav && (!exported || data[page.needs]));
 
 export function start(place) {
@@ -34,7 +34,7 @@ function App() {
             : html`<${Empty} title="There is no such page">Its address begins with “${page}”. <a href=${link('')}>All episodes</a></${Empty}>`}</${Guard}>`}
     </main>
     <${Help} />
-    <div class="toast" role="status" aria-live="polite">${said.value}</div>`;
+    <div class="toast" role="status" aria-live="polite">${notice.value}</div>`;
 }
 
 function Bar({page}) {
@@ -62,8 +62,8 @@ const ThemeIcon = () => html`<svg viewBox="0 0 20 20" aria-hidden="true"><circle
   ${theme.value === 'system' ? html`<path d="M10 3.5a6.5 6.5 0 0 1 0 13z" />` : theme.value === 'dark' && html`<circle cx="10" cy="10" r="6.5" />`}</svg>`;
 
 function copyLink() {
-  const told = (text) => { said.value = text; setTimeout(() => { said.value = ''; }, 2000); };
-  navigator.clipboard?.writeText(location.href).then(() => told('Link copied'), () => told('The browser did not allow copying')) ?? told('The browser cannot copy here');
+  const notify = (text) => { notice.value = text; setTimeout(() => { notice.value = ''; }, 2000); };
+  navigator.clipboard?.writeText(location.href).then(() => notify('Link copied'), () => notify('The browser did not allow copying')) ?? notify('The browser cannot copy here');
 }
 
 /** A page that fails says so, and the rest of the studio goes on. */

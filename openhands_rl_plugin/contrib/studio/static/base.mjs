@@ -38,11 +38,11 @@ function coloured({hue, bold}, code) {
 /** The same as nodes: colours of a terminal are colours, and what was written out stands apart from what was there. */
 export function Shown({text, most = Infinity}) {
   const whole = String(text ?? '');
-  const said = whole.length > most ? `${whole.slice(0, most)}…` : whole;
-  if (most < Infinity && !said.trim()) return html`<i class="muted">(empty)</i>`;
-  if (!ANY.test(said)) return said;
-  if (!SGR.test(said)) return written(said);
-  const [first, ...others] = said.split(SGR);
+  const clipped = whole.length > most ? `${whole.slice(0, most)}…` : whole;
+  if (most < Infinity && !clipped.trim()) return html`<i class="muted">(empty)</i>`;
+  if (!ANY.test(clipped)) return clipped;
+  if (!SGR.test(clipped)) return written(clipped);
+  const [first, ...others] = clipped.split(SGR);
   const parts = [written(first)];
   let style = {hue: '', bold: false};
   for (let at = 0; at < others.length; at += 2) {
@@ -54,16 +54,16 @@ export function Shown({text, most = Infinity}) {
   return parts;
 }
 
-function written(said) {
+function written(text) {
   const parts = [];
   let from = 0;
-  for (const match of said.matchAll(ACTING)) {
-    if (match.index > from) parts.push(said.slice(from, match.index));
-    // A carriage return before a line feed is how some systems end lines, and tells nothing.
-    if (match[0] !== '\r' || said[match.index + 1] !== '\n') parts.push(html`<span class="acting">${escaped(match[0])}</span>`);
+  for (const match of text.matchAll(ACTING)) {
+    if (match.index > from) parts.push(text.slice(from, match.index));
+    // A carriage return before a line feed is how some systems end lines, and means nothing.
+    if (match[0] !== '\r' || text[match.index + 1] !== '\n') parts.push(html`<span class="acting">${escaped(match[0])}</span>`);
     from = match.index + 1;
   }
-  parts.push(said.slice(from));
+  parts.push(text.slice(from));
   return parts;
 }
 // So that no page can forget it: every text node and every attribute that is read goes through `plain`.
@@ -367,7 +367,7 @@ const GATHERED = 60;
 const listeners = new Set();
 let waiting = [];
 
-/** `heard(events)`: what was said within a moment, as `[{kind, ...data}]`. */
+/** `heard(events)`: the events of a moment, as `[{kind, ...data}]`. */
 export function useLive(heard) {
   const last = useRef(heard);
   last.current = heard;
@@ -400,7 +400,7 @@ function hear(kind, text) {
 export function listen() {
   if (exported) return;
   const stream = new EventSource('/api/events');
-  // What happened between the first answers and now is told by nobody: whoever shows a list looks again.
+  // No event reports what happened between the first answers and now: whoever shows a list looks again.
   let begun = false;
   stream.addEventListener('open', (event) => {
     // Without data it is the browser's own event, which comes before the server has looked.

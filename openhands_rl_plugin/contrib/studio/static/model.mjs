@@ -74,7 +74,7 @@ function grown(model, at, acted, open) {
   return {node: at, hidden: 0, children};
 }
 
-/** The answers below a node; what an environment said in between is part of the way to them. The one that was acted on
+/** The answers below a node; an observation in between is part of the way to them. The one that was acted on
  * stands in the middle, so that the acted path is a straight line. */
 function below(model, at, acted) {
   const found = [];

@@ -36,7 +36,7 @@ export function Episodes() {
     if (at === null) refresh();
     else changed((n) => n + 1);
   });
-  const said = Object.keys(OPINIONS).filter((name) => list.has(name));
+  const opinions = Object.keys(OPINIONS).filter((name) => list.has(name));
   const move = (by) => put({n: Math.min(Math.max(0, (at ?? (by > 0 ? -1 : 0)) + by), Math.max(0, (total ?? 1) - 1))});
   const open = async () => {
     const id = await list.idAt(at ?? 0);
@@ -70,10 +70,10 @@ export function Episodes() {
             : html`<${Problem} error=${list.error.value} again=${() => list.refresh()} />`
           : total === null ? html`<${Waiting} rows=${14} />`
           : total === 0 ? html`<${Nothing} chosen=${chosen} />`
-          : html`<${Rows} total=${total} height=${HEIGHT} at=${at} label="Episodes" more=${said.length} head=${HEAD(params.sort, said)}
+          : html`<${Rows} total=${total} height=${HEIGHT} at=${at} label="Episodes" more=${opinions.length} head=${HEAD(params.sort, opinions)}
               shown=${(first, last) => { for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) list.load(page); }}>
               ${(number, style) => html`<${EpisodeRow} key=${number} number=${number} row=${list.row(number)} style=${style} params=${params}
-                said=${said} here=${number === at} chosen=${marked.value.includes(list.row(number)?.id)} />`}
+                opinions=${opinions} here=${number === at} chosen=${marked.value.includes(list.row(number)?.id)} />`}
             </${Rows}>`}
       </section>
     </div>
@@ -92,10 +92,10 @@ function Search({input, chosen, error}) {
   return html`<form class="search" role="search" onSubmit=${submit}>
     <label class="sr" for="contains">Text in an episode’s id, run, group, task, environment, strategy, model or adapter</label>
     <input id="contains" ref=${input} type="search" spellcheck="false" autocomplete="off" autocapitalize="none" defaultValue=${text}
-      aria-invalid=${wrong ? 'true' : null} aria-describedby="search-said" placeholder="a part of an id, run, group, task, environment, strategy, model or adapter" />
+      aria-invalid=${wrong ? 'true' : null} aria-describedby="search-note" placeholder="a part of an id, run, group, task, environment, strategy, model or adapter" />
     <button class="primary">Search</button>
     ${others.length > 0 && html`<p class="line chosen">${others.map(([name, value]) => html`<button type="button" key=${name} class="more" aria-label=${`no longer ${name} ${value}`} onClick=${() => put({[name]: '', n: ''}, {push: true})}>${name.replace('_', ' ')}: <${Shown} text=${value} most=${60} /> ×</button>`)}</p>`}
-    <p id="search-said" class=${wrong ? 'wrong' : 'sr'} role=${error ? 'alert' : null}>${wrong ? error.message : 'Upper and lower case differ.'}</p>
+    <p id="search-note" class=${wrong ? 'wrong' : 'sr'} role=${error ? 'alert' : null}>${wrong ? error.message : 'Upper and lower case differ.'}</p>
   </form>`;
 }
 
@@ -114,14 +114,14 @@ function Selection({news, refresh, total, params, compare}) {
 
 const Nothing = ({chosen}) => (Object.keys(chosen).length
   ? html`<${Empty} title="No episode is like that">Leave a filter out, or <a href=${link('', '', {store: param('store')})}>show all episodes</a>.</${Empty}>`
-  : html`<${Empty} title="No episodes yet">They appear here while they are played: <code>openhands-rl run</code>, <code>openhands-rl demo</code>, or a recording gateway, into this store.</${Empty}>`);
+  : html`<${Empty} title="No episodes yet">They appear here while they are recorded: <code>openhands-rl run</code>, <code>openhands-rl demo</code>, or a recording gateway, into this store.</${Empty}>`);
 
 export function Episode({id}) {
   const store = param('store');
   const answer = useAnswer(`episodes/${encodeURIComponent(id)}${query({store})}`, {keep: false});
   const context = {store, sort: param('sort'), ...filters()};
   useSteps(id, context);
-  // An episode that is being played grows on the page.
+  // An episode that is being recorded grows on the page.
   useLive((events) => events.some(({kind}) => kind === 'reset' || (kind === 'changed' && answer.data?.stop === 'unfinished')) && answer.again());
   return html`<div class="page episode">
     <${Neighbours} id=${id} context=${context} />
@@ -253,7 +253,7 @@ function Line({line, here, style, store, total}) {
     return html`<div class=${`twig leaf${here ? ' here' : ''}`} role="row" style=${style}><span role="cell">${indent}<a href=${link('e', leaf.id, {store})}><${Shown} text=${leaf.id} most=${80} /></a>
       <${Outcome} failure=${leaf.failed} stop=${leaf.stop} value=${leaf.reward} /><${Advantage} value=${leaf.advantage} /></span></div>`;
   }
-  return html`<div class=${`twig ${line.role === 'assistant' ? 'said' : 'heard'}${here ? ' here' : ''}${line.forks ? ' forks' : ''}`} role="row" style=${style}><span role="cell">${indent}
+  return html`<div class=${`twig ${line.role === 'assistant' ? 'sampled' : 'heard'}${here ? ' here' : ''}${line.forks ? ' forks' : ''}`} role="row" style=${style}><span role="cell">${indent}
     <span class="share" title=${`${line.samples} of ${total} samples`}><u style=${{transform: `scaleX(${line.samples / total})`}}></u></span>
     <small class="muted role">${line.role === 'assistant' ? 'model' : line.role}</small>
     <a href=${link('e', line.episode, {node: line.node, store})}>${line.calls && html`<b><${Shown} text=${line.calls} most=${60} /></b> `}<${Shown} text=${line.text.replace(/\s+/g, ' ')} most=${160} /></a></span></div>`;
@@ -334,7 +334,7 @@ function Side({model, node, store}) {
   if (node === null) return html`<div class="missing"><span class="sr">nothing</span></div>`;
   const role = model.of('role')(node);
   return html`<div class=${`one ${role}`}><a class="muted" href=${link('e', model.header.id, {node, store})}>${role === 'assistant' ? `turn ${model.of('turn')(node) ?? '–'}` : role}</a>
-    <${Body} body=${body} excerpt=${model.of('text')(node)} kind=${role === 'tool' ? 'code' : 'said'} place=${{id: model.header.id, node, store}} /></div>`;
+    <${Body} body=${body} excerpt=${model.of('text')(node)} kind=${role === 'tool' ? 'code' : 'sampled'} place=${{id: model.header.id, node, store}} /></div>`;
 }
 
 export function Queue() {

@@ -29,7 +29,7 @@ export const Facts = ({rows}) => html`<dl class="facts">${rows.filter(([, value]
 export const LeftOut = () => (data?.export.left_out?.length ? html`<p class="muted">Left out, so that this file stays small: <${Shown} text=${data.export.left_out.join('; ')} />.</p>` : null);
 export const helpShown = signal(false);
 /** What the studio says in its lower corner; screen readers read it too. */
-export const said = signal('');
+export const notice = signal('');
 
 /** A dialog that is on the page while `open`; Escape closes it. */
 export function Dialog({open, close, label, children}) {
@@ -138,8 +138,8 @@ function Drawn({label, slots, series, width}) {
   const x = (slot) => LEFT + step * (slot + 0.5);
   const y = (value) => TOP + (TREND_HEIGHT - TOP) * (1 - (value - least) / (most - least));
   const ticks = Array.from({length: 6}, (_, at) => least + ((most - least) * at) / 5);
-  const said = series.map((each) => `${each.name}: ${each.points.map(({slot, value}) => `${slots[slot]} ${fixed(value)}`).join(', ')}`).join('; ');
-  return html`<svg width=${width} height=${TREND_HEIGHT + below} role="img" aria-label=${`${label}. ${said}`}>
+  const listed = series.map((each) => `${each.name}: ${each.points.map(({slot, value}) => `${slots[slot]} ${fixed(value)}`).join(', ')}`).join('; ');
+  return html`<svg width=${width} height=${TREND_HEIGHT + below} role="img" aria-label=${`${label}. ${listed}`}>
     ${ticks.map((tick) => html`<g key=${tick} class="tick"><line x1=${LEFT} x2=${width - RIGHT} y1=${y(tick)} y2=${y(tick)} /><text x=${LEFT - 8} y=${y(tick) + 4} text-anchor="end">${figure(tick)}</text></g>`)}
     ${slots.map((_, slot) => slot % every === 0 && html`<text key=${slot} class="slot" text-anchor=${turned ? 'end' : 'middle'} transform=${`translate(${x(slot) + (turned ? 4 : 0)} ${TREND_HEIGHT + 16})${turned ? ' rotate(-60)' : ''}`}>${lines[slot].map((each, at) => html`<tspan key=${at} x="0" dy=${at ? 14 : 0}>${each}</tspan>`)}</text>`)}
     ${series.map((each) => html`<g key=${each.name} class=${`series ${each.kind}`}>
@@ -198,7 +198,7 @@ export function Overview({groups = [], comparison}) {
   return html`
     <${Section} title="Figures"><table class="plain beside-each-other"><tbody>${names.map((name) => html`<tr key=${name}><th scope="row">${name}</th>
       ${cells.map((each, at) => html`<td key=${at} class=${(each.get(name) ?? '').length > 40 ? 'long' : ''}><${Shown} text=${each.get(name) ?? '–'} most=${2000} /></td>`)}</tr>`)}</tbody></table></${Section}>
-    ${comparison && html`<${Section} title="Comparison"><table class="plain beside-each-other"><tbody>${comparison.map(([name, said]) => html`<tr key=${name}><th scope="row">${name}</th><td><${Shown} text=${said} most=${2000} /></td></tr>`)}</tbody></table></${Section}>`}
+    ${comparison && html`<${Section} title="Comparison"><table class="plain beside-each-other"><tbody>${comparison.map(([name, text]) => html`<tr key=${name}><th scope="row">${name}</th><td><${Shown} text=${text} most=${2000} /></td></tr>`)}</tbody></table></${Section}>`}
     ${repeated && html`<${Section} title="Runs"><table class="plain"><thead><tr><th>Runs</th><th class="number">Number</th><th class="number">Resolved</th><th class="number">Share</th></tr></thead>
       <tbody>${groups.flatMap((each) => each.runs.map((run) => html`<tr key=${`${each.label} ${run.index}`}><td><${Shown} text=${each.label} most=${120} /></td><td class="number">${run.index}</td><td class="number">${count(run.resolved)} of ${count(run.known)}</td><td class="number">${run.known ? percent(run.resolved / run.known) : '–'}</td></tr>`))}</tbody></table></${Section}>`}
     ${several.length > 0 && html`<section><h2>Several attempts</h2>${several.map((each) => html`<${Attempts} key=${each.label} group=${each} alone=${groups.length === 1} />`)}</section>`}
@@ -218,11 +218,11 @@ function Attempts({group, alone}) {
     <div class="wide" tabindex="0" role="region" aria-label=${`Attempts of ${group.label}`}><table class="plain"><thead><tr><th>Of k attempts</th><th class="number">Share</th><th class="number">95 % interval</th><th class="number">Tasks</th></tr></thead>
       <tbody>${named.flatMap(([name, found]) => known(found).map(({k, estimate: {mean, low, high, n}}) => html`<tr key=${`${name} ${k}`}><td>${name}@${k}</td><td class="number">${fixed(mean, 3)}</td><td class="number">${fixed(low, 3)} to ${fixed(high, 3)}</td><td class="number">${count(n)}</td></tr>`))}</tbody></table></div>`;
 }
-/** What people labelled and what verifiers say: columns that are there where somebody said something. */
+/** What people labelled and what verifiers say: columns that are there where there are some. */
 export const OPINIONS = {human: 'Human', verifier: 'Verifier'};
 
-const columns = (said) => [
-  ['mark', '', null], ['outcome', 'Reward', 'reward'], ...said.map((name) => [`number said ${name}`, OPINIONS[name], null]), ['task', 'Task', null], ['policy', 'Policy', null], ['strategy', 'Strategy', null],
+const columns = (opinions) => [
+  ['mark', '', null], ['outcome', 'Reward', 'reward'], ...opinions.map((name) => [`number opinion ${name}`, OPINIONS[name], null]), ['task', 'Task', null], ['policy', 'Policy', null], ['strategy', 'Strategy', null],
   ['stop', 'Stop', null], ['number turns', 'Turns', 'turns'], ['number tokens', 'Tokens', 'tokens'], ['number seconds', 'Time', 'seconds'], ['number when', 'Finished', 'finished'],
 ];
 
@@ -239,21 +239,21 @@ export function Outcome({failure, stop, value}) {
 }
 
 /** Heads sort, where the server can. */
-export function HEAD(sort, said = []) {
+export function HEAD(sort, opinions = []) {
   const [by, up] = sort.startsWith('-') ? [sort.slice(1), false] : [sort, true];
   const next = (name) => put({sort: by === name ? (up ? '' : name) : `-${name}`, n: ''});
-  return html`<div class="row head" role="row">${columns(said).map(([kind, words, name]) => html`
+  return html`<div class="row head" role="row">${columns(opinions).map(([kind, words, name]) => html`
     <span key=${kind} class=${kind} role="columnheader" aria-sort=${name && by === name ? (up ? 'ascending' : 'descending') : null}>
       ${name ? html`<button class="plain" onClick=${() => next(name)}>${words}${by === name ? (up ? ' ↑' : ' ↓') : ''}</button>` : words || html`<span class="sr">Marked</span>`}</span>`)}</div>`;
 }
 
-export function EpisodeRow({number, row, style, params, here, chosen, said = []}) {
+export function EpisodeRow({number, row, style, params, here, chosen, opinions = []}) {
   if (!row) return html`<div class="row" role="row" aria-rowindex=${number + 1} style=${style}><span role="cell" class="bone w1"></span></div>`;
   const address = link('e', row.id, {...params, n: number});
   return html`<div class=${`row${here ? ' here' : ''}${chosen ? ' chosen' : ''}`} role="row" aria-rowindex=${number + 1} aria-current=${here ? 'true' : null} style=${style}>
     <span class="mark" role="cell"><input type="checkbox" checked=${chosen} aria-label=${`mark ${row.id}`} onChange=${() => mark(row.id)} /></span>
     <span class="outcome" role="cell"><${Outcome} failure=${row.failed} stop=${row.stop} value=${earned(row)} /></span>
-    ${said.map((name) => html`<span key=${name} class=${`number said ${name}`} role="cell" title=${name === 'human' ? 'what labellers said, no reward' : 'what a verifier thinks, no reward'}>${reward(row[name])}</span>`)}
+    ${opinions.map((name) => html`<span key=${name} class=${`number opinion ${name}`} role="cell" title=${name === 'human' ? 'labels of people, no reward' : 'what a verifier thinks, no reward'}>${reward(row[name])}</span>`)}
     <span class="task" role="cell"><a href=${address}><${Shown} text=${row.task} most=${200} /></a> <small class="muted"><${Shown} text=${row.id} most=${80} /></small>${row.labels && html`<small class="tag">${[...new Set(row.labels)].join(', ')}</small>`}</span>
     <span class="policy" role="cell"><${Shown} text=${policy(row.adapter, row.version, row.model)} most=${80} /></span>
     <span class="strategy muted" role="cell"><${Shown} text=${row.strategy} most=${60} /></span>
@@ -320,9 +320,9 @@ export function Text({text, kind = '', rest = null, place = null, most = LINES})
   const all = text + added.text;
   const lines = all.split('\n', most + 1);
   const long = lines.length > most || all.length > CHARACTERS;
-  const said = whole || !long ? all : lines.slice(0, most).join('\n').slice(0, CHARACTERS);
+  const visible = whole || !long ? all : lines.slice(0, most).join('\n').slice(0, CHARACTERS);
   const fetchMore = () => more(place.id, place.node, added.rest, place.store).then((found) => add({text: added.text + found.content, rest: found.rest}), () => {});
-  return html`<pre class=${`text ${kind}${long && !whole ? ' cut' : ''}`}><${Shown} text=${said} /></pre>
+  return html`<pre class=${`text ${kind}${long && !whole ? ' cut' : ''}`}><${Shown} text=${visible} /></pre>
     ${long && html`<button class="more" aria-expanded=${whole ? 'true' : 'false'} onClick=${() => open(!whole)}>${whole ? 'Show less' : `Show all ${count(all.length)} characters`}</button>`}
     ${(whole || !long) && added.rest !== null && place && html`<button class="more" onClick=${fetchMore}>Load more</button>`}`;
 }
@@ -582,11 +582,11 @@ export const Sample = ({pair: {task, before, after}, store}) => html`<article cl
 
 function One({id, store}) {
   const answer = useAnswer(`episodes/${encodeURIComponent(id)}${query({store})}`);
-  return html`<div class="one"><${Answer} answer=${answer} rows=${4}>${(header) => html`<${Said} header=${header} store=${store} />`}</${Answer}></div>`;
+  return html`<div class="one"><${Answer} answer=${answer} rows=${4}>${(header) => html`<${Acted} header=${header} store=${store} />`}</${Answer}></div>`;
 }
 const ROLES = {user: 'Environment', tool: 'Result'};
 
-function Said({header, store}) {
+function Acted({header, store}) {
   const model = useMemo(() => modelOf(header), [header]);
   const shown = model.acted.filter((at) => model.of('role')(at) !== 'system');
   return html`<p class="line"><a href=${link('e', header.id, {store})}><b><${Shown} text=${policy(header.policy.adapter, header.policy.version, header.policy.base_model)} most=${80} /></b></a>
@@ -597,5 +597,5 @@ function Said({header, store}) {
 function Message({model, at, store}) {
   const body = useBody(model, at, store, true);
   const role = model.of('role')(at);
-  return html`<div class=${`message ${role}`}><span class="sr">${role === 'assistant' ? 'Model' : ROLES[role] ?? role}</span><${Body} body=${body} excerpt=${model.of('text')(at)} kind=${role === 'assistant' ? 'said' : 'code'} most=${8} place=${{id: model.header.id, node: at, store}} /></div>`;
+  return html`<div class=${`message ${role}`}><span class="sr">${role === 'assistant' ? 'Model' : ROLES[role] ?? role}</span><${Body} body=${body} excerpt=${model.of('text')(at)} kind=${role === 'assistant' ? 'sampled' : 'code'} most=${8} place=${{id: model.header.id, node: at, store}} /></div>`;
 }

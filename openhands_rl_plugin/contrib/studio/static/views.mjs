@@ -5,7 +5,7 @@ import {COLOURS, PAGE, around, labelsAt, laidOut, offered, outliers, sampledIn, 
 import {Body, Empty, Problem, Waiting, Windowed, toRemark} from 'studio/parts';
 export function Conversation({model, node, choose, store}) {
   const at = model.items.findIndex((item) => item.node === node || item.answers.includes(node));
-  if (!model.items.length) return html`<${Empty} title="Nothing was said">The episode has no messages${model.header.failure ? '; it failed before the first one' : ' yet'}.</${Empty}>`;
+  if (!model.items.length) return html`<${Empty} title="No messages">The episode has no messages${model.header.failure ? '; it failed before the first one' : ' yet'}.</${Empty}>`;
   return html`<div class="conversation" role="region" aria-label="Conversation">
     <${Windowed} items=${model.items} guess=${180} at=${at}>${(item, number) => html`
       <${Item} key=${item.node} model=${model} item=${item} here=${number === at} choose=${choose} store=${store} />`}</${Windowed}>
@@ -27,7 +27,7 @@ function Item({model, item, here, choose, store}) {
     <article ref=${place} class=${`item ${role}${here ? ' here' : ''}`} id=${`node-${at}`} aria-label=${`${ROLES[role]} ${of('turn')(at) ?? ''}`} aria-current=${here ? 'true' : null} onClick=${() => choose(at)}>
       <div class="side"><b>${of('kind')(at) ?? ROLES[role]}</b>${of('turn')(at) !== null && role === 'assistant' && html`<span>turn ${of('turn')(at)}</span>`}</div>
       <div class="main">
-        <${Body} body=${body} excerpt=${of('text')(at)} kind=${role === 'assistant' ? 'said' : ''} place=${{id: model.header.id, node: at, store}} />
+        <${Body} body=${body} excerpt=${of('text')(at)} kind=${role === 'assistant' ? 'sampled' : ''} place=${{id: model.header.id, node: at, store}} />
         ${item.answers.map((answer) => html`<${Result} key=${answer} model=${model} at=${answer} near=${near} store=${store} />`)}
         ${role === 'assistant' && html`<${Figures} of=${of} at=${at} siblings=${model.children[of('parent')(at)]?.length ?? 1} calls=${calls} />`}
       </div>
@@ -198,7 +198,7 @@ function Page({page, colour, labels, turn, choose}) {
     }
   }, [page, colour, labels]);
   return html`<section class="turn"><h2 class="small"><button class="plain" onClick=${() => choose(page.node)}>Turn ${turn ?? '–'}</button>
-    <span>${plural(prompt, 'prompt token')} ${page.extends ? 'new' : 'in full'}, ${count(page.total - prompt)} sampled</span></h2><p class="said" ref=${place}></p></section>`;
+    <span>${plural(prompt, 'prompt token')} ${page.extends ? 'new' : 'in full'}, ${count(page.total - prompt)} sampled</span></h2><p class="sampled" ref=${place}></p></section>`;
 }
 /** A line feed has no width of its own, and a colour needs one. */
 const seen = (text) => plain(text).replaceAll('\n', '⏎\n').replaceAll('\t', '⇥\t') || '·';
@@ -268,7 +268,7 @@ export function Tree({model, node: chosen, choose, store}) {
   </div>`;
 }
 
-/** The answer that stands for a node: what an environment said belongs to the answer above. */
+/** The answer that stands for a node: an observation belongs to the answer above. */
 function nearest(model, drawn, chosen) {
   const there = new Set(drawn.points.map((each) => each.node));
   let at = chosen;
@@ -348,7 +348,7 @@ function Branch({model, at, store}) {
       ${known(model.of('visits')(at)) && html`<span>${plural(model.of('visits')(at), 'visit')}</span>`}
       ${why && html`<span class="bad">dropped: <${Shown} text=${why} /></span>`}
       ${bill && html`<span class="muted">${Object.entries(bill).filter(([, value]) => typeof value !== 'object').map(([name, value]) => `${name.replaceAll('_', ' ')} ${value}`).join(' · ')}</span>`}</header>
-    <${Body} body=${body} excerpt=${model.of('text')(at)} kind="said" place=${{id: model.header.id, node: at, store}} />
+    <${Body} body=${body} excerpt=${model.of('text')(at)} kind="sampled" place=${{id: model.header.id, node: at, store}} />
   </section>`;
 }
 export const VIEWS = {

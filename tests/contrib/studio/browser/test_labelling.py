@@ -46,11 +46,11 @@ def test_a_pair_becomes_a_preference(pages: Pages, seeded: Path) -> None:
     # Nobody judges what is not there yet: the keys and the buttons wait for both sides.
     page.wait_for_selector(".verdicts button:not([disabled]) >> text=Left is better")
     assert page.locator(".two section:has(.item.assistant)").count() == 2
-    left = page.locator(".two section").first.locator(".text.said").all_inner_texts()
+    left = page.locator(".two section").first.locator(".text.sampled").all_inner_texts()
     pages.keys("1")
     page.wait_for_selector(".empty")
     (label,) = stored(seeded, "fix-parser-v2-2")
     page = pages.open("/e/fix-parser-v2-2", wait=".item.assistant")
-    mine = page.locator(".text.said").all_inner_texts() == left
+    mine = page.locator(".text.sampled").all_inner_texts() == left
     assert label.kind == "preference" and (label.other or "").startswith("fix-parser-v2-")
     assert label.value == (1.0 if mine else 0.0)
