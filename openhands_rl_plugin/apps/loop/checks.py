@@ -86,8 +86,8 @@ def claim(directory: Path, options: JsonObject) -> None:
         write_file(noted, json.dumps(options, indent=1))
     elif others := _differences(json.loads(noted.read_text()), options):
         raise ConfigError(
-            f"{directory} holds a run with other options ({', '.join(others)}; see {OPTIONS} there): give the same ones to resume it, "
-            "another --run-dir, or --fresh to start over"
+            f"{directory} holds a run with other options ({', '.join(others)}; see {OPTIONS} there): give the same "
+            "ones to resume it, another --run-dir, or --fresh to start over"
         )
 
 

@@ -394,9 +394,8 @@ class BaseEnvClient(Episode):
         try:
             await super().close()
         finally:
-            http, self._http = self._http, None
-            if http is not None:
-                await http.aclose()
+            if self._http is not None:
+                await self._http.aclose()
 
     def _new_http(self) -> httpx.AsyncClient:
         key, url = self.options.key(), httpx.URL(self.where)

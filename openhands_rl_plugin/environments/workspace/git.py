@@ -21,7 +21,6 @@ from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap, 
 REPOSITORY, WORK, OTHER = "/tmp/git", "/tmp/work", "/tmp/other"
 """Where a sandbox shows the git directory, the work tree, and another folder."""
 
-PLAIN_GIT = 'exec git "$@"'
 _MEMORY_KIB = 8 * 1024**2
 _LARGEST, _LARGEST_HISTORY = 512 * 1024**2, 32 * 1024**3
 _SECONDS, _SECONDS_FETCHING = 600, 3600
@@ -87,7 +86,7 @@ def git_settings(settings: Mapping[str, str]) -> dict[str, str]:
 def git_command(
     repository: Path | None,
     *arguments: str,
-    script: str = PLAIN_GIT,
+    script: str = 'exec git "$@"',
     work: Path | None = None,
     other: Path | None = None,
     writable: bool = False,

@@ -113,7 +113,6 @@ async def checked(command: Sequence[str], what: str, **options) -> Ended:
 
 _PREFIX = "openhands-rl-"
 _JOIN = 'echo $$ > "$0"/cgroup.procs && exec "$@"'
-_ENDING = 5.0
 
 
 def in_group(group: Path | None) -> Sequence[str]:
@@ -136,7 +135,7 @@ def remove_group(group: Path | None) -> None:
         return
     with suppress(OSError):
         (group / "cgroup.kill").write_text("1")
-    deadline = time.monotonic() + _ENDING
+    deadline = time.monotonic() + 5
     while group.exists() and time.monotonic() < deadline:
         with suppress(OSError):
             group.rmdir()

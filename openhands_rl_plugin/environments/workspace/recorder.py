@@ -25,10 +25,10 @@ LARGEST = 64 * 1024**2
 ATTRIBUTES = "* !diff !filter !text !eol !ident !working-tree-encoding\n"
 
 
-def git(*words: str, names: list[bytes] | None = None, codes: tuple[int, ...] = (0,)) -> bytes:
+def git(*words: str, names: list[bytes] | None = None, codes: tuple[int, ...] = (0,), program=("git",)) -> bytes:
     """What git prints; ``names`` are its input."""
     given = b"".join(name + b"\0" for name in names or ())
-    done = subprocess.run(["git", *words], input=given, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run([*program, *words], input=given, stdout=subprocess.PIPE, check=False)
     if done.returncode not in codes:
         sys.exit(done.returncode if done.returncode > 0 else 1)
     return done.stdout
@@ -36,11 +36,8 @@ def git(*words: str, names: list[bytes] | None = None, codes: tuple[int, ...] = 
 
 def beginning(most: int, *words: str) -> str:
     """The first bytes of what git prints, as Latin-1, with one more where there are more."""
-    cut = ["bash", "-o", "pipefail", "-c", 'git "$@" | head -c "$0"', str(most + 1), *words]
-    done = subprocess.run(cut, stdout=subprocess.PIPE, check=False)
-    if done.returncode not in (0, 128 + signal.SIGPIPE):
-        sys.exit(done.returncode)
-    return done.stdout.decode("latin-1")
+    program = ("bash", "-o", "pipefail", "-c", 'git "$@" | head -c "$0"', str(most + 1))
+    return git(*words, codes=(0, 128 + signal.SIGPIPE), program=program).decode("latin-1")
 
 
 class Files:

@@ -25,7 +25,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from pydantic import Field
@@ -62,7 +61,6 @@ _ETC = (
     *("resolv.conf", "rpc", "services", "shells", "ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf", "terminfo"),
     *("timezone", "xdg"),
 )
-_OF_NETWORK = ("/etc/hosts", "/etc/resolv.conf")
 _JAVA = "java-"
 _MOST_BYTES = _MEBIBYTE
 # Of an installation: beside these lie pip's and conda's settings, and a prefix may be a whole home.
@@ -167,7 +165,7 @@ def is_system(name: str) -> bool:
 
 def system_mounts(*, network: bool = False) -> list[str]:
     """The system's programs, their libraries and settings, read-only; with a ``network``, as it resolves names now."""
-    resolving = _OF_NETWORK if network else ()
+    resolving = ("/etc/hosts", "/etc/resolv.conf") if network else ()
     shown = [part for name in resolving for part in ("--ro-bind-try", name, name)]
     return [*program_mounts(), "--ro-bind", _settings_copy(os.getpid()), "/etc", *shown]
 
@@ -407,4 +405,4 @@ def check_bubblewrap() -> None:
 @functools.cache
 def text_inside(name: str) -> str:
     """The text of a program of this folder."""
-    return files(__package__).joinpath(f"{name}.py").read_text(encoding="utf-8")
+    return Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")

@@ -104,12 +104,12 @@ class Shell:
             patience = None if timeout is None else timeout + _ANSWER_PATIENCE
             return CommandResult(**self._running().ask("run", patience, asked))
 
-    def ask(self, do: str, path: str = "", **given: object) -> Any:
+    def ask(self, do: str, path: str | None = None, **given: object) -> Any:
         """Another request of the supervisor, which is answered while a command runs, too. A ``path`` is the session's.
 
         Raises ``OSError`` with the supervisor's reason, and ``InfrastructureError``.
         """
-        if path:
+        if path is not None:
             given["path"] = os.path.join(self._sandbox.workspace, path)
         return self._running().ask(do, _ANSWER_PATIENCE, given)
 

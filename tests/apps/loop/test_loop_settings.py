@@ -39,5 +39,5 @@ def test_a_folder_is_bound_to_the_settings_of_its_run(tmp_path: Path) -> None:
     for _ in range(2):
         claim(tmp_path, identity_of(settings(), tasks={}, timeout=1.0, model=None))
     other = settings(training={"gradient_checkpointing": True})
-    with pytest.raises(ConfigError, match=r"holds a run with other options \(rl.training.gradient_checkpointing; see options.json"):
+    with pytest.raises(ConfigError, match=r"other options \(.*rl.training.gradient_checkpointing; see"):
         claim(tmp_path, identity_of(other, tasks={}, timeout=1.0, model=None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -78,7 +77,6 @@ async def test_an_episode_from_reset_to_close():
         "truncated": False,
         "info": {"count": 3},
     }
-    assert json.loads(json.dumps(evidence)) == evidence
 
 
 async def test_without_sessions_one_index_is_one_episode_at_a_time():
@@ -111,13 +109,7 @@ async def test_the_task_and_the_actions_reach_the_model():
             await client.close()
 
 
-@pytest.mark.parametrize(
-    ("react_format", "text", "complaint"),
-    [
-        (True, None, "'Action:'"),
-        (False, " ", "empty"),
-    ],
-)
+@pytest.mark.parametrize(("react_format", "text", "complaint"), [(True, None, "'Action:'"), (False, " ", "empty")])
 async def test_a_malformed_action_is_answered_here_and_counts(react_format: bool, text: str | None, complaint: str):
     async with raw_server(CountingServer(sessions=True)) as server:
         client = WebEnvClient(options(server.url, react_format=react_format))

@@ -68,10 +68,8 @@ def test_a_line_of_code_is_no_action_line():
     ("text", "complaint"),
     [
         (None, "no line"),
-        ("search[lamp]", "no line"),
         ("The next action: search", "no line"),
         ("Action:", "empty"),
-        ("Action: go\nAction:\n\n", "empty"),
     ],
 )
 def test_what_is_wrong_is_reported(text: str | None, complaint: str):

@@ -84,7 +84,7 @@ def test_files_are_of_a_kind_and_a_size(root: Path, session: SandboxedWorkspace)
     for name, reason in (("pipe", "not a regular file"), ("/dev/zero", "not a regular file"), ("large", "10 MiB")):
         with pytest.raises(OSError, match=reason):
             session.files.read(name)
-    for name in ("pipe", ".", "/usr/file"):
+    for name in ("pipe", ".", "", "/usr/file"):
         with pytest.raises(OSError):
             session.files.write(name, b"x")
     session.files.write("new/deep/file", b"longer than before")

@@ -33,7 +33,8 @@ class RawServer:
 
 
 @asynccontextmanager
-async def raw_server(handler: Handler) -> AsyncIterator[RawServer]:
+async def raw_server(handler: Handler, late: bytes = b"") -> AsyncIterator[RawServer]:
+    """``late``: what it sends 50 ms after an answer."""
     seen = RawServer(url="")
     connections: set[asyncio.Task[None]] = set()
 
@@ -44,6 +45,9 @@ async def raw_server(handler: Handler) -> AsyncIterator[RawServer]:
             while (answer := await _exchange(reader, handler, seen)) is not None:
                 writer.write(answer)
                 await writer.drain()
+                if late:
+                    await asyncio.sleep(0.05)
+                    writer.write(late)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass  # the client or the test went away
         finally:
