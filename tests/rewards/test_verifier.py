@@ -81,7 +81,7 @@ def test_a_version_that_goes_on_is_not_judged_by_what_taught_the_one_before(
 def test_scores_are_those_of_transformers_and_peft_on_each_prompt_alone(
     loaded: VerifierModel, verifier: Path, judge_model: Path
 ) -> None:
-    prompts = [loaded.prompts.of(each).ids for each in toy_episodes(3)]
+    prompts = [prompts_for(str(judge_model), loaded.card.max_length).of(each).ids for each in toy_episodes(3)]
     together, alone = loaded.judge(prompts), [loaded.judge([prompt])[0] for prompt in prompts]
     plain = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(judge_model, dtype=torch.float32), str(verifier)

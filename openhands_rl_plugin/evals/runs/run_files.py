@@ -638,15 +638,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-class EvaluationReport(Frozen):
-    """The content of ``report.json``."""
-
-    version: int = 1
-    groups: tuple[EvaluationFigures, ...]
-    comparison: Comparison | None = None
-
-
 def write_json_report(folder: Path, groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
     """Write it into ``folder``, which is made. Raises ``StorageError``."""
-    report = EvaluationReport(groups=tuple(groups), comparison=comparison)
-    write_file(folder / "report.json", report.model_dump_json(indent=1) + "\n", PRIVATE, parents=True)
+    report: JsonObject = {"version": 1, "groups": [each.model_dump(mode="json") for each in groups]}
+    report["comparison"] = comparison and comparison.model_dump(mode="json")
+    write_file(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n", PRIVATE, parents=True)

@@ -36,7 +36,6 @@ from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierE
 from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts, prompts_for
 from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
-from openhands_rl_plugin.training.data.demonstrations import load_tokenizer
 from openhands_rl_plugin.training.distributed.ranks import Ranks
 from openhands_rl_plugin.training.learn import TrainingJob, train_policy
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
@@ -65,9 +64,6 @@ class VerifierModel(TrainablePolicy):
         if weights_sha256(directory) != self.card.sha256:
             raise TrainingError(f"{directory / WEIGHTS_FILE} was changed since it was made (sha256 differs)")
         base = str(model or self.card.model)
-        self.prompts = VerifierPrompts(load_tokenizer(base), self.card.max_length)
-        if (self.prompts.yes, self.prompts.no) != (self.card.yes, self.card.no):
-            raise TrainingError(f"{base} has another tokenizer than the model that {directory} was trained on")
         super().__init__(base, _settings_of(directory, self.card).model_copy(update={"dtype": dtype}))
         self.load(directory)
         self._turn = threading.Lock()
