@@ -89,14 +89,9 @@ def _text(label: JsonValue) -> str | None:
 
 
 def _normalised(text: str) -> str:
-    words = unicodedata.normalize("NFKC", text[:_LONGEST]).casefold().split()
-    start, end = 0, len(joined := " ".join(words))
-    while start < end and _is_edge(joined[start]):
-        start += 1
-    while end > start and _is_edge(joined[end - 1]):
-        end -= 1
+    joined = " ".join(unicodedata.normalize("NFKC", text[:_LONGEST]).casefold().split())
     # An answer that is nothing but punctuation is compared as it is.
-    return joined[start:end] or joined
+    return joined.strip("".join(filter(_is_edge, {*joined}))) or joined
 
 
 def _is_edge(character: str) -> bool:

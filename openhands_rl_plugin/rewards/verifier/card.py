@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from openhands_rl_plugin.config.rl import VerifierSettings
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
@@ -81,13 +81,10 @@ class VerifierCard(Frozen):
         path = directory / CARD_FILE
         try:
             return cls.model_validate_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{directory} is no verifier: it holds no {CARD_FILE}; give a version that `openhands-rl train "
-                "--verifier` made"
+                f"{directory} is no verifier: {describe(error)}; give one that `openhands-rl train --verifier` made"
             ) from error
-        except (OSError, ValidationError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {describe(error)}; train the verifier again") from error
 
 
 VERSION_PREFIX = "verifier-1@"
