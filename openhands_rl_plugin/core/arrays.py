@@ -18,6 +18,8 @@ class Array[T: (int, float)](Sequence[T]):
     array of the same kind.
     """
 
+    __slots__ = ("_data",)
+
     code: ClassVar[str]
     """The letter by which ``struct`` knows a number."""
 
@@ -72,16 +74,19 @@ class Array[T: (int, float)](Sequence[T]):
 class Ids(Array[int]):
     """Token ids, 32 bits each; no model has one over 31 bits, so that they are ``int32`` as well."""
 
+    __slots__ = ()
     code = "I"
 
 
 class Floats(Array[float]):
     """Numbers of 32 bits, as model servers compute logprobs."""
 
+    __slots__ = ()
     code = "f"
 
 
 class Mask(Array[bool]):
     """One byte for each of the tokens that it masks."""
 
+    __slots__ = ()
     code = "?"

@@ -91,7 +91,7 @@ class NodeMark(Frozen):
 
     def changes(self, node: Node) -> dict[str, object]:
         """The fields of ``node`` that the mark sets, with their new values."""
-        known: dict[str, object] = {name: value for name, value in self if name not in ("index", "search")}
+        known = {name: value for name, value in vars(self).items() if name not in ("index", "search")}
         return known if self.search is None else known | {"metadata": node.metadata | {"search": self.search}}
 
 

@@ -171,7 +171,7 @@ def _clean[Value](value: Value, own: tuple[str, ...], name: str = "") -> Value:
         changes: dict[str, Any] = {}
         for key, field in vars(value).items():
             texts = field and type(field) not in _WITHOUT_TEXT and key not in _KEPT
-            if texts and (clean := _clean(field, own)) is not field:
+            if texts and (clean := (_text if type(field) is str else _clean)(field, own)) is not field:
                 changes[key] = clean
         if changes:
             changed = value.model_copy(update=changes)
