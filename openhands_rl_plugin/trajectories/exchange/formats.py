@@ -278,8 +278,6 @@ def _parquet_file(target: Path, columns: Sequence[str]) -> Iterator[Sink]:
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
     """The file becomes ``target`` at the end, and is dropped after an error. Raises ``ExchangeError``."""
-    if not target.parent.is_dir():
-        raise ExchangeError(f"{target}: cannot be written: there is no folder {target.parent}; make it first")
     try:
         with replacing(target, PRIVATE) as staged:
             yield staged

@@ -214,21 +214,17 @@ class MongoLog(Log):
                 break
         return list(read.values())
 
-    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content | None) -> Episode:
+    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content) -> Episode:
         chunks = self["chunks"]
-        if before is None or (content is not None and content.start is not None):
-            place = _Place(uuid.uuid4().hex, 0)
-        else:
-            place = before.place
+        place = before.place if before is not None and content.start is None else _Place(uuid.uuid4().hex, 0)
         documents = _documents(header.id, place, content)
         length = place.length + len(documents)
-        if documents:
-            try:
-                await chunks.insert_many(documents)
-            except BulkWriteError as error:
-                if {each["code"] for each in error.details["writeErrors"]} == {_DUPLICATE_KEY}:
-                    raise OvertakenError(header.id) from None
-                raise
+        try:
+            await chunks.insert_many(documents)
+        except BulkWriteError as error:
+            if {each["code"] for each in error.details["writeErrors"]} == {_DUPLICATE_KEY}:
+                raise OvertakenError(header.id) from None
+            raise
         state = Episode(header, 0, length, place=_Place(place.generation, length))
         if await self._visible(before, header, state):
             if before is not None and place.generation != before.place.generation:
@@ -254,8 +250,6 @@ class MongoLog(Log):
                 )
             except DuplicateKeyError:
                 return False
-            return True
-        if (state.place.generation, state.revision) == (before.place.generation, before.revision):
             return True
         where: Query = {"_id": header.id, "generation": before.place.generation, "open": True}
         where["chunks"] = {"$lte": before.place.length}
@@ -434,17 +428,17 @@ def _range(generation: str, first: int = 0, end: int | None = None) -> Query:
     return {"_id": {"$gte": f"{generation}/{first:08d}", "$lt": until}}
 
 
-def _documents(episode: str, place: _Place, content: Content | None) -> list[Query]:
+def _documents(episode: str, place: _Place, content: Content) -> list[Query]:
     """The records of ``content`` as documents, of which the first takes the next place in the log."""
     records: list[Query] = []
-    if content is not None and content.start is not None:
+    if content.start is not None:
         records.append({"kind": "start", "data": content.start})
-    if content is not None and (content.packs or content.marks or content.start is content.end is None):
+    if content.packs or content.marks or content.start is content.end is None:
         marks = pack_document(_MARKS.dump_json(tuple(content.marks))) if content.marks else b""
         # Earlier releases wrote several packs of a growth, of which the last one closed it.
         growth = {"kind": "growth", "data": b"".join(content.packs), "closes": True}
         records.append({**growth, "head": content.head, "marks": marks})
-    if content is not None and content.end is not None:
+    if content.end is not None:
         records.append({"kind": "end", "data": content.end})
     # Earlier releases wrote a large record in several parts.
     row = {"episode": episode, "closes": False, "head": None, "marks": b"", "part": 0, "parts": 1}

@@ -229,20 +229,7 @@ class FileTrajectoryStorage(LogStorage):
             outcomes: list[Any] = []
             try:
                 with explained(self._file), secrets_looked_up_once():
-                    connection = self._opened() if group else None
-                    if connection is None:
-                        return
-                    connection.execute("BEGIN IMMEDIATE")
-                    for work, _ in group:
-                        # Its error leaves the others of the transaction alone.
-                        connection.execute("SAVEPOINT call")
-                        try:
-                            outcomes.append(_driven(work, connection))
-                        except _OF_ONE_CALL as error:
-                            outcomes.append(_stored_not(error))
-                            connection.execute("ROLLBACK TO call")
-                        connection.execute("RELEASE call")
-                    connection.execute("COMMIT")
+                    outcomes = self._stored([work for work, _ in group])
             except BaseException as error:
                 # Closing the connection undoes what was written; the next call opens a new one.
                 self._disconnect()
@@ -254,6 +241,23 @@ class FileTrajectoryStorage(LogStorage):
                     # No caller waits in a closed loop.
                     with suppress(RuntimeError):
                         loop.call_soon_threadsafe(_wake_callers, tuple(some))
+
+    def _stored(self, group: Sequence[Work[Any]]) -> list[Any]:
+        """The answers of the calls, or their errors, once all is on the disk."""
+        if not group:
+            return []
+        connection = self._opened()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            outcomes = [_driven(work, connection) for work in group]
+        except _OF_ONE_CALL as error:
+            connection.execute("ROLLBACK")
+            self._open.clear()
+            # The error of one leaves the others alone: each gets a transaction of its own. Savepoints would cost all.
+            alone = len(group) == 1
+            return [_stored_not(error)] if alone else [each for work in group for each in self._stored([work])]
+        connection.execute("COMMIT")
+        return outcomes
 
     def _opened(self) -> sqlite3.Connection:
         if self._writer is None:
@@ -355,28 +359,23 @@ class SqliteLog(Log):
         found = self._run(query, (_json(ids),)).fetchall()
         rows = json.dumps([row for row, *_ in found])
         packs, marks = defaultdict[int, list[bytes]](list), defaultdict[int, list[str]](list)
-        query = f"SELECT episode, nodes FROM chunks WHERE episode {_SOME} ORDER BY episode, first"
-        for row, pack in self._run(query, (rows,)):
-            packs[row].append(pack)
-        for row, mark in self._run(f"SELECT episode, mark FROM marks WHERE episode {_SOME}", (rows,)):
-            marks[row].append(mark)
+        for held, query in ((packs, "nodes, first FROM chunks"), (marks, "mark, node AS first FROM marks")):
+            for row, value, _ in self._run(f"SELECT episode, {query} WHERE episode {_SOME} ORDER BY 1, first", (rows,)):
+                held[row].append(value)
         episodes = list[Episode]()
         for row, revision, head, start, end, score, *known in found:
             content = Content(start, packs[row], map(NodeMark.model_validate_json, marks[row]), head, end)
             episodes.append(Episode(header_of(known, score), row, revision, content=content))
         return episodes
 
-    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content | None) -> Episode:
-        reward = header.episode_return
+    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content) -> Episode:
+        reward, values = header.episode_return, row_of(header)
         if before is None:
-            assert content is not None
-            row, revision = self._run(_INSERT, (*row_of(header).values(), content.head, reward)).lastrowid or 0, 0
-        elif content is None:
-            return before
+            row, revision = self._run(_INSERT, (*values.values(), content.head, reward)).lastrowid or 0, 0
         else:
             row, revision = before.number, before.revision + 1
-            old = row_of(before.header)
-            changed = {f"{name} = {_GIVEN[name]}, ": new for name, new in row_of(header).items() if new != old[name]}
+            old = before.place or row_of(before.header)
+            changed = {f"{name} = {_GIVEN[name]}, ": new for name, new in values.items() if new != old[name]}
             query = (
                 f"UPDATE episodes SET {''.join(changed)}head = ?, revision = ?, "
                 f"reward = iif(scored AND NOT ?, reward, ?) WHERE row = ? AND revision = ? AND {UNFINISHED}"
@@ -395,7 +394,7 @@ class SqliteLog(Log):
         self._run_many("INSERT INTO chunks VALUES (?, ?, ?, ?)", chunks)
         marks = [(row, mark.index, mark.model_dump_json(exclude_defaults=True)) for mark in content.marks]
         self._run_many("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", marks)
-        return Episode(header, row, revision)
+        return Episode(header, row, revision, place=values)
 
     async def drop(self, episode: Episode) -> bool:
         self._empty(episode.number)

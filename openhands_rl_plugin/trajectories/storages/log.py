@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import batched, chain, product
@@ -80,24 +80,25 @@ COLUMNS = (
     *Usage.model_fields,
 )
 """Of a summary as one flat row; the times are Unix times in seconds."""
+_of_columns = itemgetter(*COLUMNS)
 
 
 def row_of(header: TrajectorySummary) -> dict[str, Any]:
     """Column -> value."""
-    row = vars(header) | vars(header.policy) | vars(header.usage) | vars(header.times)
-    row |= {"policy_version": row["version"], "failure_kind": row["failure"] and str(row["failure"])}
-    return {name: row[name] for name in COLUMNS} | {"stop": str(row["stop"])}
+    row = {**vars(header), **vars(header.policy), **vars(header.usage), **vars(header.times)}
+    failure = row["failure"] and str(row["failure"])
+    row |= {"policy_version": row["version"], "failure_kind": failure, "stop": str(row["stop"])}
+    return dict(zip(COLUMNS, _of_columns(row), strict=True))
 
 
 def header_of(values: Iterable[Any], reward: float | None = None) -> TrajectorySummary:
     """The inverse, of the values alone and unchecked; ``reward`` is the newest judgement of the outcome."""
-    row = dict(zip(COLUMNS, values, strict=True))
-    version, failure = row["policy_version"], row["failure_kind"]
-    policy = PolicyRef.model_construct(base_model=row["base_model"], adapter=row["adapter"], version=version)
-    usage, times = (kind.model_construct(**{name: row[name] for name in kind.model_fields}) for kind in (Usage, Times))
-    known = {name: row[name] for name in TrajectorySummary.model_fields if name in row}
-    parts = {"policy": policy, "usage": usage, "times": times, "failure": failure, "reward": reward}
-    return TrajectorySummary.model_construct(**known | parts)
+    row: dict[str, Any] = dict(zip(COLUMNS, values, strict=True))
+    row |= {"version": row["policy_version"], "failure": row["failure_kind"], "reward": reward}
+    kinds = {"policy": PolicyRef, "usage": Usage, "times": Times, "": TrajectorySummary}
+    for field, kind in kinds.items():
+        row[field] = _made(kind, set(kind.model_fields), {name: row[name] for name in kind.model_fields})
+    return row[""]
 
 
 def begun(start: EpisodeStart) -> TrajectorySummary:
@@ -142,7 +143,7 @@ def counted(
     # 0.0 only says that steps were executed, where the environment gives no rewards.
     known = total if total or pays_rewards(header.environment, evidence or {}) else None
     times = Times(started=header.times.started, finished=at)
-    return header.model_copy(update={"nodes": nodes, "turns": turns, "episode_return": known, "times": times})
+    return _with(header, {"nodes": nodes, "turns": turns, "episode_return": known, "times": times})
 
 
 def ended(header: TrajectorySummary, nodes: Sequence[Node], end: EpisodeEnd) -> TrajectorySummary:
@@ -176,8 +177,22 @@ def joined(nodes: Sequence[Node], more: Sequence[Node] = (), marks: Iterable[Nod
     for mark in marks:
         if not 0 <= mark.index < len(both):
             raise StorageError(f"node {mark.index} cannot be marked: there are {len(both)} nodes")
-        both[mark.index] = both[mark.index].model_copy(update=mark.changes(both[mark.index]))
+        both[mark.index] = _with(both[mark.index], mark.changes(both[mark.index]))
     return both
+
+
+def _made[Value: Frozen](kind: type[Value], known: set[str], values: dict[str, Any]) -> Value:
+    """Of values that are checked. Pydantic's own ways look at each field, which takes several times as long."""
+    made, put = kind.__new__(kind), object.__setattr__
+    put(made, "__dict__", values)
+    put(made, "__pydantic_fields_set__", known)
+    put(made, "__pydantic_extra__", None)
+    put(made, "__pydantic_private__", None)
+    return made
+
+
+def _with[Value: Frozen](value: Value, changes: Mapping[str, Any]) -> Value:
+    return _made(type(value), value.model_fields_set | changes.keys(), {**vars(value), **changes})
 
 
 class Content(NamedTuple):
@@ -223,50 +238,39 @@ class Log(Protocol):
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         """The ids of the matches, in the requested order."""
-        ...
 
     async def count(self, where: TrajectoryFilter) -> int:
         """How many match, ``offset`` and ``limit`` aside."""
-        ...
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         """The episodes of ``ids`` that are there, without content, in any order."""
-        ...
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
-        ...
 
-    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content | None) -> Episode:
+    async def write(self, before: Episode | None, header: TrajectorySummary, content: Content) -> Episode:
         """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
 
         Returns its new state. Raises ``OvertakenError`` when it is not as ``before`` any more, and changes nothing.
         """
-        ...
 
     async def drop(self, episode: Episode) -> bool:
         """Forget an open episode with its scores and labels, unless it has changed."""
-        ...
 
     async def add(self, values: Values, packed: Sequence[bytes]) -> None:
         """Append scores or labels; a label whose id is known stays as it is."""
-        ...
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         """The scores, or labels, of these episodes, oldest first."""
-        ...
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         """Note the newest judgements beside the headers, and by which reward the episodes are found."""
-        ...
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
         """Note by which labels an episode is found, of which so many were ``seen``."""
-        ...
 
     async def state(self) -> str:
         """A text that is another one when anything was written."""
-        ...
 
 
 @dataclass
@@ -434,7 +438,8 @@ class LogStorage(ABC):
             scores = _parsed(Score, (record for record in records if record[1] in made), self._lost)
             for each in ids:
                 if each in made:
-                    yield made[each], tuple(score for _, score in scores.get(each, ()))
+                    # Taken out, so that its memory is used again at once.
+                    yield made.pop(each), tuple(score for _, score in scores.get(each, ()))
 
     def _sound[Made](self, episodes: Iterable[Episode], make: Callable[[Episode], Made]) -> Iterator[tuple[str, Made]]:
         """Id -> what is made of the episode; a damaged one is named, and left out if it is skipped."""
@@ -481,9 +486,9 @@ class LogStorage(ABC):
         more = growth.nodes[known - growth.first :]
         nodes, standing.tainted = redact_nodes(more, first=known, tainted=standing.tainted)
         header = standing.grow(nodes, marks, growth.head)
-        same = not nodes and not marks and growth.head == standing.head
-        content = None if same else Content(None, _packs(nodes, PASSING), marks, growth.head)
-        standing.episode, standing.head = await log.write(standing.episode, header, content), growth.head
+        if nodes or marks or growth.head != standing.head:
+            content = Content(None, _packs(nodes, PASSING), marks, growth.head)
+            standing.episode, standing.head = await log.write(standing.episode, header, content), growth.head
         self._remember(standing)
 
     async def _end(self, log: Log, end: EpisodeEnd) -> None:
@@ -752,13 +757,13 @@ def _read_nodes(data: memoryview) -> tuple[Node, ...]:
     for node, (flags, prompt, sampled, floats) in zip(nodes, batched(layout, 4), strict=True):
         if flags:
             # Nothing is validated, because the arrays hold nothing but numbers, and the node is not shared yet.
-            vars(node)["tokens"] = Tokens.model_construct(
-                _TOKENS,
-                extends=bool(flags & _EXTENDS),
-                prompt_ids=Ids(ids[used : (used := used + 4 * prompt)]),
-                sampled_ids=Ids(ids[used : (used := used + 4 * sampled)]),
-                logprobs=Floats(logprobs[scored : (scored := scored + 4 * floats)]),
-            )
+            arrays = {
+                "extends": bool(flags & _EXTENDS),
+                "prompt_ids": Ids(ids[used : (used := used + 4 * prompt)]),
+                "sampled_ids": Ids(ids[used : (used := used + 4 * sampled)]),
+                "logprobs": Floats(logprobs[scored : (scored := scored + 4 * floats)]),
+            }
+            vars(node)["tokens"] = _made(Tokens, _TOKENS, arrays)
             node.__pydantic_fields_set__.add("tokens")
     return nodes
 
