@@ -127,9 +127,9 @@ def open_storage(settings: RLSettings) -> TrajectoryStorage:
 
 
 def mongodb_options(uri: str) -> dict[str, str]:
-    """The options of the storage ``mongodb`` for a URI, whose path may name the database."""
+    """The options of the storage ``mongodb`` for a URI, whose path may name the database; ``admin`` has accounts."""
     name = urlsplit(uri).path.strip("/")
-    return {"connection_string": uri} | ({"database_name": name} if name else {})
+    return {"connection_string": uri} | ({"database_name": name} if name not in ("", "admin") else {})
 
 
 def _build(kind: registry.Kind, name: str, known: Mapping[str, object], options: Mapping[str, object]) -> Any:

@@ -91,7 +91,7 @@ class NodeMark(Frozen):
 
     def changes(self, node: Node) -> dict[str, object]:
         """The fields of ``node`` that the mark sets, with their new values."""
-        known = {name: value for name, value in vars(self).items() if name not in ("index", "search")}
+        known: dict[str, object] = {name: each for name, each in vars(self).items() if name not in ("index", "search")}
         return known if self.search is None else known | {"metadata": node.metadata | {"search": self.search}}
 
 

@@ -26,6 +26,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import batched
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
@@ -49,6 +50,7 @@ from openhands_rl_plugin.trajectories.storages.log import (
     Values,
     conditions_of,
     header_of,
+    json_of,
     note,
     pack_document,
     row_of,
@@ -230,18 +232,17 @@ class MongoLog(Log):
             if before is not None and place.generation != before.place.generation:
                 await chunks.delete_many(_range(before.place.generation))
             return state
-        if place.length == 0:
-            await chunks.delete_many(_range(place.generation))
-        else:
-            now = await self["episodes"].find_one({"_id": header.id, "generation": place.generation})
-            if now is None or now["chunks"] < length:
-                # Closed or gone, so what comes after the valid part will not be read any more.
-                await chunks.delete_many(_range(place.generation, place.length))
+        now = await self["episodes"].find_one({"_id": header.id, "generation": place.generation})
+        if now is None or now["chunks"] < length:
+            # Closed or gone, so what comes after the valid part will not be read any more.
+            await chunks.delete_many(_range(place.generation, place.length))
         raise OvertakenError(header.id)
 
     async def _visible(self, before: Episode | None, header: TrajectorySummary, state: Episode) -> bool:
         """Make the episode's own document this one, unless another writer was faster."""
-        episodes, row, reward = self["episodes"], _row(header, state), _reward(header.episode_return)
+        episodes, reward = self["episodes"], _reward(header.episode_return)
+        row = {name: value for name, value in row_of(header).items() if name != "id"}
+        row |= {"generation": state.place.generation, "chunks": state.revision, "open": header.open}
         if before is None:
             number = await self.next("episodes")
             try:
@@ -281,8 +282,9 @@ class MongoLog(Log):
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         number = _NUMBERS[kind]
-        found = self[kind].find({"episode": {"$in": list(ids)}}).sort(number, 1)
-        return [(each[number], each["episode"], each[kind[:-1]]) async for each in found] if ids else []
+        # So many ids for one query: a document may have 16 MB.
+        asked = [self[kind].find({"episode": {"$in": list(some)}}) for some in batched(ids, 50_000)]
+        return sorted([(each[number], each["episode"], each[kind[:-1]]) for found in asked async for each in found])
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         changes: list[UpdateOne] = []
@@ -402,11 +404,6 @@ def _query_of(where: TrajectoryFilter) -> Query:
     return dict(query)
 
 
-def _row(header: TrajectorySummary, state: Episode) -> Query:
-    place = {"generation": state.place.generation, "chunks": state.revision, "open": header.open}
-    return place | {name: value for name, value in row_of(header).items() if name != "id"}
-
-
 def _reward(value: float | None) -> Query:
     """The reward of filters and sorting."""
     return {"reward": value, "unrewarded": value is None}
@@ -434,7 +431,7 @@ def _documents(episode: str, place: _Place, content: Content) -> list[Query]:
     if content.start is not None:
         records.append({"kind": "start", "data": content.start})
     if content.packs or content.marks or content.start is content.end is None:
-        marks = pack_document(_MARKS.dump_json(tuple(content.marks))) if content.marks else b""
+        marks = pack_document(b"[%s]" % b",".join(map(json_of, content.marks))) if content.marks else b""
         # Earlier releases wrote several packs of a growth, of which the last one closed it.
         growth = {"kind": "growth", "data": b"".join(content.packs), "closes": True}
         records.append({**growth, "head": content.head, "marks": marks})

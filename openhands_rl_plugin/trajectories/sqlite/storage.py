@@ -44,6 +44,7 @@ from openhands_rl_plugin.trajectories.storages.log import (
     Values,
     conditions_of,
     header_of,
+    json_of,
     row_of,
     upgrade,
 )
@@ -392,7 +393,7 @@ class SqliteLog(Log):
         first = 0 if before is None or content.start is not None else before.header.nodes
         chunks = [(row, first, header.nodes - first, pack) for pack in content.packs]
         self._run_many("INSERT INTO chunks VALUES (?, ?, ?, ?)", chunks)
-        marks = [(row, mark.index, mark.model_dump_json(exclude_defaults=True)) for mark in content.marks]
+        marks = [(row, mark.index, json_of(mark, exclude_defaults=True).decode()) for mark in content.marks]
         self._run_many("INSERT OR REPLACE INTO marks VALUES (?, ?, ?)", marks)
         return Episode(header, row, revision, place=values)
 
@@ -479,16 +480,12 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
             if application != _APPLICATION_ID or version > SCHEMA_VERSION:
                 what = f"is a database of something else, or of a later openhands_rl_plugin (schema version {version})"
                 raise StorageError(f"{file} {what}; upgrade, or choose another path in [rl.storage]{_OR}")
-            if _is_earlier(connection):
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone():
                 _upgrade(connection)
         except BaseException:
             connection.close()
             raise
         return connection
-
-
-def _is_earlier(connection: sqlite3.Connection) -> bool:
-    return not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'names'").fetchone()
 
 
 def empty_database(file: Path) -> sqlite3.Connection:

@@ -24,11 +24,12 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from backports import zstd
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import DamagedError, StorageError, describe
 from openhands_rl_plugin.core.judgements import newest_outcome
+from openhands_rl_plugin.core.messages import whole_json
 from openhands_rl_plugin.core.records import (
     Columns,
     DamagedRecord,
@@ -238,39 +239,50 @@ class Log(Protocol):
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         """The ids of the matches, in the requested order."""
+        ...
 
     async def count(self, where: TrajectoryFilter) -> int:
         """How many match, ``offset`` and ``limit`` aside."""
+        ...
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
         """The episodes of ``ids`` that are there, without content, in any order."""
+        ...
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
         """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
+        ...
 
     async def write(self, before: Episode | None, header: TrajectorySummary, content: Content) -> Episode:
         """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
 
         Returns its new state. Raises ``OvertakenError`` when it is not as ``before`` any more, and changes nothing.
         """
+        ...
 
     async def drop(self, episode: Episode) -> bool:
         """Forget an open episode with its scores and labels, unless it has changed."""
+        ...
 
     async def add(self, values: Values, packed: Sequence[bytes]) -> None:
         """Append scores or labels; a label whose id is known stays as it is."""
+        ...
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         """The scores, or labels, of these episodes, oldest first."""
+        ...
 
     async def judge(self, judged: Sequence[Judged]) -> None:
         """Note the newest judgements beside the headers, and by which reward the episodes are found."""
+        ...
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
         """Note by which labels an episode is found, of which so many were ``seen``."""
+        ...
 
     async def state(self) -> str:
         """A text that is another one when anything was written."""
+        ...
 
 
 @dataclass
@@ -702,7 +714,7 @@ def pack_nodes(nodes: Sequence[Node], level: int = _LEVEL) -> bytes:
     whole, floats = b"".join(ids), b"".join(logprobs)
     width = 4 if whole[2::4].strip(b"\0") or whole[3::4].strip(b"\0") else 2
     planes = [floats[byte::_FLOAT] for byte in reversed(range(_FLOAT))]
-    text = b"[%s]" % b",".join(map(_without_tokens, nodes))
+    text = b"[%s]" % b",".join([json_of(node, exclude={"tokens"}, exclude_defaults=True) for node in nodes])
     header = _HEADER.pack(len(nodes), len(text), width, _FLOAT) + struct.pack(f"<{len(layout)}I", *layout)
     return _compress(_NODES, [header + text, _widened(whole, 4, width), planes[0], b"".join(planes[1:])], level)
 
@@ -717,8 +729,8 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
 
 
 def pack_document(document: bytes) -> bytes:
-    """A JSON document, smaller and checked. Raises ``StorageError`` when it is larger or deeper than can be read."""
-    return _compress(_DOCUMENT, [_readable(document)])
+    """A JSON document, smaller and checked. Raises ``StorageError`` when it is larger than can be read."""
+    return _compress(_DOCUMENT, [document])
 
 
 def unpack_document(blob: bytes) -> bytes:
@@ -726,12 +738,15 @@ def unpack_document(blob: bytes) -> bytes:
     return _decompress(blob, _DOCUMENT)
 
 
-def _without_tokens(node: Node) -> bytes:
+def json_of(value: Frozen, **how: Any) -> bytes:
+    """A value as JSON, with U+FFFD for half of a surrogate pair. Raises ``StorageError`` for what JSON cannot hold."""
     try:
-        # By the serializer itself, which ``model_dump_json`` adds as much again to for a small node.
-        return _readable(Node.__pydantic_serializer__.to_json(node, exclude={"tokens"}, exclude_defaults=True))
+        with suppress(PydanticSerializationError):
+            # By the serializer itself, which ``model_dump_json`` adds as much again to for a small node.
+            return _readable(value.__pydantic_serializer__.to_json(value, **how))
+        return _readable(to_json(whole_json(value.model_dump(**how)), inf_nan_mode="strings"))
     except (ValueError, RecursionError) as error:
-        raise StorageError(f"a node cannot be written as JSON: {describe(error)}") from error
+        raise StorageError(f"{type(value).__name__} cannot be written as JSON: {describe(error)}") from error
 
 
 def _readable(document: bytes) -> bytes:
@@ -821,10 +836,7 @@ def _decompress(blob: bytes, version: int) -> bytes:
 
 def packed_json(value: Frozen, without: frozenset[str] = frozenset()) -> bytes:
     """A value as packed JSON. Raises ``StorageError`` for what JSON cannot hold."""
-    try:
-        return pack_document(value.model_dump_json(exclude=set(without)).encode())
-    except (ValueError, RecursionError) as error:
-        raise StorageError(f"{type(value).__name__} cannot be written as JSON: {describe(error)}") from error
+    return pack_document(json_of(value, exclude=set(without)))
 
 
 def parsed_json[Value: Frozen](kind: type[Value], identity: str, packed: bytes) -> Value:
