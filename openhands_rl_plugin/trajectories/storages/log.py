@@ -637,9 +637,9 @@ def _trajectory(episode: Episode) -> Trajectory:
     else:
         known = {"head": content.head, "policy": start.policy, "tools": start.tools, "finished": header.times.finished}
         end = EpisodeEnd(trajectory_id=start.id, stop=StopReason.UNFINISHED, **known)
-    parts = dict[str, Any](start) | {name: value for name, value in end if name not in ("trajectory_id", "finished")}
-    times = Times(started=parts.pop("started"), finished=end.finished)
-    return Trajectory(**parts, nodes=tuple(nodes), times=times)
+    times = Times(started=start.started, finished=end.finished)
+    values = vars(start) | vars(end) | {"nodes": tuple(nodes), "times": times}
+    return _made(Trajectory, set(Trajectory.model_fields), {name: values[name] for name in Trajectory.model_fields})
 
 
 def _column_of(episode: Episode) -> tuple[TrajectorySummary, int, bool]:

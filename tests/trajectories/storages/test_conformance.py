@@ -35,10 +35,7 @@ class LosesMarks(FileTrajectoryStorage):
 
 @pytest.mark.parametrize(
     ("kind", "complaint"),
-    [
-        (ReplacesScores, "has the scores"),
-        (LosesMarks, "has other nodes"),
-    ],
+    [(ReplacesScores, "has the scores"), (LosesMarks, "has other nodes")],
 )
 async def test_wrong_storages_are_found(kind: type[FileTrajectoryStorage], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=complaint):

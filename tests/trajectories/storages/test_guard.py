@@ -1,4 +1,4 @@
-"""What a storage redacts, over several calls, several storages and several processes' turns with one episode."""
+"""What a storage redacts and mends, over several calls, storages and processes' turns with one episode."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 
 KEY = "ghp_" + "aB3dE5gH7jK9mN1pQ3sT5uV7wX9yZ1"
 SECRET = f"the key is {KEY}"
+HALF = "half \ud800"
 TOOL: JsonObject = {"type": "function", "function": {"name": "bash", "description": SECRET}}
 
 Open = Callable[[], TrajectoryStorage]
@@ -53,6 +54,7 @@ async def trained(storage: TrajectoryStorage) -> list[int]:
     """The nodes that have token ids, after a check that no secret is stored."""
     ((trajectory, _),) = [found async for found in storage.find(TrajectoryFilter(finished=None))]
     assert KEY not in trajectory.model_dump_json()
+    assert all(node.message.content != HALF for node in trajectory.nodes)
     return [at for at, node in enumerate(trajectory.nodes) if node.tokens is not None]
 
 
@@ -61,7 +63,7 @@ async def trained(storage: TrajectoryStorage) -> list[int]:
     [
         ((), [(SECRET,), ("yes", "and now?", "done")], []),
         ((TOOL,), [(), ("go", "yes")], []),
-        ((), [("go", "yes"), (SECRET,), ("done",)], [1]),
+        ((), [("go", "yes"), (SECRET,), (HALF,)], [1]),
     ],
     ids=["prompt", "tools", "in between"],
 )
@@ -80,9 +82,9 @@ async def test_below_a_secret_no_ids_are_stored_whoever_goes_on(
         await storage.close()
 
 
-async def test_a_label_holds_no_secret(opened: Open) -> None:
+async def test_a_label_holds_no_secret_and_no_half_of_a_surrogate_pair(opened: Open) -> None:
     storage = opened()
-    label = Label(id="1", trajectory_id="a", kind=LabelKind.COMMENT, text=SECRET, author="me", at=1.0)
+    label = Label(id="1", trajectory_id="a", kind=LabelKind.COMMENT, text=SECRET + HALF, author="me", at=1.0)
     await storage.add_labels([label])
-    assert await storage.labels(["a"]) == (label.model_copy(update={"text": f"the key is {REDACTED}"}),)
+    assert await storage.labels(["a"]) == (label.model_copy(update={"text": f"the key is {REDACTED}half \ufffd"}),)
     await storage.close()
