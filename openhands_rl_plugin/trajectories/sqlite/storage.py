@@ -490,9 +490,7 @@ def connect(file: Path, *, durable: bool = True) -> sqlite3.Connection:
 
 def empty_database(file: Path) -> sqlite3.Connection:
     """A store in memory, in the place of one that nobody has made yet."""
-    connection = _opened(file, "mode=memory")
-    connection.executescript(_SCHEMA)
-    return connection
+    return _opened(file, "mode=memory").executescript(_SCHEMA).connection
 
 
 def make_database(folder: Path) -> None:

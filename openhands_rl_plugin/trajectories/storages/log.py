@@ -63,7 +63,6 @@ from openhands_rl_plugin.core.types import (
 
 Found = tuple[Trajectory, tuple[Score, ...]]
 Kind = Literal["scores", "labels"]
-_RECORDS: dict[Kind, type[Any]] = {"scores": Score, "labels": Label}
 
 # Trajectories, or summaries, that a reader holds in one batch.
 _BATCH, _SUMMARIES = 8, 256
@@ -481,9 +480,8 @@ class LogStorage(ABC):
 
     async def _grow(self, log: Log, growth: EpisodeGrowth) -> None:
         identity = growth.trajectory_id
-        # A strategy may have noted what an environment said.
-        noted = any(mark.search for mark in growth.marks)
-        marks = redact_value(growth.model_copy(update={"nodes": ()})).marks if noted else growth.marks
+        # A strategy may have noted what an environment sent.
+        marks = [redact_value(mark) if mark.search else mark for mark in growth.marks]
         standing = await self._standing(log, identity, growth.first)
         known = len(standing.nodes)
         if not standing.episode.header.open:
@@ -579,7 +577,7 @@ async def note(log: Log, ids: Iterable[str], kinds: Sequence[Kind] = ("scores", 
     """Write beside every header the newest judgement, and the names by which its labels find it: the kinds of those
     that hold, and the texts of tags. What is damaged is named when it is read."""
     for some, kind in product(batched(ids, 1000), kinds):
-        found = _parsed(_RECORDS[kind], await log.records(kind, some), [])
+        found = _parsed(Score if kind == "scores" else Label, await log.records(kind, some), [])
         judged: list[Judged] = []
         for episode in await log.headers(list(found)) if found else ():
             numbers, own = zip(*found[episode.header.id], strict=True)
@@ -689,6 +687,7 @@ _HEADER = struct.Struct("<IIBB")
 _FLOAT = 4
 _HAS_TOKENS, _EXTENDS = 1, 2
 
+_LEVEL_OF, _CHECKED = zstd.CompressionParameter.compression_level, zstd.CompressionParameter.checksum_flag
 _LEVEL = 3
 PASSING = 1
 """The level of zstd for what is packed again soon."""
@@ -723,7 +722,29 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
     """The inverse of ``pack_nodes``. Raises ``StorageError`` for a damaged pack and for one of a later format."""
     data = memoryview(_decompress(blob, _NODES))
     try:
-        return _read_nodes(data)
+        count, text_bytes, width, precision = _HEADER.unpack_from(data)
+        at = _HEADER.size
+        layout = struct.unpack_from(f"<{4 * count}I", data, at)
+        at += 4 * len(layout)
+        nodes = _NODE_LIST.validate_json(bytes(data[at : (at := at + text_bytes)]))
+        held = data[at : (at := at + width * (sum(layout[1::4]) + sum(layout[2::4])))]
+        logprobs = _floats_in(data[at : (at := at + precision * sum(layout[3::4]))], precision)
+        if at != len(data) or len(nodes) != count or width not in (2, 4):
+            raise ValueError("its parts do not have the lengths that its header says")
+        ids = _widened(bytes(held), width, 4)
+        used = scored = 0
+        for node, (flags, prompt, sampled, floats) in zip(nodes, batched(layout, 4), strict=True):
+            if flags:
+                # Nothing is validated, because the arrays hold nothing but numbers, and the node is not shared yet.
+                arrays = {
+                    "extends": bool(flags & _EXTENDS),
+                    "prompt_ids": Ids(ids[used : (used := used + 4 * prompt)]),
+                    "sampled_ids": Ids(ids[used : (used := used + 4 * sampled)]),
+                    "logprobs": Floats(logprobs[scored : (scored := scored + 4 * floats)]),
+                }
+                vars(node)["tokens"] = _made(Tokens, _TOKENS, arrays)
+                node.__pydantic_fields_set__.add("tokens")
+        return nodes
     except (ValueError, KeyError, struct.error, ValidationError) as error:
         raise DamagedError(f"packed nodes are damaged: {describe(error)}") from error
 
@@ -757,32 +778,6 @@ def _readable(document: bytes) -> bytes:
     return document
 
 
-def _read_nodes(data: memoryview) -> tuple[Node, ...]:
-    count, text_bytes, width, precision = _HEADER.unpack_from(data)
-    at = _HEADER.size
-    layout = struct.unpack_from(f"<{4 * count}I", data, at)
-    at += 4 * len(layout)
-    nodes = _NODE_LIST.validate_json(bytes(data[at : (at := at + text_bytes)]))
-    held = data[at : (at := at + width * (sum(layout[1::4]) + sum(layout[2::4])))]
-    logprobs = _floats_in(data[at : (at := at + precision * sum(layout[3::4]))], precision)
-    if at != len(data) or len(nodes) != count or width not in (2, 4):
-        raise ValueError("its parts do not have the lengths that its header says")
-    ids = _widened(bytes(held), width, 4)
-    used = scored = 0
-    for node, (flags, prompt, sampled, floats) in zip(nodes, batched(layout, 4), strict=True):
-        if flags:
-            # Nothing is validated, because the arrays hold nothing but numbers, and the node is not shared yet.
-            arrays = {
-                "extends": bool(flags & _EXTENDS),
-                "prompt_ids": Ids(ids[used : (used := used + 4 * prompt)]),
-                "sampled_ids": Ids(ids[used : (used := used + 4 * sampled)]),
-                "logprobs": Floats(logprobs[scored : (scored := scored + 4 * floats)]),
-            }
-            vars(node)["tokens"] = _made(Tokens, _TOKENS, arrays)
-            node.__pydantic_fields_set__.add("tokens")
-    return nodes
-
-
 def _widened(numbers: bytes, width: int, wanted: int) -> bytes:
     """Numbers of ``width`` bytes as those of ``wanted``: what is cut off is 0."""
     if width == wanted:
@@ -805,11 +800,9 @@ def _compress(version: int, parts: Sequence[bytes], level: int = _LEVEL) -> byte
     size = sum(map(len, parts))
     if size > UNPACKED_LIMIT:
         raise StorageError(f"{size:,} bytes are more than one record may have ({UNPACKED_LIMIT:,}): shorten its texts")
-    name = zstd.CompressionParameter
-    options: dict[int, int] = {name.compression_level: level, name.checksum_flag: 1}
     held: dict[Any, Any] = vars(_compressors)
     # After an error it is not put back: it stands in the middle of a frame.
-    compressor = held.pop(level, None) or zstd.ZstdCompressor(options=options)
+    compressor = held.pop(level, None) or zstd.ZstdCompressor(options={_LEVEL_OF: level, _CHECKED: 1})
     compressor.set_pledged_input_size(size)
     packed = [compressor.compress(part, zstd.ZstdCompressor.FLUSH_BLOCK) for part in parts if part]
     packed.append(compressor.flush(zstd.ZstdCompressor.FLUSH_FRAME))
