@@ -16,9 +16,9 @@ without making nodes: what a form of columns could save.
 The folder decides what is measured: give one on the disk that will hold the trajectories (a folder in memory would
 make the flushing free). Where others use the machine, too, the figures for a CPU second tell more.
 
-``--rllm-python`` is a Python with rllm-model-gateway; its store takes turns with this one on a part of the sessions,
-because each of its records holds the whole prompt. ``--former`` is a checkout of other code of this project, whose
-store takes turns as well.
+``--rllm-python`` is a Python with rllm-model-gateway (``uv pip install rllm-model-gateway==0.1.0``); its store takes
+turns with this one on a part of the sessions, because each of its records holds the whole prompt. ``--former`` is a
+checkout of other code of this project, whose store takes turns as well.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ from openhands_rl_plugin.core.types import (
 
 Found = tuple[Trajectory, tuple[Score, ...]]
 Kind = Literal["scores", "labels"]
+_RECORDS: dict[Kind, type[Any]] = {"scores": Score, "labels": Label}
 
 # Trajectories, or summaries, that a reader holds in one batch.
 _BATCH, _SUMMARIES = 8, 256
@@ -577,7 +578,7 @@ async def note(log: Log, ids: Iterable[str], kinds: Sequence[Kind] = ("scores", 
     """Write beside every header the newest judgement, and the names by which its labels find it: the kinds of those
     that hold, and the texts of tags. What is damaged is named when it is read."""
     for some, kind in product(batched(ids, 1000), kinds):
-        found = _parsed(Score if kind == "scores" else Label, await log.records(kind, some), [])
+        found = _parsed(_RECORDS[kind], await log.records(kind, some), [])
         judged: list[Judged] = []
         for episode in await log.headers(list(found)) if found else ():
             numbers, own = zip(*found[episode.header.id], strict=True)
