@@ -84,7 +84,7 @@ async def test_below_a_secret_no_ids_are_stored_whoever_goes_on(
 
 async def test_a_label_holds_no_secret_and_no_half_of_a_surrogate_pair(opened: Open) -> None:
     storage = opened()
-    label = Label(id="1", trajectory_id="a", kind=LabelKind.COMMENT, text=SECRET + HALF, author="me", at=1.0)
+    label = Label(id="1", trajectory_id="a", kind=LabelKind.COMMENT, text=f"{SECRET} {HALF}", author="me", at=1.0)
     await storage.add_labels([label])
-    assert await storage.labels(["a"]) == (label.model_copy(update={"text": f"the key is {REDACTED}half \ufffd"}),)
+    assert await storage.labels(["a"]) == (label.model_copy(update={"text": f"the key is {REDACTED} half \ufffd"}),)
     await storage.close()
