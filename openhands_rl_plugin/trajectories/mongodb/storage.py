@@ -283,7 +283,7 @@ class MongoLog(Log):
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
         number = _NUMBERS[kind]
         # So many ids for one query: a document may have 16 MB.
-        asked = [self[kind].find({"episode": {"$in": list(some)}}) for some in batched(ids, 50_000)]
+        asked = [self[kind].find({"episode": {"$in": list(some)}}) for some in batched(ids, 500)]
         return sorted([(each[number], each["episode"], each[kind[:-1]]) for found in asked async for each in found])
 
     async def judge(self, judged: Sequence[Judged]) -> None:
