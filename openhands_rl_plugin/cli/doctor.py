@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from openhands_rl_plugin.apps.stores import open_store
-from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of, load_tokenizer
+from openhands_rl_plugin.cli.options import add_filters, add_store, filter_of
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, host_of, version_of
 from openhands_rl_plugin.config.rl import RLSettings
@@ -35,7 +35,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, check_model_server, served_base
-from openhands_rl_plugin.trajectories.view import console, drift_of, print_json, table
+from openhands_rl_plugin.trajectories.view import console, drift_of, load_tokenizer, print_json, table
 
 _SECONDS, _OWN = 60.0, "openhands_rl_plugin"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

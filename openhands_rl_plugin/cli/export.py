@@ -42,13 +42,8 @@ async def run(args: argparse.Namespace) -> int:
     from openhands_rl_plugin.trajectories.exchange.formats import export_store
     from openhands_rl_plugin.trajectories.view import progress_bar
 
-    chosen, where = exportable(args.format), filter_of(args)
-    # The format decides where no option does.
-    if where.failed is None and where.failure_kind is None:
-        where = where.model_copy(update={"failed": chosen.scope.failed})
-    if where.finished:
-        where = where.model_copy(update={"finished": chosen.scope.finished})
-    where = where.model_copy(update={"limit": args.limit})
+    chosen = exportable(args.format)
+    where = chosen.within(filter_of(args)).model_copy(update={"limit": args.limit})
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         total, resolved = await storage.count(where), args.resolved
         with chosen.sink(args.out) as sink, progress_bar("exporting", total) as bar:

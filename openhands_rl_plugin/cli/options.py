@@ -15,13 +15,10 @@ from pydantic import BaseModel, ValidationError
 
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import load_settings
-from openhands_rl_plugin.core.errors import UsageError, boundary, from_extra, problems
+from openhands_rl_plugin.core.errors import UsageError, problems
 from openhands_rl_plugin.core.records import SEARCHED, TrajectoryFilter
-from openhands_rl_plugin.core.types import FailureKind
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from openhands_rl_plugin.evals.swe.instances import Instance, InstanceBackend
 
 
@@ -225,15 +222,3 @@ def backend_of(
     given = {"mirror": args.mirror, "cache": args.cache, "network": network}
     found = [each for each in instances if each is not None]
     return make_backend(args.backend, **given, instances=found) if found else None
-
-
-TOKENIZER = "tokenizer.json"
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Of a folder's ``tokenizer.json``, or of that file. Raises ``RLError``."""
-    with from_extra("train", "tokenizers"):
-        from tokenizers import Tokenizer
-    file = folder / TOKENIZER if folder.is_dir() else folder
-    with boundary(FailureKind.MODEL, f"--tokenizer {file}"):
-        return Tokenizer.from_file(str(file))

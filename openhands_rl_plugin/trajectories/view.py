@@ -19,7 +19,8 @@ from difflib import SequenceMatcher
 from enum import StrEnum
 from itertools import chain, takewhile
 from operator import attrgetter, eq
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 from pydantic_core import to_jsonable_python
@@ -28,7 +29,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from openhands_rl_plugin.core.errors import StorageError
+from openhands_rl_plugin.core.errors import ConfigError, StorageError, boundary, from_extra
 from openhands_rl_plugin.core.judgements import OPINIONS, named_score, opinions, standing
 from openhands_rl_plugin.core.messages import counted, has_reasoning, one_line, transcript_nodes, visible
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -46,6 +47,7 @@ from openhands_rl_plugin.core.statistics import Estimate, paired_difference, wil
 from openhands_rl_plugin.core.types import (
     REWRITTEN,
     TURN,
+    FailureKind,
     JsonObject,
     Message,
     Node,
@@ -55,6 +57,9 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     kind_of,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # --- The terminal
 
@@ -124,6 +129,20 @@ def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> 
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
+
+TOKENIZER = "tokenizer.json"
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Of a folder's ``tokenizer.json``, or of that file. Raises ``RLError``."""
+    with from_extra("train", "tokenizers"):
+        from tokenizers import Tokenizer
+    file = folder / TOKENIZER if folder.is_dir() else folder
+    if not file.is_file():
+        raise ConfigError(f"--tokenizer: there is no {file}; give the folder of a model that has a {TOKENIZER}")
+    with boundary(FailureKind.MODEL, "--tokenizer"):
+        return Tokenizer.from_file(str(file))
+
 
 _WINDOW = 1024
 """How far behind the first difference the texts may meet again, in tokens."""

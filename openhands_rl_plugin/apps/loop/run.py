@@ -16,14 +16,7 @@ from openhands_rl_plugin.core.errors import ConfigError, boundary
 from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
-from openhands_rl_plugin.core.types import (
-    Adapter,
-    EpisodeRequest,
-    FailureKind,
-    Limits,
-    Task,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Limits, Task, Trajectory
 from openhands_rl_plugin.evals.runs.evaluate import EvalRunner, judging_reward, options_of
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import TESTS, EvalTask

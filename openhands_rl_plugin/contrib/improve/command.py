@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.apps.serving import given_weights, served_policy
-from openhands_rl_plugin.cli.loop import loop_job
 from openhands_rl_plugin.cli.options import above_zero, add_settings, checked, natural, positive, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -193,6 +192,7 @@ def _train(
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener
     from openhands_rl_plugin.apps.loop.run import run_loop
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
+    from openhands_rl_plugin.cli.loop import loop_job
     from openhands_rl_plugin.contrib.improve.gym import use_lines
 
     folder = directory / "tasks"

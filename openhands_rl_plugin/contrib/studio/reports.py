@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openhands_rl_plugin.apps.loop.run import STATE
-from openhands_rl_plugin.cli.options import TOKENIZER
 from openhands_rl_plugin.contrib.studio.document import single_file
 from openhands_rl_plugin.contrib.studio.episode import bodies_of, header_of, tokens_of
 from openhands_rl_plugin.contrib.studio.listing import episodes_compared, rows_of
@@ -47,6 +46,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, Comparison, RunRecord, read_rows
 from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, evaluations, success_of
+from openhands_rl_plugin.trajectories.view import TOKENIZER
 
 MOST_EXPORTED = 50 * 1024 * 1024
 MOST_EPISODES = 1000

@@ -19,7 +19,6 @@ from starlette.requests import Request
 
 from openhands_rl_plugin.apps.loop.run import STATE
 from openhands_rl_plugin.apps.stores import is_folder, storage_at
-from openhands_rl_plugin.cli.options import TOKENIZER, load_tokenizer
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.core.errors import ConfigError, RLError, unknown_name
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
@@ -29,6 +28,7 @@ from openhands_rl_plugin.evals.runs.run_files import OUTPUT
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import MANIFEST, METRICS_FILE
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME
+from openhands_rl_plugin.trajectories.view import TOKENIZER, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

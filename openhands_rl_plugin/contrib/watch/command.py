@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.apps.serving import served_policy
-from openhands_rl_plugin.cli.loop import add_episodes, loop_job
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
@@ -47,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
     parser.add_argument("--dry-run", action="store_true", help="check settings, servers and suite, do nothing")
     parser.add_argument("--to", metavar="VERSION", help="rollback: a number, a name or base (default: the one before)")
+    from openhands_rl_plugin.cli.loop import add_episodes
+
     add_episodes(parser.add_argument_group("held-out suite"))
 
 
@@ -89,6 +90,8 @@ def _publisher(settings: RLSettings, adapters: AdapterStore) -> AdapterPublisher
 
 
 def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStore, folder: Path) -> int:
+    from openhands_rl_plugin.cli.loop import loop_job
+
     silence_libraries()
     prepare_threads()
     with from_extra("openhands,train"):

@@ -11,15 +11,7 @@ from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.judgements import UNJUDGED, Preferences, preferences
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
-from openhands_rl_plugin.core.types import (
-    Adapter,
-    Failure,
-    Frozen,
-    Sample,
-    Score,
-    StopReason,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import Adapter, Failure, Frozen, Sample, Score, StopReason, Trajectory
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, judge_all, known_score
 from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import EQUAL, credited_samples, is_searched

@@ -340,6 +340,12 @@ class Format:
         """Whether a row is in this format."""
         return any(all(_holds(row, path.split(".")) for path in paths.split()) for paths in self.has)
 
+    def within(self, where: TrajectoryFilter) -> TrajectoryFilter:
+        """The ``scope`` where ``where`` does not say otherwise."""
+        failed = self.scope.failed if where.failed is where.failure_kind is None else where.failed
+        finished = self.scope.finished if where.finished else where.finished
+        return where.model_copy(update={"failed": failed, "finished": finished})
+
     def sink(self, target: Path) -> AbstractContextManager[Sink]:
         """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
         if target.name.endswith(_JSON_ENDINGS):
