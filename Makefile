@@ -24,6 +24,8 @@ hosts := tests/core tests/docs tests/golden tests/hosts
 training := tests/apps tests/cli tests/models tests/rewards tests/rollout tests/session $(sort $(wildcard tests/test_*.py)) tests/training
 others := $(sort $(filter-out $(hosts) $(training) tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
 PARTS := hosts training others
+# The output of each in one piece, where make can.
+SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # The tests that have something to show with OpenHands V1; all others run with V0. Those in processes of their own are apart.
 processes := $(addprefix tests/hosts/v1/test_,driver.py guide.py run_command.py) 'tests/golden/test_golden.py::test_today_is_as_the_golden_file[v1_sessions]' tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/trainers/test_agent_lightning.py tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_pages.py tests/docs/test_plugins_page.py
@@ -54,7 +56,7 @@ test: $(READY) ## Check the style and the types, run the fast tests
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	@$(MAKE) -j --output-sync=target lint $(PARTS)
+	@$(MAKE) -j $(SYNC) lint $(PARTS)
 endif
 
 # In .venv-v1, from the same lock; another 3 GB unless CPU=1.
@@ -62,13 +64,13 @@ test-v1: $(READY_V1) ## Check the types of the host for OpenHands V1, run its te
 ifdef ARGS
 	$(V1)/pytest $(conversations) $(processes) $(ARGS)
 else
-	@$(MAKE) -j --output-sync=target lint-v1 $(PARTS_V1)
+	@$(MAKE) -j $(SYNC) lint-v1 $(PARTS_V1)
 endif
 
-$(PARTS):
+$(PARTS): $(READY)
 	$(BIN)/pytest $($@)
 
-$(PARTS_V1):
+$(PARTS_V1): $(READY_V1)
 	$(V1)/pytest $($@)
 
 # Makes .peers/sdk-*, half a gigabyte each; ARGS="1.34.0 newest" chooses some.
@@ -100,7 +102,7 @@ lint: $(READY) ## Check the style and the types
 	$(BIN)/pyright --threads 2
 	$(BIN)/cog --check $(COG)
 
-lint-v1:
+lint-v1: $(READY_V1)
 	$(BIN)/pyright --project .ci/pyright-v1.json
 
 format: $(READY) ## Format the code
